@@ -49,7 +49,9 @@ class Bags:
             remedy = "map ids to rows before the lookup, or give the table more rows"
             yield Problem(self.table.name, f"id {outside[0]}{others}", required, remedy)
         if self.offsets is not None and self._wrong_offsets():
-            required = f"offsets that begin with 0, never fall, and end within {len(self.ids)} ids"
+            required = (
+                f"offsets that begin with 0, never fall, and end within {len(self.ids)} ids, none behind the last bag"
+            )
             present = f"offsets {self.offsets[:8].tolist()}{'...' if len(self.offsets) > 8 else ''}"
             yield Problem(self.table.name, present, required, "pass where each bag begins")
 
@@ -79,8 +81,10 @@ class Bags:
         offsets = self.offsets
         assert offsets is not None
         if not len(offsets):
-            return torch.zeros((), dtype=torch.bool, device=offsets.device)
-        return (offsets[0] != 0) | (offsets[-1] > len(self.ids)) | (offsets.diff() < 0).any()
+            return torch.full((), bool(len(self.ids)), device=offsets.device)
+        # torch leaves the gradients of ids behind the last bag as the memory was.
+        past = offsets[-1] != len(self.ids) if self.ends else offsets[-1] > len(self.ids)
+        return (offsets[0] != 0) | past | (offsets.diff() < 0).any()
 
 
 def bags_of(

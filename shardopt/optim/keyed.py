@@ -25,7 +25,7 @@ from shardopt.optim.state_dict.groups import (
     patterns_of,
     unmatched_patterns,
 )
-from shardopt.optim.state_dict.options import refuse_bad_options
+from shardopt.optim.state_dict.options import known_options, refuse_bad_options
 from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.param_groups import PARAMS, STORAGE_OPTIONS
 from shardopt.ranks import Group, SharedGroup
@@ -56,8 +56,9 @@ def keyed(
             `[{"params": model.body.named_parameters("body"), option: value, ...}, ...]`.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and where none is to a last group with the defaults. Groups keep their places where they are
-            empty, so that schedules fit on all ranks. A group with an "algorithm" of its
-            own (class or name) starts from that algorithm's defaults, not from those given here.
+            empty, so that schedules fit on all ranks. Keys that are no options, such as "name" or "lr_scale", are kept,
+            saved and loaded with the group; one that looks like an option misspelt is refused. A group with an
+            "algorithm" of its own (class or name) starts from that algorithm's defaults, not from those given here.
         group: the ranks that train these parameters, where they are not all of the job: a process group, or a device
             mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
         tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only:
@@ -124,7 +125,8 @@ def build(
         options = _options_for(optimizer, options)
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
-        optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
+        given_here = {**(defaults if optimizer is main else {}), **options}
+        optimizer([torch.zeros(1, 1, device="cpu")], **known_options(optimizer, given_here))
         groups_of.setdefault(optimizer, []).append((options, members))
         places.setdefault(optimizer, []).append(position)
     built: list[Wrapper] = []

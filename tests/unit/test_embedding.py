@@ -140,6 +140,17 @@ def test_meshes_that_tables_cannot_lie_on():
         ShardedEmbeddingBag(Table("a", 5, 2), mesh)
 
 
+@pytest.mark.parametrize(("offsets", "ends"), [([0, 2], True), ([0], True), ([], False)])
+def test_ids_behind_the_last_bag_are_refused_before_torch_leaves_their_gradients_unset(offsets, ends):
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag(Table("only", ROWS, WIDTH, "sum"), mesh, include_last_offset=ends)
+        with pytest.raises(InputError, match="none behind the last bag"):
+            module(torch.arange(5), torch.tensor(offsets, dtype=torch.int64))
+        bags = [*offsets, 5] if ends else [0]  # the remedy
+        module(torch.arange(5), torch.tensor(bags)).sum().backward()
+        assert torch.equal(local_tensors(module.only.weight.grad)[0].to_dense()[:5], torch.ones(5, WIDTH))
+
+
 L = torch.tensor([1, 2, 3])
 B = torch.tensor([0, 2])
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardopt
+from shardopt import checkpoint
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim.state_dict.groups import by_pattern, unmatched_patterns
 from tests.support.fake_rank import fake_rank
@@ -169,6 +170,42 @@ def test_an_unknown_option_is_an_error_that_names_those_that_exist():
         grouped([{"match": "norm", "weigth_decay": 0.0}])
     with pytest.raises(AlgorithmError, match=r"defaults\.momentum: .* required one of lr, betas, eps"):
         grouped(None, momentum=0.9)
+
+
+OWN = [{"match": "norm", "lr_scale": 0.5, "name": "norms", "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}], ids=["torch", "bf16"])
+def test_keys_of_the_users_own_are_kept_saved_and_loaded_with_their_group(options, tmp_path):
+    def made(scale):
+        params = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in ("norm", "w")}
+        return shardopt.keyed("adamw", params, groups=[{**OWN[0], "lr_scale": scale}, {"match": "w"}], **options)
+
+    first, second = made(0.5), made(0.25)
+    first.add_param_group({"params": {"later": torch.nn.Parameter(torch.ones(2))}, "lr_scale": 2.0})
+    second.add_param_group({"params": {"later": torch.nn.Parameter(torch.ones(2))}, "lr_scale": 4.0})
+    for parameter in first.params.values():
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    checkpoint.save(tmp_path / "saved", {"optimizer": first})
+    checkpoint.load(tmp_path / "saved", {"optimizer": second}, init_state=True)
+    own = [(group.get("lr_scale"), group.get("name")) for group in second.param_groups]
+    assert [each for each in own if each != (None, None)] == [(0.5, "norms"), (2.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("weight_decy", "weight_decay"),
+        ("beta", "betas"),
+        ("learning_rate", "lr"),
+        ("LR", "lr"),
+        ("foreeach", "foreach"),
+    ],
+)
+def test_a_key_that_looks_like_an_option_is_refused_with_the_option_that_was_meant(written, meant):
+    with pytest.raises(AlgorithmError, match=rf"groups\[0\]\.{written}: .*did you mean '{meant}'"):
+        grouped([{"match": "norm", written: 0.5}])
 
 
 def test_options_of_a_group_are_held_against_their_ranges():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -18,12 +20,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shardopt.algorithms.low_precision.conversion import Conversion
+from shardopt.algorithms.registry import algorithms
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.state_dict.load_plan import like
-from shardopt.param_groups import IMPLEMENTATION_OPTIONS
+from shardopt.param_groups import ELSEWHERE, IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS, UNTOUCHED
 
 _NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
 _MOST_LINES = 20
+_OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps", "beta": "betas", "beta1": "betas"}
+_OTHER_NAMES |= {"beta2": "betas"}
 
 _log = logging.getLogger("shardopt")
 
@@ -33,7 +38,10 @@ def refuse_bad_options(
 ) -> None:
     """Checks options against the arguments of the optimizer's class: their names, and their kinds by its defaults.
 
+    A group may have keys of the user's own, but none that look like an option.
+
     Args:
+        where: "defaults", or the key of a group.
         known_besides: names that are good as well.
 
     Raises:
@@ -43,11 +51,14 @@ def refuse_bad_options(
     arguments = list(inspect.signature(optimizer).parameters.values())[1:]  # the first is the parameters
     takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
     known = [argument.name for argument in arguments]
-    problems = [
-        Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", "mend its spelling or drop it")
-        for name in options
-        if not (takes_any or name in known or name in known_besides)
-    ]
+    problems = []
+    for name in options:
+        if takes_any or name in known or name in known_besides:
+            continue
+        meant = _meant(name, known)
+        if where == "defaults" or meant or name in _not_own():
+            remedy = f"did you mean {meant!r}?" if meant else "mend its spelling or drop it"
+            problems.append(Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", remedy))
     if problems:
         raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
     wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
@@ -58,6 +69,30 @@ def refuse_bad_options(
     ]
     if problems:
         raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
+
+
+def known_options(optimizer: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that the constructor of the optimizer's class takes, without keys of the user's own."""
+    arguments = inspect.signature(optimizer).parameters
+    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
+        return dict(options)
+    return {name: value for name, value in options.items() if name in arguments}
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Returns the option that a name is close to; "" for one that stands for itself, as "lr_scale" does."""
+    if any(name.startswith(f"{option}_") or name.endswith(f"_{option}") for option in known):
+        return ""
+    close = get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+    other = _OTHER_NAMES.get(name.lower(), "")
+    return close[0] if close else other if other in known else ""
+
+
+@lru_cache(maxsize=1)
+def _not_own() -> frozenset[str]:
+    """Returns names that a group's own key cannot have: options of any algorithm, and what saved groups have."""
+    arguments = (each for spec in algorithms() for each in inspect.signature(spec.optimizer).parameters)
+    return frozenset({*arguments, *STORAGE_OPTIONS, "initial_lr", PARAMS, "algorithm", "given", UNTOUCHED, ELSEWHERE})
 
 
 def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
