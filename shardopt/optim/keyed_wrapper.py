@@ -249,7 +249,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return {**offered, STATE: made}
 
     def _unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-        return self._local.unlike(group, options)
+        return self._local.unlike(group, options, self._kept_options)
 
     @property
     def _later_options(self) -> frozenset[str]:

@@ -454,6 +454,30 @@ def test_the_mode_of_schedule_free_is_not_changed_while_averages_stand_in_the_mo
         change()  # the remedy
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "option", "other", "same"),
+    [("ScheduleFreeAdamW", "betas", (0.5, 0.999), (0.9, 0.5)), ("ScheduleFreeSGD", "momentum", 0.5, 0.9)],
+)
+def test_schedule_frees_own_beta_is_not_kept_over_that_of_saved_weights(algorithm, option, other, same):
+    net = model()
+    saved = shardopt.keyed(algorithm, net.named_parameters(), lr=0.01)
+    train(net, saved, range(2))
+    for value in (other, same):
+        loaded = shardopt.keyed(algorithm, net.named_parameters(), lr=0.01, **{option: value})
+        loaded.init_state()
+        loaded.keep_options(option)
+        if value is other:
+            with pytest.raises(MismatchError, match=rf"{option}: found .*resume with {option}=.*0\.9"):
+                loaded.load_state_dict(saved.state_dict())
+        else:
+            loaded.load_state_dict(saved.state_dict())
+            assert loaded.param_groups[0][option] == value
+    loaded = shardopt.keyed(algorithm, net.named_parameters(), lr=0.01, **{option: other})
+    loaded.init_state()
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.param_groups[0][option] == saved.param_groups[0][option]
+
+
 def test_averages_of_averages_are_refused_and_steps_within():
     net = model()
     ema, swa, optimizer = shardopt.EMA(net), shardopt.SWA(net), sgd(net)

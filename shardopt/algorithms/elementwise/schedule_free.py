@@ -15,7 +15,7 @@ Source: Defazio et al., The Road Less Scheduled (arXiv:2405.15682), in the order
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -97,6 +97,18 @@ class ScheduleFree(ElementwiseOptimizer):
         """Loads as torch does, but the weights of averages in float64, where torch casts to the parameter's dtype."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict, ("weight_sum", "lr_max").__contains__)
+
+    def unlike(self, group: Group, options: Mapping[str, Any], kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
+        """Yields the option with β where a load would keep the group's, and saved weights were made by another.
+
+        Args:
+            group: has the options of the code.
+            options: of the saved group.
+            kept: options that a load leaves as they are.
+        """
+        for name in {"momentum", "betas"}.intersection(kept, options, group):
+            if self._beta({**group, name: options[name]}) != self._beta(group):
+                yield name, options[name], group[name]
 
     def _beta(self, group: Group) -> float:
         raise NotImplementedError

@@ -109,8 +109,16 @@ class LocalOptimizer:
         """Whether it is saved which parameters have state and never had a step."""
         return self.settles_at_first_step or (self._narrow is not None and self._narrow.settles_late)
 
-    def unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-        """Returns those of a saved group's options that cut the state which is here otherwise: name, stored, own."""
+    def unlike(
+        self, group: Mapping[str, Any], options: Mapping[str, Any], kept: Collection[str]
+    ) -> Iterable[tuple[str, Any, Any]]:
+        """Returns those of a saved group's options that mean other state than is here: name, stored, own.
+
+        Args:
+            kept: options that a load leaves as they are here.
+        """
+        if isinstance(self.optimizer, ScheduleFree):
+            return self.optimizer.unlike(group, options, kept)
         return self.optimizer.unlike(group, options) if isinstance(self.optimizer, CutsByOptions) else ()
 
     @property

@@ -217,7 +217,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
     _plan_storage(plan, where, group, by_member)
     for each in _distinct(by_member):
         for name, stored, here in group.unlike(each):
-            remedy = f"resume with {name}={stored!r}, by which the state lies in other blocks"
+            remedy = f"resume with {name}={stored!r}, by which the state was made"
             plan.problem(f"{where}.{name}", f"{stored!r}, by which it was saved", repr(here), remedy)
     left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
     if STORAGE_OPTIONS.keys() <= saved.keys() or any(
