@@ -9,6 +9,7 @@ import shardopt
 from shardopt.algorithms import StepsOn, spec_of
 from shardopt.algorithms.muon.newton_schulz import orthogonalised
 from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
+from shardopt.sharding.layout import Layout
 from tests.support.cases import option_sets
 
 SHAPES = [(33, 17), (17, 65), (64, 64), (7, 5), (1, 9), (9, 1), (3, 1)]
@@ -298,3 +299,19 @@ def test_an_empty_stack_has_nothing_to_step():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         assert not parameters["other"].eq(1).any()
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_a_step_on_plain_parameters_hashes_no_layout_anew(split, monkeypatch):
+    params = {name: torch.nn.Parameter(torch.ones(4, 6)) for name in ("first", "second")}
+    optimizer = shardopt.keyed("muon", params, split=split)
+    written = []
+    to_json = Layout.to_json
+    monkeypatch.setattr(Layout, "to_json", lambda layout: written.append(layout) or to_json(layout))
+    for step in range(3):
+        for parameter in params.values():
+            parameter.grad = torch.randn(4, 6)
+        optimizer.step()
+        if not step:
+            written.clear()
+    assert not written

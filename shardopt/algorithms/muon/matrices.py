@@ -61,6 +61,12 @@ def _boxes(shape: tuple[int, ...], split: Split) -> tuple[Box, ...] | None:
 
 
 @lru_cache(maxsize=4096)
+def layout_on(shape: tuple[int, ...], box: Box, rank: int) -> Layout:
+    """Returns the layout of a plain tensor, kept from step to step with its hash."""
+    return Layout.from_holders(shape, {box: (rank,)})
+
+
+@lru_cache(maxsize=4096)
 def job_of(layout: Layout, matrix: Box, steps: int) -> Job:
     """Returns where a matrix of a parameter lies, in coordinates of its own, and how much work it is.
 

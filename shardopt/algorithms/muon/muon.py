@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.muon.assignment import Job
-from shardopt.algorithms.muon.matrices import job_of, matrices_in, split_of
+from shardopt.algorithms.muon.matrices import job_of, layout_on, matrices_in, split_of
 from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.muon.redistribute import MatrixRedistributor
 from shardopt.algorithms.muon.teams import Team, refusal, refuse_differing_gradients
@@ -221,7 +221,7 @@ class _Matrix:
         """Where the parameter lies, with the holders of each box."""
         layout = self.view.layout
         if layout.holders is None:
-            layout = Layout.from_holders(layout.shape, {layout.boxes[0]: (ranks_of().rank,)})
+            layout = layout_on(layout.shape, layout.boxes[0], ranks_of().rank)
         return layout
 
     def update_momentum(self, buffer: Tensor) -> None:
