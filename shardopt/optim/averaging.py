@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from shardopt.algorithms.swapped import note_swapped, note_swapped_back, refuse_swapped
 from shardopt.errors import Problem, StateError
 from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.groups import refuse_flattened
@@ -30,7 +31,6 @@ from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.signals import CHANGING, is_part_of
 from shardopt.staging_fence import wait_for_copies
-from shardopt.swapped import note_swapped, note_swapped_back, refuse_swapped
 
 _SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 

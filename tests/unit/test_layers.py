@@ -26,7 +26,6 @@ FLOORS = {
     "world": 0,
     "gc_pause": 1,
     "staging_fence": 1,
-    "swapped": 1,
     "accelerator": 1,
     "torch_private": 1,
     "signals": 1,

@@ -32,6 +32,7 @@ from shardopt.algorithms.registry import (
     find_spec,
     unknown,
 )
+from shardopt.algorithms.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.errors import AlgorithmError
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.local.group_step import GroupStep, step_groups
@@ -43,7 +44,6 @@ from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_grou
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import empty_local_tensor, local_tensors
-from shardopt.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.torch_private import free_unsharded_parameters, gathers_as_torch, step_without_hooks
 
 Group = dict[str, Any]
