@@ -250,8 +250,8 @@ def test_groups_are_added_where_islands_have_met():
 def test_a_group_that_is_refused_leaves_the_fragments_as_they_were():
     model, optimizer = alone(every=4, fragments=2)
     plainly_trained, plain = alone(every=4, fragments=2)
-    with pytest.raises(AlgorithmError, match="nonsense"):
-        optimizer.add_param_group({"params": {"a": torch.nn.Parameter(torch.zeros(500))}, "nonsense": 1})
+    with pytest.raises(AlgorithmError, match="weight_decy"):
+        optimizer.add_param_group({"params": {"a": torch.nn.Parameter(torch.zeros(500))}, "weight_decy": 1})
     train(model, optimizer, range(6))
     train(plainly_trained, plain, range(6))
     assert all(torch.equal(weights(plainly_trained)[name], value) for name, value in weights(model).items())
