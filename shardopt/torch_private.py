@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -397,3 +398,17 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     It is not run if that backward fails before.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+@contextmanager
+def out_of_inference_mode() -> Iterator[None]:
+    """Ends the caller's `torch.inference_mode` while this is open; gradients are recorded as little as before.
+
+    Tensors that are made in that mode, such as state or host memory that is kept, can never be changed outside of it.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        yield

@@ -49,6 +49,7 @@ from shardopt.ranks import (
 from shardopt.signals import SAVING, is_part_of, refuse_within
 from shardopt.staging_fence import copying_until
 from shardopt.state import Tied
+from shardopt.torch_private import out_of_inference_mode
 from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]
@@ -126,7 +127,8 @@ class AsyncSaver:
             staged = self._stage(app, stage, metrics, pending, ranks, options)
             background.hand_over(staged)
             if isinstance(staged, Staged) and staged.state.waits_for_plan:
-                background.copy_by_plan(staged.state)
+                with out_of_inference_mode():
+                    background.copy_by_plan(staged.state)
         except BaseException as error:
             # The other ranks go into the thread's first round, in which all are to raise this.
             background.hand_over(error)
@@ -220,7 +222,7 @@ class AsyncSaver:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
-            with gc_paused():
+            with out_of_inference_mode(), gc_paused():
                 tied, select, lazily = options.tied, options.select, stage == "lazy"
                 check_replicas = replicas_to_check(options.check_replicas, ranks)
                 shares = self._shares if ranks.size > 1 else None

@@ -20,6 +20,7 @@ from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.matching.compare import Match, compare
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.names_in_app import names_in_app
+from shardopt.checkpoint.matching.nothing_to_load import is_met, refuse_nothing
 from shardopt.checkpoint.matching.partial_load import (
     CHANGED_NOTHING,
     MAY_HAVE_CHANGED,
@@ -56,6 +57,7 @@ from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
 from shardopt.signals import LOADING, is_part_of, refuse_within
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied, join
+from shardopt.torch_private import out_of_inference_mode
 from shardopt.world import world
 
 _LOADING = "loading "
@@ -244,7 +246,7 @@ def load(
     # Around a call, so that the collector finds the plan gone when it wakes.
     refuse_within(f"loading {os.fspath(url)}", but=[LOADING])
     use_options(url, storage_options)
-    with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
+    with out_of_inference_mode(), reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
         report, differences = _load(url, app, options)
     emit_report("load", report)
     log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
@@ -365,6 +367,7 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
             reads.has_casts_to_check,
             plan.flat.unmatched_patterns(),
             dict(plan.flat.tied),
+            is_met(plan.flat, plan.names),
         ]
 
     reads, opened = ranks.agree(
@@ -377,6 +380,8 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
     plan, with_casts = reads.plan, opened["with_casts"]
     if opened["with_differences"]:
         settle(ranks, what, plan.match, plan.names, options.strictness, opened["with_differences"], deadline_seconds)
+    if not opened["is_met"]:
+        refuse_nothing(plan.reader.manifest, plan.flat, options.select)
     if not opened["alike"]:
         _, with_casts = ranks.agree(
             what,
@@ -451,7 +456,7 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         CheckpointError: ranks would load from different checkpoints.
         StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
     """
-    digests, fingerprints, differences, casts, unmatched, tied = zip(*reports, strict=True)
+    digests, fingerprints, differences, casts, unmatched, tied, met = zip(*reports, strict=True)
     refuse_unmatched(unmatched)
     refuse_other_ties(tied)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -463,6 +468,7 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         "alike": len(set(fingerprints)) == 1,
         "with_differences": compare_differences(differences),
         "with_casts": any(casts),
+        "is_met": any(met),
     }
 
 

@@ -38,6 +38,7 @@ from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.signals import SAVING, is_part_of, refuse_within
 from shardopt.state import Tied, refuse_chains, refuse_no_regex
+from shardopt.torch_private import out_of_inference_mode
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -184,7 +185,7 @@ def save_now(
         return Described(description, metrics)
 
     # Around a call, so that its locals are gone when the collector is switched on again.
-    with ranks.beating(options.deadline_seconds), gc_paused():
+    with out_of_inference_mode(), ranks.beating(options.deadline_seconds), gc_paused():
         report = save_described(ranks, url, described, _kept, options)
     seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)

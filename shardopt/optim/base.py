@@ -48,6 +48,7 @@ from shardopt.torch_private import (
     before_state_dict,
     changes_what_is_loaded,
     is_torchs_getter_asking,
+    out_of_inference_mode,
 )
 
 StateDict = dict[str, Any]
@@ -143,6 +144,7 @@ class KeyedOptimizer(RelatedOptimizer):
         before_state_dict(self)
         return after_state_dict(self, self._gather())
 
+    @out_of_inference_mode()
     def load_state_dict(  # type: ignore[override]  # torch returns None; keys that were passed over must be reported
         self,
         state_dict: Mapping[str, Any],

@@ -23,7 +23,7 @@ from shardopt.optim.state_dict.saved_form import untouched_in
 from shardopt.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.view import is_held
-from shardopt.torch_private import not_compiled
+from shardopt.torch_private import not_compiled, out_of_inference_mode
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -138,6 +138,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """From now on steps with the fastest implementation where a group names none, as `keyed` says."""
         self._local.chooses = True
 
+    @out_of_inference_mode()
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:

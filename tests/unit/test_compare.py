@@ -273,14 +273,14 @@ def test_a_mismatch_names_rename_first_and_weights_first_in_twenty_lines_and_a_c
         checkpoint.load(tmp_path / "c", {"optimizer": optimizer, "model": model})
     _, *lines, count = str(caught.value).splitlines()
     assert len(lines) == 20 and all(line.startswith("  - model.block") for line in lines)
-    assert all(line.index("rename=") < line.index("strict=False") for line in lines)
+    assert all(line.index("rename=") < line.index("Strictness") for line in lines)
     problems = caught.value.problems
     assert count == f"  ... and {len(problems) - 20} more (see .problems)"
     assert len(problems) > 120
     weights = [problem.key.startswith("model.") for problem in problems]
     assert weights == sorted(weights, reverse=True) and sum(weights) == 120
     assert all(
-        problem.remedy.find("rename=") < problem.remedy.find("strict=False")
+        problem.remedy.find("rename=") < problem.remedy.find("Strictness")
         for problem in problems
         if "rename" in problem.remedy
     )

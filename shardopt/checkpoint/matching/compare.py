@@ -39,8 +39,14 @@ from shardopt.state import (
     tell_path,
 )
 
-_MISSING = "give its old name with rename={...}, remove it from the app, or load with strict=False to leave it as it is"
-_UNEXPECTED = "give its new name with rename={...}, add it to the app, or load with strict=False to leave it out"
+_MISSING = (
+    "give its old name with rename={...}, remove it from the app, leave it as it is with "
+    'strict=Strictness(missing="ignore"), or load some keys alone by select='
+)
+_UNEXPECTED = (
+    "give its new name with rename={...}, add it to the app, leave it out with "
+    'strict=Strictness(unexpected="ignore"), or load some keys alone by select='
+)
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
