@@ -103,6 +103,8 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         for part, child in node.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
+    elif isinstance(node, MutableMapping) and not (node or within or type(node) in (dict, Counter)):
+        _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
     elif isinstance(node, list) and holds_tensors(node):
         for i, child in enumerate(node):
             _descend(child, (*path, Index(i)), _set_item(node, i), within, flat)

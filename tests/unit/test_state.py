@@ -552,3 +552,12 @@ def test_a_path_is_below_itself_and_what_it_begins_with():
     assert all(is_below(path, path[:length]) for length in range(4))
     assert is_below(path, ("model",), ("optimizer", "state"))
     assert not is_below(path) and not is_below(path, ("optimizer", "state", "w", "exp_avg"), ("opt",))
+
+
+@pytest.mark.parametrize("make", [lambda: defaultdict(list), OrderedDict, UserDict])
+def test_an_empty_mapping_of_any_class_is_saved_and_stays_of_it(tmp_path, make):
+    checkpoint.save(tmp_path / "c", {"losses": make(), "step": 1})
+    app = {"losses": make(), "step": 0}
+    mapping = app["losses"]
+    checkpoint.load(tmp_path / "c", app)
+    assert app["step"] == 1 and app["losses"] is mapping and not mapping and type(mapping) is type(make())
