@@ -40,10 +40,9 @@ def lost_text(lost: Sequence[Lost], deadline_seconds: float) -> str:
         if each.unreached is not None:
             listens, comes, where = each.unreached
             texts.append(
-                f"rank {listens} listens {where}, and rank {comes} could not reach it for {deadline_seconds:g} s"
+                f"rank {listens} listens {where}, and rank {comes} could not reach it for {deadline_seconds:g} s: name "
+                "interfaces by which they reach each other in SHARDOPT_NETWORK"
             )
-    if texts:
-        texts.append("name interfaces by which they reach each other in SHARDOPT_NETWORK")
     if ended:
         texts.append(f"{names_of(ended)} died, or ended before this call")
     if silent:
