@@ -11,6 +11,7 @@ A test that wants another one derives from `World`, overrides what it is about, 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -27,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from ctypes import Structure, c_char_p, c_uint, c_void_p
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
@@ -38,8 +40,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
     Store,
     TCPStore,
 )
-
-from shardopt.interfaces import addresses_of_interfaces
 
 __all__ = [
     "NO_SIGNAL",
@@ -298,7 +298,7 @@ class World:
 
     def interfaces(self) -> list[tuple[str, str]]:
         """Returns the addresses of this host's interfaces that are up, in digits, each with the interface's name."""
-        return addresses_of_interfaces()
+        return _addresses_of_interfaces()
 
     def store_host(self, store: Store) -> str | None:
         """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
@@ -392,6 +392,56 @@ def _prepare(connection: socket.socket, seconds: int = _KEEPALIVE_SECONDS) -> No
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     connection.setblocking(False)
+
+
+_UP = 0x1
+_OFFSETS = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # of the address in a sockaddr, and its bytes
+
+
+class _Interface(Structure):
+    _fields_ = (
+        ("next", c_void_p),
+        ("name", c_char_p),
+        ("flags", c_uint),
+        ("address", c_void_p),
+        ("rest", c_void_p * 3),
+    )
+
+
+def _addresses_of_interfaces() -> list[tuple[str, str]]:
+    """Returns names and addresses in digits of the interfaces that are up; none where the system cannot tell.
+
+    Addresses that mean nothing without the name of an interface of the host that uses them (IPv6 ones of a link) are
+    left out.
+    """
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        listed, first = library.getifaddrs, c_void_p()
+    except (OSError, AttributeError):
+        return []
+    if listed(ctypes.byref(first)) != 0:
+        return []
+    try:
+        return _read_addresses(first.value)
+    finally:
+        library.freeifaddrs(first)
+
+
+def _read_addresses(at: int | None) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    while at:
+        interface = _Interface.from_address(at)
+        if interface.address and interface.flags & _UP:
+            # A length and a family of one byte each where the system comes of BSD, elsewhere a family of two.
+            head = ctypes.string_at(interface.address, 2)
+            family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
+            if family in _OFFSETS:
+                offset, nbytes = _OFFSETS[socket.AddressFamily(family)]
+                digits = ctypes.string_at(interface.address + offset, nbytes)
+                if digits[:2] != b"\xfe\x80" or nbytes == 4:
+                    found.append((interface.name.decode(), socket.inet_ntop(family, digits)))
+        at = interface.next
+    return found
 
 
 def utc_text(seconds: float) -> str:

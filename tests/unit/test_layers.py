@@ -22,7 +22,6 @@ FLOORS = {
     "key_probes": 0,
     "names": 0,
     "casts": 0,
-    "interfaces": -1,
     "world": 0,
     "gc_pause": 1,
     "staging_fence": 1,
@@ -122,7 +121,6 @@ NOT_PRIVATE = re.compile(r"_current_frames|_foreach_\w+|_version|_exit|_asdict|_
 # The files that may reach for the clock, threads, random names and stores themselves, and why.
 WORLD_PLACES = {
     "world.py": "it is what all others ask",
-    "interfaces.py": "it reads addresses for the world, and opens nothing",
     "signals.py": "C writes signals into a pipe that a thread of the system reads, and forks are caught by it",
     "data/random_state.py": "the state of Python's own generator is saved and set there, nothing is drawn",
 }
