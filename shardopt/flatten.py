@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -41,6 +41,7 @@ from shardopt.param_groups import (
     numbers_in,
     options_by_member,
 )
+from shardopt.sharding.traceable import is_composite, parts_of
 from shardopt.state import (
     FlatState,
     Handback,
@@ -93,7 +94,11 @@ def _no_replace(value: Any) -> None:
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
     """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
     if isinstance(node, _TENSORS):
-        _add(flat, path, node, replace)
+        if isinstance(node, PerRank) or not is_composite(node):
+            _add(flat, path, node, replace)
+        else:
+            for part, (owner, tensor) in parts_of(node, join(path)).items():
+                _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
     elif isinstance(node, np.ndarray):
         _add(flat, path, _as_tensor(node, path), replace)
     elif _is_stateful(node):

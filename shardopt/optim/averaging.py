@@ -28,6 +28,7 @@ from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
+from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.signals import CHANGING, is_part_of
 from shardopt.staging_fence import wait_for_copies
@@ -43,7 +44,8 @@ class Averaging:
     """Averages of the weights of a model, by name; the base of `EMA` and `SWA`.
 
     The first update copies the weights, later ones move the averages towards them. A tensor that is not
-    floating or complex (counters, masks, positions) has no average: its last value stands for it.
+    floating or complex (counters, masks, positions) has no average: its last value stands for it. What is made of codes
+    and scales (a frozen NF4 weight) is left out.
 
     Everything here is local to the rank; ranks stay together because they update at the same steps.
 
@@ -441,7 +443,8 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    by_name = {plain_name(name): tensor for name, tensor in named}
+    # Of codes and scales there is no average: what is made of them is frozen, and stays as it is.
+    by_name = {plain_name(name): tensor for name, tensor in named if is_added_up(tensor)}
     before = before_all(by_name)
     return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
 

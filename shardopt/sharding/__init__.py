@@ -4,6 +4,7 @@ To add a kind of tensor: a framework's own class is registered with a `TensorKin
 here changes. One that torch brings gets a file of its own, as `dtensor`, `sharded_tensor`, `pieces_tensor` and
 `wrapper` (LocalShardsWrapper) are, and a branch in each of the functions that ask for the kind of a tensor:
 
+    traceable.py   wrappers by torch's own protocol: of one tensor, which is taken for it; of several, stored as these
     view.py        view_of, local_tensors, assemble, local_like, empty_local_tensor     boxes, memory, the way back
                    is_held, is_on_all_ranks, tells_of_others, members_of, groups_of     on which ranks it is
     gradients.py   local_gradients, GradientReader, takes_gradient, zero_gradients, requires_gradient

@@ -19,6 +19,7 @@ from torch.nn.parameter import Parameter
 from shardopt.errors import GradientError, Problem
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.pieces import awaited, elements_overlap
+from shardopt.sharding.traceable import is_composite
 from shardopt.sharding.view import assemble, local_tensors
 from shardopt.sharding.wrapper import is_wrapper
 
@@ -214,6 +215,11 @@ def requires_gradient(param: Tensor) -> bool:
 def is_frozen(param: Tensor) -> bool:
     """Whether a tensor says that it gets no gradient; shards that carry their own may get one all the same."""
     return takes_gradient(param) and not param.requires_grad
+
+
+def is_added_up(param: Tensor) -> bool:
+    """Whether norms and sums can be taken of a tensor's elements: not of one that is frozen, and codes and scales."""
+    return not (is_frozen(param) and is_composite(param))
 
 
 def _bad_gradient(param: Tensor, grad: Tensor, remedy: str) -> GradientError:

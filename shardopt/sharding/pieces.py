@@ -15,6 +15,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
+from shardopt.sharding.traceable import seen_through
 from shardopt.sharding.wrapper import is_wrapper
 
 
@@ -86,6 +87,7 @@ def awaited(local: Tensor) -> Tensor:
 
 def memory_of(tensor: Tensor, key: str) -> Tensor:
     """Returns the tensor outside of autograd; raises LayoutError unless its elements are simply its strided memory."""
+    tensor = seen_through(tensor)
     own_class = type(tensor) is not Tensor and type(tensor) is not Parameter
     if own_class and is_lazy(tensor):
         actual, remedy = "a lazy parameter without a shape", "run the module once before"

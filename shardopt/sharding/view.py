@@ -21,6 +21,7 @@ from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View, memory_of, refusal, shard_pieces
 from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_like, view_of_sharded_tensor
+from shardopt.sharding.traceable import seen_through
 from shardopt.sharding.wrapper import Wrapper, is_wrapper, wrapper_like
 
 
@@ -52,19 +53,19 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
 
 def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns the local tensors that an optimizer steps on: the tensor itself, the local tensor of a DTensor, the local
-    shards of a ShardedTensor or LocalShardsWrapper (none or several).
+    shards of a ShardedTensor or LocalShardsWrapper (none or several); of a wrapper of one tensor that it wraps.
 
     The same objects each time while the tensor's storage is not replaced. Nothing is checked, waited for or copied.
     """
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
-        return tuple(local.local_shards()) if is_wrapper(local) else (local,)
+        return tuple(local.local_shards()) if is_wrapper(local) else (seen_through(local),)
     if isinstance(tensor, ShardedTensor):
         return tuple(shard.tensor for shard in tensor.local_shards())
     kind = kind_of(tensor)
     if kind is not None:
         return local_tensors_of_kind(kind, tensor)
-    return tuple(tensor.local_shards()) if is_wrapper(tensor) else (tensor,)
+    return tuple(tensor.local_shards()) if is_wrapper(tensor) else (seen_through(tensor),)
 
 
 def is_held(tensor: Tensor) -> bool:

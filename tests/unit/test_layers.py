@@ -108,6 +108,7 @@ PRIVATE_PLACES = {
     "sharding/pieces_tensor.py": "a tensor subclass that has no memory of its own",
     "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
     "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
+    "sharding/traceable.py": "the same classes, which it is not to see through, and the local tensor of a DTensor",
     "sharding/reduced.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "torch_private.py": "the lazy state of torch's optimizers, made without a step",

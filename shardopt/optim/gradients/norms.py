@@ -24,7 +24,7 @@ from shardopt.errors import GradientError, Problem, RankError
 from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
 from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.ranks import Ranks, SharedGroup
-from shardopt.sharding.gradients import GradientReader
+from shardopt.sharding.gradients import GradientReader, is_added_up
 from shardopt.sharding.view import device_of
 
 _FAILED = -torch.inf  # no norm is negative
@@ -102,7 +102,8 @@ class GradientNorm:
         """
         ranks = self._group.ranks
         if self._plan is None or not self._plan.fits(ranks, parameters):
-            self._plan = _Plan(ranks, parameters, *counted_parameters(ranks, names()))
+            counted = {parameter: name for parameter, name in names().items() if is_added_up(parameter)}
+            self._plan = _Plan(ranks, parameters, *counted_parameters(ranks, counted))
         with torch.no_grad():
             return self._plan.measure(ranks, self.order)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.registry import AlgorithmSpec, StepsOn, unknown
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.local.shards import Shards
+from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.view import view_of
 
 
@@ -78,7 +79,8 @@ def refuse_global_name(taken: Collection[str], names: Mapping[Tensor, str]) -> N
 
 
 def _refuse_unsuitable(spec: AlgorithmSpec, names: Mapping[Tensor, str]) -> None:
-    reasons = {name: spec.unsuitable(view_of(parameter, name)) for parameter, name in names.items()}
+    trained = {name: parameter for parameter, name in names.items() if is_added_up(parameter)}
+    reasons = {name: spec.unsuitable(view_of(parameter, name)) for name, parameter in trained.items()}
     problems = [
         Problem(name, reason, f"a parameter that {spec.name} can step", "give it to another optimizer")
         for name, reason in reasons.items()

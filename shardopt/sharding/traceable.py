@@ -1,0 +1,111 @@
+"""Tensors of libraries that wrap others and say which: torch's protocol `__tensor_flatten__`.
+
+A wrapper of one strided tensor of its own shape and dtype (torchao's float8 weights in training) is that tensor: it is
+stepped, clipped, averaged and stored as such. One of several (codes and their scales) is stored as these, each under a
+key of its own, and is no sum of anything: it can be frozen, and not trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parameter import Parameter
+
+from shardopt.errors import LayoutError, Problem
+from shardopt.sharding.kinds import kind_of
+from shardopt.sharding.wrapper import is_wrapper
+
+_NOT_THESE = (DTensor, AsyncCollectiveTensor, ShardedTensor)  # which this folder knows by themselves
+
+
+def seen_through(tensor: Tensor) -> Tensor:
+    """Returns the one tensor that a tensor wraps, of its shape and dtype; the tensor itself where there is none."""
+    while (inner := _inner_tensors(tensor)) is not None and len(inner) == 1:
+        (only,) = inner.values()
+        if only.shape != tensor.shape or only.dtype != tensor.dtype or only.layout is not torch.strided:
+            break
+        tensor = only
+    return tensor
+
+
+def is_composite(tensor: Tensor) -> bool:
+    """Whether a tensor, or the local tensor of a DTensor, is made of several, or of one that looks otherwise."""
+    local = tensor._local_tensor if type(tensor) is DTensor else tensor
+    if type(local) is Tensor or type(local) is Parameter:  # as nearly all are
+        return False
+    return _composite_of(tensor) is not None
+
+
+def parts_of(tensor: Tensor, key: str) -> dict[str, tuple[Any, Tensor]]:
+    """Returns the tensors that a composite is made of, with what has them as attributes.
+
+    Of a DTensor they are DTensors, sharded as it is, as far as its class shards them. Local: no copy.
+
+    Args:
+        key: the tensor's name in errors.
+
+    Raises:
+        LayoutError: it is sharded, and its class does not tell which of its tensors are.
+    """
+    composite = _composite_of(tensor)
+    assert composite is not None, "ask is_composite first"
+    inner = _inner_tensors(composite) or {}
+    if not isinstance(tensor, DTensor):
+        return {name: (composite, part) for name, part in inner.items()}
+    split = _split_names(tensor, composite, inner, key)
+    return {name: (composite, _part_on_mesh(tensor, part, name in split)) for name, part in inner.items()}
+
+
+def _composite_of(tensor: Tensor) -> Tensor | None:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return None
+    tensor = seen_through(tensor)
+    return tensor if _inner_tensors(tensor) else None
+
+
+def _inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
+    """Returns what a tensor wraps by attribute; None for one that is not known to wrap anything."""
+    if type(tensor) is Tensor or type(tensor) is Parameter or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    if isinstance(tensor, _NOT_THESE) or tensor.is_nested or is_wrapper(tensor) or kind_of(tensor) is not None:
+        return None
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor], key: str) -> set[str]:
+    """Returns the names of the tensors that are cut where the wrapper is, by letting its class cut it once more."""
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return set()
+    found = f"the tensor subclass {type(local).__name__}, placed {tensor.placements}"
+    if all(isinstance(placement, Replicate) or placement == Shard(0) for placement in tensor.placements):
+        try:
+            with torch.no_grad():
+                halves = _inner_tensors(torch.chunk(local.detach(), 2)[0]) or {}
+            return {name for name, part in inner.items() if halves[name].shape != part.shape}
+        except Exception as error:
+            found += f", which cannot be cut into two ({type(error).__name__}: {error})"
+    remedy = "leave it out with select=, as what is frozen can be made anew, or shard it over its first dimension"
+    problem = Problem(key, found, "a wrapper that tells which of its tensors are sharded", remedy)
+    raise LayoutError("a tensor cannot be described as boxes", [problem]) from None
+
+
+def _part_on_mesh(like: DTensor, part: Tensor, is_split: bool) -> DTensor:
+    """Returns a DTensor of what this rank has of one of the tensors of a composite."""
+    mesh, placements = like.device_mesh, [*like.placements]
+    if not is_split:
+        placements = [Replicate()] * len(placements)
+    count = 1
+    for dim, placement in enumerate(placements):
+        count *= mesh.size(dim) if isinstance(placement, Shard) else 1
+    shape = part.shape if not part.ndim else (part.shape[0] * count, *part.shape[1:])
+    return DTensor.from_local(
+        part.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=part.stride()
+    )
