@@ -98,7 +98,7 @@ def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
     optimizer.load_state_dict(saved)
     assert same(optimizer.state_dict(), saved)
     assert (
-        len(optimizer.state)
+        sum(isinstance(key, torch.Tensor) for key in optimizer.state)
         == len(optimizer.params)
         == len(saved["state"]) - sum(map(str(tree).count, ("count", "warm")))
     )

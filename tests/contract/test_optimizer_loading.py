@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, StateError
 from tests.support.optimizers import BUILDERS, parameters, same, snapshot, train
@@ -91,7 +92,7 @@ def other_dtype(saved):
 
 
 def other_kind(saved):
-    saved["state"]["layer.w"]["step"] = 3
+    saved["state"]["layer.w"]["step"] = "3"
     return r"state\.layer\.w\.step: found a plain value; required a tensor"
 
 
@@ -207,7 +208,7 @@ def test_state_into_an_optimizer_that_has_none_names_init_state(build):
     train(trained, plain)
     with pytest.raises(MismatchError, match=r"none, as this optimizer has none yet; call init_state\(\)"):
         optimizer.load_state_dict(trained.state_dict())
-    assert len(optimizer.state) == 0
+    assert not any(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
 @each_kind
@@ -296,3 +297,23 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(build, tmp_path):
         checkpoint.load(tmp_path, {"optimizer": other})
     assert same(snapshot(other, resumed), before)
     train(other, resumed)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "numbers"),
+    [("asgd", {"step": 5, "eta": 0.05, "mu": 0.5}), ("adam", {"step": 7}), ("adamw", {"step": 7.0})],
+)
+def test_numbers_in_state_as_torch_had_them_before_1_12(algorithm, numbers):
+    optimizer = shardopt.keyed(algorithm, {"w": torch.nn.Parameter(torch.ones(3))}, lr=0.1)
+    optimizer.init_state()
+    old = copy.deepcopy(optimizer.state_dict())
+    old["state"]["w"].update(numbers)
+    optimizer.check_state_dict(old)
+    optimizer.load_state_dict(old)
+    state = optimizer.state_dict()["state"]["w"]
+    assert {name: state[name].item() for name in numbers} == pytest.approx(numbers)
+    assert all(state[name].dtype == torch.float32 for name in numbers)
+    optimizer.as_torch().load_state_dict({**optimizer.as_torch().state_dict(), "state": {0: old["state"]["w"]}})
+    assert optimizer.state_dict()["state"]["w"]["step"].item() == numbers["step"]
+    with pytest.raises(MismatchError, match="found a plain value; required a tensor"):
+        optimizer.load_state_dict({**old, "state": {"w": {**old["state"]["w"], "step": "5"}}})
