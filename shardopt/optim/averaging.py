@@ -175,6 +175,32 @@ class Averaging:
                         self._apply(averages, converted)
         self._n_averaged += 1
 
+    def update_parameters(self, model: nn.Module) -> None:
+        """`update`, as torch's `AveragedModel` calls it.
+
+        Args:
+            model: the one that is averaged, or a wrapper around it.
+
+        Raises:
+            StateError: it has other parameters, which would not be looked at; or as `update`.
+        """
+        given = {id(parameter) for parameter in model.parameters()}
+        if given != {id(parameter) for parameter in self._params.values()}:
+            found, required = "a model with other parameters", "the one that the averages were made of"
+            problem = Problem("model", found, required, f"pass that, or make {type(self).__name__}(model) of this one")
+            raise StateError("averages follow one model", [problem])
+        self.update()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Refuses: averages are no module. torch's `update_bn` asks for these, and would go on with half of one.
+
+        Raises:
+            StateError: names what to call.
+        """
+        remedy = "call shardopt.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
+        problem = Problem(type(self).__name__, "averages beside a model", "a module", remedy)
+        raise StateError("averages have no modules of their own", [problem])
+
     def _apply(self, averages: list[Tensor], weights: list[Tensor]) -> None:
         """Updates averages by the user's formula."""
         if self._multi_avg_fn is not None:
@@ -254,7 +280,7 @@ class Averaging:
         """Loads averages in place and all or nothing, as a keyed optimizer loads its state.
 
         Args:
-            state_dict: as from `state_dict()`.
+            state_dict: as from `state_dict()`, or that of torch's `AveragedModel` over the same model.
             strict: whether names on one side only are errors; otherwise they are passed over, and returned.
             convert_dtype: whether averages of another floating-point dtype are converted to the one that is here.
                 Numbers that it cannot hold are errors.
@@ -288,10 +314,26 @@ class Averaging:
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         self._refuse_swapped("averages cannot be saved or loaded")
+        offered = self._of_averaged_model(offered)
         plan_keys(plan, saves_groups=False, offered=offered)
         if STATE in offered:
             remedy = "load what was saved from the same model and kind of average, or pass strict=False"
             plan.mapping(STATE, self._state(), offered[STATE], remedy)
+
+    def _of_averaged_model(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the state of torch's `AveragedModel` in the form of ours; any other as it is.
+
+        What is in it beside the averages is a copy of the model's own: buffers, and further names of tied weights.
+        """
+        if STATE in offered or not isinstance(offered.get(N_AVERAGED), Tensor):
+            return offered
+        named = {name.removeprefix("module."): value for name, value in offered.items() if name != N_AVERAGED}
+        tensors = _by_plain_name(named.items())
+        own = _by_plain_name(self._model.state_dict(keep_vars=True).items())
+        kept = {
+            name: {self._entry: tensor} for name, tensor in tensors.items() if name in self._averages or name not in own
+        }
+        return {STATE: {**kept, AVERAGING: {N_AVERAGED: offered[N_AVERAGED]}}}
 
     def _state(self) -> dict[str, Any]:
         list(self._pairs())  # averages follow their weights

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import swa_utils
 
+from shardopt.optim.averaging import Averaging
 from shardopt.ranks import ranks_of
 from shardopt.torch_private import BatchNorm
 
 
 def update_bn(
     loader: Iterable[Any],
-    model: nn.Module,
+    model: nn.Module | Averaging,
     device: int | torch.device | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
@@ -31,10 +32,17 @@ def update_bn(
 
     Args:
         loader: this rank's batches; of a tuple or list the first element is used.
-        model: in which every rank has the same layers.
+        model: in which every rank has the same layers; or averages (`EMA`, `SWA`) that stand in theirs.
         device: to which batches are moved first.
         group: the ranks that share the layers; default: all.
+
+    Raises:
+        StateError: averages that do not stand in their model: the statistics would be those of its own weights.
     """
+    if isinstance(model, Averaging):
+        if not model.swapped:
+            model.modules()
+        model = model.module
     swa_utils.update_bn(loader, model, device)
     ranks = ranks_of(group)
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm) and layer.track_running_stats]

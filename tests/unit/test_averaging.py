@@ -595,3 +595,71 @@ def test_formulas_that_contradict():
     for options in ({"avg_fn": own_average, "multi_avg_fn": own_averages}, {"decay": 0.9, "avg_fn": own_average}):
         with pytest.raises(StateError, match="averages cannot be made"):
             shardopt.EMA(model(), **options)
+
+
+def normed():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+
+def averaged_model():
+    """torch's, over a few updates, and its model."""
+    model = normed()
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for scale in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        theirs.update_parameters(model)
+    return model, theirs
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_the_state_of_torchs_averages_loads(use_buffers):
+    _, theirs = averaged_model()
+    ours = shardopt.EMA(normed(), 0.5, use_buffers=use_buffers)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.n_averaged == 3
+    for name, value in theirs.module.named_parameters():
+        assert torch.equal(ours.state_dict()["state"][name]["ema"], value)
+    ours.check_state_dict(theirs.state_dict())
+    stranger = {**theirs.state_dict(), "module.other": torch.ones(1)}
+    with pytest.raises(MismatchError, match=r"state\.other"):
+        ours.load_state_dict(stranger)
+
+
+def test_torchs_averages_in_a_checkpoint_load_by_their_names(tmp_path):
+    model, theirs = averaged_model()
+    checkpoint.save(tmp_path / "theirs", {"model": model, "ema": theirs})
+    again = AveragedModel(normed())
+    checkpoint.load(tmp_path / "theirs", {"model": normed(), "ema": again})
+    for value, wanted in zip(again.state_dict().values(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(value, wanted)
+    ours = shardopt.EMA(normed(), 0.5)
+    rename = {r"^ema\.module\.(.+)$": r"ema.state.\1.ema", r"^ema\.n_averaged$": "ema.state.__averaging.n_averaged"}
+    buffers = r"^ema\..*(running_mean|running_var|num_batches_tracked)$"
+    checkpoint.load(tmp_path / "theirs", {"model": normed(), "ema": ours}, rename=rename, skip=buffers)
+    assert ours.n_averaged == 3
+    assert torch.equal(ours.state_dict()["state"]["0.weight"]["ema"], theirs.module[0].weight)
+
+
+def test_torchs_calls_are_taken_or_refused_by_name():
+    model = normed()
+    ema = shardopt.EMA(model, 0.5)
+    ema.update_parameters(torch.nn.Sequential(model))
+    assert ema.n_averaged == 1
+    with pytest.raises(StateError, match=r"model: found a model with other parameters; .* EMA\(model\) of this one"):
+        ema.update_parameters(normed())
+    batches = [torch.randn(8, 3), torch.randn(8, 3)]
+    before = model[1].running_mean.clone()
+    for update in (torch.optim.swa_utils.update_bn, shardopt.optim.update_bn):
+        with pytest.raises(
+            StateError, match=r"EMA: found averages beside a model; .*shardopt.update_bn\(loader, model\)"
+        ):
+            update(batches, ema)
+    assert torch.equal(model[1].running_mean, before) and model.training
+    with ema.swap():
+        shardopt.optim.update_bn(batches, ema)
+        by_averages = model[1].running_mean.clone()
+        shardopt.optim.update_bn(batches, model)
+        assert torch.equal(model[1].running_mean, by_averages) and not torch.equal(by_averages, before)
