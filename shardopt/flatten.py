@@ -94,10 +94,11 @@ def _no_replace(value: Any) -> None:
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
     """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
     if isinstance(node, _TENSORS):
-        if isinstance(node, PerRank) or not is_composite(node):
+        parts = None if isinstance(node, PerRank) or not is_composite(node) else parts_of(node)
+        if parts is None:
             _add(flat, path, node, replace)
         else:
-            for part, (owner, tensor) in parts_of(node, join(path)).items():
+            for part, (owner, tensor) in parts.items():
                 _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
     elif isinstance(node, np.ndarray):
         _add(flat, path, _as_tensor(node, path), replace)

@@ -97,7 +97,10 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
         actual, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its components"
     elif own_class and (type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor)):
         # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
-        actual, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
+        actual, remedy = (
+            f"the tensor subclass {type(tensor).__name__}",
+            "leave it out (select=), or pass the tensors that it wraps",
+        )
     elif tensor.is_conj() or tensor.is_neg():
         actual, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"
     else:

@@ -16,7 +16,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import Parameter
 
-from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.wrapper import is_wrapper
 
@@ -41,23 +40,19 @@ def is_composite(tensor: Tensor) -> bool:
     return _composite_of(tensor) is not None
 
 
-def parts_of(tensor: Tensor, key: str) -> dict[str, tuple[Any, Tensor]]:
-    """Returns the tensors that a composite is made of, with what has them as attributes.
+def parts_of(tensor: Tensor) -> dict[str, tuple[Any, Tensor]] | None:
+    """Returns the tensors that a composite is made of, with what has them as attributes. Local: no copy.
 
-    Of a DTensor they are DTensors, sharded as it is, as far as its class shards them. Local: no copy.
-
-    Args:
-        key: the tensor's name in errors.
-
-    Raises:
-        LayoutError: it is sharded, and its class does not tell which of its tensors are.
+    Of a DTensor they are DTensors, sharded as it is, as far as its class shards them; None where it does not tell.
     """
     composite = _composite_of(tensor)
     assert composite is not None, "ask is_composite first"
     inner = _inner_tensors(composite) or {}
     if not isinstance(tensor, DTensor):
         return {name: (composite, part) for name, part in inner.items()}
-    split = _split_names(tensor, composite, inner, key)
+    split = _split_names(tensor, composite, inner)
+    if split is None:
+        return None
     return {name: (composite, _part_on_mesh(tensor, part, name in split)) for name, part in inner.items()}
 
 
@@ -80,21 +75,19 @@ def _inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
     return {name: getattr(tensor, name) for name in names}
 
 
-def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor], key: str) -> set[str]:
-    """Returns the names of the tensors that are cut where the wrapper is, by letting its class cut it once more."""
+def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor]) -> set[str] | None:
+    """Returns the names of the tensors that are cut where the wrapper is, by letting its class cut it once more; None
+    where it cannot."""
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return set()
-    found = f"the tensor subclass {type(local).__name__}, placed {tensor.placements}"
-    if all(isinstance(placement, Replicate) or placement == Shard(0) for placement in tensor.placements):
-        try:
-            with torch.no_grad():
-                halves = _inner_tensors(torch.chunk(local.detach(), 2)[0]) or {}
-            return {name for name, part in inner.items() if halves[name].shape != part.shape}
-        except Exception as error:
-            found += f", which cannot be cut into two ({type(error).__name__}: {error})"
-    remedy = "leave it out with select=, as what is frozen can be made anew, or shard it over its first dimension"
-    problem = Problem(key, found, "a wrapper that tells which of its tensors are sharded", remedy)
-    raise LayoutError("a tensor cannot be described as boxes", [problem]) from None
+    if not all(isinstance(placement, Replicate) or placement == Shard(0) for placement in tensor.placements):
+        return None
+    try:
+        with torch.no_grad():
+            halves = _inner_tensors(torch.chunk(local.detach(), 2)[0]) or {}
+        return {name for name, part in inner.items() if halves[name].shape != part.shape}
+    except Exception:  # of another library's class
+        return None
 
 
 def _part_on_mesh(like: DTensor, part: Tensor, is_split: bool) -> DTensor:
