@@ -124,11 +124,11 @@ def _counting(plain: socket.socket) -> socket.socket:
 class CountedWorld(World):
     """Counts the bytes of all sockets of this process but the store's."""
 
-    def listen(self, host: str, backlog: int = 1024) -> socket.socket:
-        return _counting(super().listen(host, backlog))
+    def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> socket.socket:
+        return _counting(super().listen(host, ports, backlog))
 
-    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
-        return _counting(super().connect(host, port, timeout_seconds))
+    def begin_connect(self, host: str, port: int) -> socket.socket:
+        return _counting(super().begin_connect(host, port))
 
 
 def processor_seconds(pid: int) -> float:

@@ -33,8 +33,10 @@ from shardopt.ranks import Ranks
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import MAIN, Kind, Message
 from shardopt.ranks.connections.gathering import pack_reports
-from shardopt.ranks.connections.join import Entry, connect, leader_key, read
+from shardopt.ranks.connections.join import Entry, leader_key, read
 from shardopt.ranks.connections.link import Ended, Link
+from shardopt.ranks.connections.meeting import CONNECT_SECONDS, meet
+from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
 from shardopt.world import READ, WRITE, using, world
 
@@ -158,11 +160,12 @@ def stand_in(size: int, port: int, reports: Connection, done: Connection) -> Non
     for above, entry in ((0, session), (LEADER, at_leader)):
         for rank in Tree(above, size).children:
             if rank not in REAL:
-                met = connect(None, entry, session, rank, above, lambda: True)
-                assert met is not None
+                meeting = Meeting(session.name, session.key, rank, above)
+                met = meet(entry.at, meeting, lambda: True, CONNECT_SECONDS[1])
+                met.link.seal(met.side.key, met.side.from_below, met.side.from_above)
                 tree = Tree(rank, size)
                 block = tree.block_of(rank) if tree.leads else range(rank, rank + 1)
-                stand_ins.append(_StandIn(met[0], block, tree.leads))
+                stand_ins.append(_StandIn(met.link, block, tree.leads))
     selector = world().selector()
     for each in (reports, done):
         selector.register(each, READ)
