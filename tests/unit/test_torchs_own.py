@@ -356,3 +356,24 @@ def test_other_arguments_of_a_schedule_are_said(tmp_path, caplog, before, line):
     checkpoint.load(tmp_path / "c", scheduled("torch", "longer"), init_state=True)
     told = [each for each in caplog.messages if "goes on as it was saved" in each]
     assert bool(told) == bool(line) and all(line in each for each in told)
+
+
+@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+def test_state_is_made_under_names_that_rules_have_given(tmp_path, algorithm):
+    def made(*names):
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        return {"model": model, "optimizer": algorithm(model.parameters(), lr=0.1, **options)}
+
+    options = {} if algorithm is torch.optim.AdamW else {"momentum": 0.9}
+    app = made("first", "second")
+    for parameter in app["model"].parameters():
+        parameter.grad = torch.randn(2, 2)
+    app["optimizer"].step()
+    checkpoint.save(tmp_path / "c", app)
+    loaded = made("second", "third")
+    rename = {r"\bsecond\b": "third", r"\bfirst\b": "second"}
+    checkpoint.load(tmp_path / "c", loaded, init_state=True, rename=rename)
+    for before, after in zip(app["model"].parameters(), loaded["model"].parameters(), strict=True):
+        assert torch.equal(before, after)
+        stored, here = app["optimizer"].state[before], loaded["optimizer"].state[after]
+        assert stored.keys() == here.keys() and all(torch.equal(here[entry], stored[entry]) for entry in stored)

@@ -191,21 +191,34 @@ def torchs_state(handback: Handback, keys: Iterable[str], manifest: Manifest, ti
         positions = numbers_in(optimizer, handback.state) if handback.groups is None else None
         parameters = {str(number): each for number, each in enumerate(positions or ())}
     name_here = {tied.get(name, name): name for name in parameters}
-    stored = _stored_state(handback, keys, manifest)
+    stored = _stored_state(handback, keys, manifest, name_here)
     return TorchsState(
         optimizer, parameters, {name_here[name]: each for name, each in stored.items() if name in name_here}
     )
 
 
-def _stored_state(handback: Handback, keys: Iterable[str], manifest: Manifest) -> dict[str, dict[Path, Any]]:
-    """Returns what is stored of an optimizer's state: name → path within → the tensor or value."""
+def _stored_state(
+    handback: Handback, keys: Iterable[str], manifest: Manifest, known: Collection[str]
+) -> dict[str, dict[Path, Any]]:
+    """Returns what is stored of an optimizer's state: name → path within → the tensor or value.
+
+    Args:
+        known: names of parameters. Of a key that was renamed no path tells where the name ends.
+    """
     at = len(handback.path)
+    prefix = f"{state_key(handback)}."
     found: dict[str, dict[Path, Any]] = {}
     for key in keys:
         each = manifest.tensors.get(key)
         path, value = (each.path, each) if each is not None else manifest.values.get(key, ((), None))
         if len(path) > at + 2 and path[at] == STATE:
-            found.setdefault(str(path[at + 1]), {})[path[at + 2 :]] = value
+            name, within = str(path[at + 1]), path[at + 2 :]
+            if name not in known:
+                name = key.removeprefix(prefix)
+                while name and name not in known:
+                    name = name.rpartition(".")[0]
+                within = tuple(key.removeprefix(f"{prefix}{name}.").split("."))
+            found.setdefault(name, {})[within] = value
         elif len(path) == at and isinstance(value, Mapping):  # plain values that the app has as one yet
             for name, entries in value.get(STATE, {}).items():
                 found.setdefault(str(name), {}).update({(entry,): inner for entry, inner in entries.items()})
