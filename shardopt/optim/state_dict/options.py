@@ -28,7 +28,7 @@ from shardopt.param_groups import ELSEWHERE, IMPLEMENTATION_OPTIONS, PARAMS, STO
 _NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
 _MOST_LINES = 20
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps", "beta": "betas", "beta1": "betas"}
-_OTHER_NAMES |= {"beta2": "betas"}
+_OTHER_NAMES |= {"beta2": "betas", "rate": "lr"}
 
 _log = logging.getLogger("shardopt")
 
