@@ -36,7 +36,7 @@ def test_it_trains_as_torchs_adam(build):
     train(optimizer, params, 4)
     train(reference, plain, 4)
     assert all(map(torch.equal, params.values(), plain.values()))
-    assert len(optimizer.state) == 3
+    assert len([each for each in optimizer.state if isinstance(each, torch.Tensor) and each.shape]) == 3
     for parameter, twin in zip(params.values(), plain.values(), strict=True):
         assert same(dict(optimizer.state[parameter]), reference.state[twin])
     assert dict(optimizer.params) == params

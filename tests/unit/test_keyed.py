@@ -179,7 +179,7 @@ def other_dtype(saved):
 
 
 def other_kind(saved):
-    saved["state"]["layer.b"]["step"] = 1.0
+    saved["state"]["layer.b"]["exp_avg"] = 1.0
 
 
 def no_values(saved):
@@ -229,7 +229,7 @@ MISMATCHES = {
     add_entry: r"state\.layer\.b\.max_exp_avg_sq: found a value",
     other_shape: r"state\.layer\.b\.exp_avg: found shape \(1,\); required \(2,\)",
     other_dtype: r"state\.layer\.b\.exp_avg: found dtype torch\.float64; required torch\.float32",
-    other_kind: r"state\.layer\.b\.step: found a plain value; required a tensor",
+    other_kind: r"state\.layer\.b\.exp_avg: found a plain value; required a tensor",
     no_values: r"state\.layer\.b\.exp_avg: found a tensor on the meta device",
     no_state: r"state: found no state; required state of layer.w, layer.b; .*init_state\(\)",
     drop_groups: r"param_groups: found nothing",

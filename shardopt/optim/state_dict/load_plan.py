@@ -158,7 +158,7 @@ class LoadPlan:
         plain value."""
         if is_stateful(into):
             self._stateful(key, into, offered, remedy)
-        elif isinstance(into, Tensor) and not into.shape and _is_number_for(into, offered):
+        elif _is_number_for(into, offered):
             self._tensor(key, into, torch.tensor(offered, dtype=into.dtype, device="cpu"))
         elif _kind(into) != _kind(offered):
             self.problem(key, _kind(offered), _kind(into), "load a checkpoint of the same optimizer and options")
@@ -244,9 +244,11 @@ def _kind(value: Any) -> str:
     return _PLAIN
 
 
-def _is_number_for(tensor: Tensor, value: Any) -> bool:
-    """Whether a value is a number of a tensor's kind: torch before 1.12 had counters and rates in state as numbers."""
-    return type(value) is int or (type(value) is float and tensor.is_floating_point())
+def _is_number_for(into: Any, offered: Any) -> bool:
+    """Whether a number is offered for a tensor of its kind: torch before 1.12 had counters and rates as numbers."""
+    if type(offered) not in (int, float) or not isinstance(into, Tensor):
+        return False
+    return view_of(into).shape == () and (type(offered) is int or into.is_floating_point())
 
 
 def is_stateful(value: Any) -> bool:

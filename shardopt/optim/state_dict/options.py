@@ -92,7 +92,9 @@ def _meant(name: str, known: Sequence[str]) -> str:
 def _not_own() -> frozenset[str]:
     """Returns names that a group's own key cannot have: options of any algorithm, and what saved groups have."""
     arguments = (each for spec in algorithms() for each in inspect.signature(spec.optimizer).parameters)
-    return frozenset({*arguments, *STORAGE_OPTIONS, "initial_lr", PARAMS, "algorithm", "given", UNTOUCHED, ELSEWHERE})
+    return frozenset(
+        {*arguments, *STORAGE_OPTIONS, "initial_lr", PARAMS, "algorithm", "given", "train_mode", UNTOUCHED, ELSEWHERE}
+    )
 
 
 def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
