@@ -68,7 +68,7 @@ FINDINGS = {
         "param_groups.layers.2.weight.lr: found 0.25 of layers.2.weight; 0.001 of layers.3.weight (on ranks 2, 3)",
     ],
     "an algorithm of one stage": [
-        "param_groups.layers.0.weight.algorithm: found Adam, by which it was saved; required"
+        "param_groups.layers.2.weight.algorithm: found Adam, by which it was saved (on ranks 2, 3); required"
     ],
 }
 
