@@ -18,21 +18,32 @@ A comment in the line above the fence, which no reader sees, says more:
     <!-- run: root -->              bash: in the repository's own folder
     <!-- run: s3=bucket,runs -->    with an S3 server that has these buckets, which s3:// then means
     <!-- run: needs=lightning,accelerate -->  is left out where a module is not there (launch/test_integrations.sh)
+    <!-- run: warns -->             of other packages: their warnings are no errors here
     <!-- not run: wants a bucket of yours -->  with the reason, which the tests show. There should be few.
 
-Words can be put together: `<!-- run: ranks=2 file=train.py -->`. What the block needs and should not show goes into the
-same comment, on lines of its own; these run first, in the same program. A comment below the block runs after it:
+Words can be put together: `<!-- run: ranks=2 file=train.py -->`. Nothing else runs before a block or between blocks:
+what a reader copies is what runs. Lines that would distract are folded, in a block that the next one continues:
 
-    <!-- run: ranks=2
-    import torch
+    <details markdown="1">
+    <summary>Before it: a model</summary>
+
+    ```python
+    import shardopt, torch
     model = torch.nn.Linear(4, 2)
-    -->
+    ```
+
+    </details>
+
+    <!-- run: continued -->
     ```python
     optimizer = shardopt.keyed("adamw", model.named_parameters())
     ```
     <!-- then
     assert len(optimizer.param_groups) == 1
     -->
+
+The comment below the last block of a program has checks, which run when all of the page's own lines have. What comes
+from outside is what a page names and no reader can copy: the buckets of `s3=`, and the ranks.
 
 A `text` block under `<!-- prints -->` is what the block before it has printed on rank 0: each of its lines must be in
 the output, in this order, however it is spaced. `…` in a line stands for anything, alone for any lines.
@@ -44,13 +55,13 @@ own ranks, which have torch loaded; with --exhaustive the shell runs them as the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("python", "bash", "json", "yaml", "toml", "text")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
-_WORDS = {"ranks", "continued", "file", "fails", "exhaustive", "root", "s3", "needs"}
+_WORDS = {"ranks", "continued", "file", "fails", "exhaustive", "root", "s3", "needs", "warns"}
 
 
 class PageError(ValueError):
@@ -59,15 +70,14 @@ class PageError(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. `before` and `after` are hidden lines around it, with the line at which each stands."""
+    """One fenced block. `checks`: what is tested when it has run, with the line at which that stands."""
 
     page: Path
     line: int  # of the first line of its text, counted from 1
     language: str
     text: str
     words: dict[str, str]
-    before: tuple[int, str]
-    after: tuple[int, str]
+    checks: tuple[int, str] = (0, "")
     not_run: str = ""  # the reason
     prints: bool = False
 
@@ -81,8 +91,8 @@ class Block:
 
     @property
     def pieces(self) -> list[tuple[int, str]]:
-        """(line, source) of the block with what is hidden around it, in their order."""
-        return [piece for piece in (self.before, (self.line, self.text), self.after) if piece[1].strip()]
+        """(line, source) of the block and of its checks."""
+        return [piece for piece in ((self.line, self.text), self.checks) if piece[1].strip()]
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
             if body.split() and body.split()[0] == "then":
                 if not block_is_last:
                     raise PageError(f"{where}: `then` stands below a block")
-                blocks[-1] = _with_after(blocks[-1], start + 2, body)
+                blocks[-1] = replace(blocks[-1], checks=(start + 2, body.partition("\n")[2]))
                 comment = None
             number += 1
         elif match := _FENCE.match(line):
@@ -164,6 +174,8 @@ def programs_of(blocks: list[Block]) -> list[Program]:
             if not programs or programs[-1].first.language != "python" or block.language != "python":
                 raise PageError(f"{block.where}: there is no python block that it continues")
             last = programs.pop()
+            if last.blocks[-1].checks[1]:
+                raise PageError(f"{block.where}: continues a block with `then`, which stands below the last one")
             programs.append(Program((*last.blocks, block), last.prints))
         elif block.language in ("python", "bash") and not block.not_run:
             programs.append(Program((block,)))
@@ -198,7 +210,7 @@ def _block(page: Path, line: int, info: str, text: str, comment: tuple[int, str]
     if info.split(" ")[0] not in LANGUAGES:
         raise PageError(f"{where}: a block of {info!r}, where the tests know {', '.join(LANGUAGES)}")
     words: dict[str, str] = {}
-    before, not_run, prints = (0, ""), "", False
+    not_run, prints = "", False
     if comment is not None:
         head, _, hidden = comment[1].partition("\n")
         kind, _, rest = head.strip().partition(":")
@@ -208,7 +220,8 @@ def _block(page: Path, line: int, info: str, text: str, comment: tuple[int, str]
                 raise PageError(
                     f"{where}: {', '.join(sorted(unknown))}, where the tests know {', '.join(sorted(_WORDS))}"
                 )
-            before = (comment[0] + 1, hidden)
+            if hidden.strip():
+                raise PageError(f"{where}: lines that run and are not shown; a block that it continues can be folded")
         elif kind == "not run":
             if not rest.strip():
                 raise PageError(f"{where}: not run for no reason")
@@ -217,10 +230,4 @@ def _block(page: Path, line: int, info: str, text: str, comment: tuple[int, str]
             prints = True
         else:
             raise PageError(f"{where}: the comment above it begins with none of `run:`, `not run:`, `prints`")
-    return Block(page, line, info.split(" ")[0], text, words, before, (0, ""), not_run, prints)
-
-
-def _with_after(block: Block, line: int, comment: str) -> Block:
-    _, _, hidden = comment.partition("\n")
-    fields = {**block.__dict__, "after": (line, hidden)}
-    return Block(**fields)
+    return Block(page, line, info.split(" ")[0], text, words, not_run=not_run, prints=prints)

@@ -13,6 +13,7 @@ import sys
 import tomllib
 import traceback
 import types
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ class Script:
     variables: tuple[tuple[str, str], ...] = ()
     verb: bool = False  # `arguments` are those of `shardopt`
     s3: str = ""  # where s3:// leads
+    warns: bool = False  # warnings are no errors
 
 
 def run_page(page: Path, folder: Path, in_full: bool = False) -> None:
@@ -93,7 +95,7 @@ def _run_program(program: Program, folder: Path, in_full: bool, s3: str) -> None
             _run_shell(first, folder, log, in_full, s3)
         else:
             pieces = [(str(block.page), *piece) for block in program.blocks for piece in block.pieces]
-            _run_script(Script(first.ranks, tuple(pieces), s3=s3), folder, log)
+            _run_script(Script(first.ranks, tuple(pieces), s3=s3, warns=program.has("warns")), folder, log)
     except (RanksFailed, subprocess.SubprocessError) as error:
         failure = str(error)
     output = log.read_text(errors="replace")
@@ -188,6 +190,8 @@ def _run_on_rank(script: Script, folder: Path, log: Path, port: int) -> None:
     os.environ.update(variables)
     os.chdir(folder)
     multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script; ranks have the server's own
+    if script.warns:
+        warnings.simplefilter("default")
     fsspec.config.conf["s3"] = _client_of(script.s3)
     if rank == 0:
         output = os.open(log, os.O_WRONLY | os.O_APPEND)

@@ -60,20 +60,24 @@ def test_no_code_is_without_a_fence():
 
 PAGE = """Text.
 
-<!-- run: ranks=2
-first = 1
--->
+<details markdown="1">
+<summary>Before it</summary>
+
+<!-- run: ranks=2 -->
 ```python
+first = 1
 print(first)
 ```
-<!-- then
-assert first == 1
--->
+
+</details>
 
 <!-- run: continued -->
 ```python
 print(first + 1)
 ```
+<!-- then
+assert first == 1
+-->
 
 <!-- prints -->
 ```text
@@ -92,8 +96,9 @@ shardopt ls s3://bucket
 
 def test_how_a_page_is_read():
     blocks = blocks_of(ROOT / "page.md", PAGE)
-    assert [block.line for block in blocks] == [7, 15, 20, 28]
-    assert blocks[0].pieces == [(4, "first = 1\n"), (7, "print(first)\n"), (10, "assert first == 1\n")]
+    assert [block.line for block in blocks] == [8, 16, 24, 32]
+    assert blocks[0].pieces == [(8, "first = 1\nprint(first)\n")]
+    assert blocks[1].pieces == [(16, "print(first + 1)\n"), (19, "assert first == 1\n")]
     assert blocks[3].not_run == "wants a bucket of yours"
     (program,) = programs_of(blocks)
     assert program.first.ranks == 2 and program.blocks == (blocks[0], blocks[1]) and program.prints == (blocks[2],)
@@ -111,6 +116,8 @@ def test_how_a_page_is_read():
         "<!-- run: continued -->\n```python\n1\n```\n",
         "<!-- prints -->\n```text\n1\n```\n",
         "Text.\n<!-- then\n1\n-->\n",
+        "<!-- run: ranks=2\nhidden = 1\n-->\n```python\nhidden\n```\n",
+        "```python\n1\n```\n<!-- then\nhidden = 1\n-->\n<!-- run: continued -->\n```python\nhidden\n```\n",
     ],
 )
 def test_a_page_that_cannot_be_read_is_refused(page):
