@@ -54,6 +54,7 @@ from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Call, Group, Ranks, as_call, ranks_of
 from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
 from shardopt.signals import LOADING, is_part_of, refuse_within
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied, join
@@ -223,6 +224,7 @@ def load(
         CheckpointNotFoundError, FormatError: there is nothing here to load.
         MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
             every difference is listed, and nothing was changed.
+        StateError: averages stand in a tensor that would be loaded (`EMA.swap`). Nothing was changed.
         CorruptionError: stored bytes are not what was written. Its message says whether anything was changed by then:
             where that is met in the middle, the optimizers of `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
@@ -420,7 +422,8 @@ def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple
 def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     """Plans what this rank loads; refuses what does not fit, or notes it, to be settled with the other ranks."""
     reader, flat, names = look
-    views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}
+    tensors = flat.tensors()
+    views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in tensors.items()}
     refuse_untied(flat, views)
     match = compare(flat, views, names, options.strictness, ranks.size)
     if match.problems:
@@ -433,6 +436,7 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
+    refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
     return _Plan(reader, flat, names, match, into, shared_among(into, ranks.size) if share else {}, per_rank)
 

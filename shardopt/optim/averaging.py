@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from shardopt.algorithms.swapped import note_swapped, note_swapped_back, refuse_swapped
 from shardopt.errors import Problem, StateError
 from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.groups import refuse_flattened
@@ -29,6 +28,7 @@ from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
 from shardopt.sharding.gradients import is_added_up
+from shardopt.sharding.swapped import note_swapped, note_swapped_back, refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.signals import CHANGING, is_part_of
 from shardopt.staging_fence import wait_for_copies
@@ -237,8 +237,9 @@ class Averaging:
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
         copy of this rank's shards. Until then nothing here can be updated, saved or loaded; keyed and attached
         optimizers refuse to step and to change their mode, and other averages of these weights to be updated or put in.
-        The model alone can be saved, and is then that of the averages. The unsharded parameters that a forward of
-        `fully_shard` has left are freed. Local, but every rank must swap.
+        The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused, while
+        torch's `load_state_dict` is not, and is lost. The unsharded parameters that a forward of `fully_shard` has left
+        are freed. Local, but every rank must swap.
 
         Returns:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
@@ -375,7 +376,7 @@ class Averaging:
         }
         for average, local in pairs:
             local.copy_(average)
-        note_swapped(self, self._params)
+        note_swapped(self, self._whole_model())
 
     def _swap_back(self, own_values: Mapping[str, list[Tensor]]) -> None:
         pairs: list[Pair] = []

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, refusal_to_step
-from shardopt.algorithms.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.related import RelatedOptimizer
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.torch_private import is_torchs, not_compiled, step_nested
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from shardopt.optim.state_dict.options import given_options, plain_options, refu
 from shardopt.optim.state_dict.saved_form import untouched_in
 from shardopt.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
 from shardopt.ranks import SharedGroup
+from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import is_held
 from shardopt.torch_private import not_compiled, out_of_inference_mode
 
@@ -227,6 +229,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return self._local.spec is not None and self._local.spec.needs_closure
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        with_masters = (group[PARAMS] for group in self.param_groups if group.get("master_dtype"))
+        refuse_swapped(LOAD_IN_SWAP, chain.from_iterable(with_masters))  # of which parameters are made
         if plan.convert_state:
             offered = self._converted(plan, with_named_groups(offered))
         super()._plan(plan, offered)

@@ -419,6 +419,50 @@ def test_the_statistics_of_the_averages_leave_with_them():
     assert_equal(values(net), own)
 
 
+@every_kind
+def test_weights_are_not_loaded_into_the_place_of_averages(kind, tmp_path):
+    net = model()
+    ours = KINDS[kind][0](net)
+    checkpoint.save(tmp_path / "c", {"model": net, "weights": net.state_dict()})
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight += 1
+    own = values(net)
+    other, only = model(), checkpoint.Strictness(unexpected="ignore")
+    with ours.swap():
+        of_averages = values(net)
+        loads = [{"model": net}, {"weights": net.state_dict()}, {"weights": {"1.running_mean": net[1].running_mean}}]
+        for app in loads:
+            with pytest.raises(StateError, match=r"would be lost.*\n.*averages in the place of it"):
+                checkpoint.load(tmp_path / "c", app, strict=only)
+        with checkpoint.open(tmp_path / "c") as reader, pytest.raises(StateError, match="would be lost"):
+            reader.read_into("weights.0.weight", net[0].weight)
+        assert_equal(values(net), of_averages)
+        checkpoint.load(tmp_path / "c", {"model": other}, strict=only)
+    assert_equal(values(net), own)
+    checkpoint.load(tmp_path / "c", {"model": net}, strict=only)
+    assert_equal(values(net), values(other))
+
+
+def test_masters_are_not_loaded_while_averages_stand_in_the_model(tmp_path):
+    net = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    ema, optimizer = shardopt.EMA(net, 0.5), shardopt.keyed("sgd", net.named_parameters(), master_dtype=torch.float32)
+    net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", {"optimizer": optimizer})
+    optimizer.step()
+    state = optimizer.state_dict()["state"]["weight"]
+    master = state["master"].clone()
+    with ema.swap():
+        with pytest.raises(MismatchError, match=r"nothing was changed\n.*averages in the place of it"):
+            checkpoint.load(tmp_path / "c", {"optimizer": optimizer})
+        with pytest.raises(StateError, match="would be lost"):
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(state["master"], master)
+    checkpoint.load(tmp_path / "c", {"optimizer": optimizer})
+    assert not torch.equal(state["master"], master)
+
+
 def schedule_free(net, _):
     return shardopt.keyed("ScheduleFreeAdamW", net.named_parameters(), lr=0.01)
 

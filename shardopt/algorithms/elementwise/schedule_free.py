@@ -32,8 +32,8 @@ from shardopt.algorithms.elementwise.base import (
     refuse_options,
     restore_dtypes,
 )
-from shardopt.algorithms.swapped import MODE_IN_SWAP, refuse_swapped
 from shardopt.errors import Problem, StateError
+from shardopt.sharding.swapped import MODE_IN_SWAP, refuse_swapped
 
 TRAIN_MODE = "train_mode"
 """The option of a group that says whether the model has y (True) or x."""

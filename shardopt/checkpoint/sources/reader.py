@@ -21,6 +21,7 @@ from shardopt.checkpoint.sources.source import Source
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
+from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
 from shardopt.world import world
 
@@ -154,6 +155,7 @@ class CheckpointReader:
             MismatchError: there is no such tensor or box; `tensor` is of another shape or dtype, has no memory, or
                 elements that share it. Nothing was changed.
             LayoutError: a kind of tensor that the library does not know, or a placement such as `Partial`.
+            StateError: averages stand in the tensor (`EMA.swap`). Nothing was changed.
             CorruptionError: stored bytes are not what was written; `tensor` may have changed by then.
         """
         box, dtype = self._box_of(key, box), self.info(key).dtype
@@ -167,6 +169,7 @@ class CheckpointReader:
         problem = memory_problem(key, view)
         if problem is not None:
             raise MismatchError("the tensor cannot be read into", [problem])
+        refuse_swapped(LOAD_IN_SWAP, [tensor])
         fill(list(self.requests(key, [Piece(_shifted(local, box.offsets), memory) for local, memory in view.pieces])))
 
     def _box_of(self, key: str, box: Box | None) -> Box:

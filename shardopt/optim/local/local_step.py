@@ -32,7 +32,6 @@ from shardopt.algorithms.registry import (
     find_spec,
     unknown,
 )
-from shardopt.algorithms.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.errors import AlgorithmError
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.local.group_step import GroupStep, step_groups
@@ -43,6 +42,7 @@ from shardopt.optim.local.shards import GroupShards, ShardedState, Shards, State
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
+from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import empty_local_tensor, local_tensors
 from shardopt.torch_private import free_unsharded_parameters, gathers_as_torch, step_without_hooks
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.swapped import STEP_IN_SWAP, refuse_swapped
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.by_position import ByPosition
@@ -23,6 +22,7 @@ from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.optim.state_dict.groups import named
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.sharding.swapped import STEP_IN_SWAP, refuse_swapped
 
 __all__ = ["SemiSync"]
 

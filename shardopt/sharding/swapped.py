@@ -1,18 +1,22 @@
 """Parameters in which averages stand for a while, for those who would take them for weights to train.
 
 Who puts averages into a model calls `note_swapped`, and `note_swapped_back` once its own weights are there again. Who
-is to change weights in place, or to keep them, calls `refuse_swapped` first.
+is to change weights in place, or to keep them, calls `refuse_swapped` first. Tensors are known by themselves, and by
+their memory: a model's state_dict has others over the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
+from shardopt.sharding.view import local_tensors
 
+LOAD_IN_SWAP = "a load into the place of averages would be lost when the weights are put back"
 STEP_IN_SWAP = "a step would train the averages, and be lost"
 MODE_IN_SWAP = "the mode cannot be changed while averages of the weights stand in the model"
 
@@ -21,7 +25,7 @@ _swapped: WeakKeyDictionary[object, Mapping[str, Tensor]] = WeakKeyDictionary()
 
 
 def note_swapped(holder: object, named: Mapping[str, Tensor]) -> None:
-    """Notes that averages stand in parameters, and who has their own values."""
+    """Notes that averages stand in a model's parameters and buffers, and who has their own values."""
     _swapped[holder] = named
 
 
@@ -35,13 +39,19 @@ def refuse_swapped(why: str, tensors: Iterable[Tensor]) -> None:
 
     Args:
         why: what cannot be done.
-        tensors: parameters, not their local tensors.
+        tensors: parameters or buffers, or others over their memory; not their local tensors.
     """
     if not _swapped:
         return
-    names = {id(tensor): name for named in _swapped.values() for name, tensor in named.items()}
-    found = [names[id(tensor)] for tensor in tensors if id(tensor) in names]
+    names = {mark: name for named in _swapped.values() for name, tensor in named.items() for mark in _marks(tensor)}
+    found = [names[mark] for tensor in tensors for mark in islice(filter(names.__contains__, _marks(tensor)), 1)]
     if found:
         others = f", and of {len(found) - 1} others" if len(found) > 1 else ""
         remedy = "end `with ema.swap():` before, or call swap() to put them back"
         raise StateError(why, [Problem(found[0], f"averages in the place of it{others}", "its own weights", remedy)])
+
+
+def _marks(tensor: Tensor) -> Iterator[tuple[object, int]]:
+    """Yields by what a tensor is known: itself, and where its elements on this rank begin."""
+    yield None, id(tensor)
+    yield from ((local.device, local.data_ptr()) for local in local_tensors(tensor) if local.numel())
