@@ -98,6 +98,14 @@ def measure_bytes(algorithm: str, stored: str) -> float:
     return bytes_of_state(optimizer) / sum(parameter.numel() for parameter in named.values())
 
 
+def bytes_or_none(algorithm: str, stored: str) -> str:
+    """`measure_bytes`, or that the algorithm refuses to store so."""
+    try:
+        return f"{measure_bytes(algorithm, stored):.3f}"
+    except shardopt.errors.AlgorithmError:
+        return "–"
+
+
 def peak_of(call: Callable[[], Any]) -> int:
     """The most bytes that torch has allocated at once within a call, beside what was there."""
     gc.collect()
@@ -207,7 +215,7 @@ def main() -> None:
     print(write_table("state_memory_ranks", "Memory of a rank against the table", header, rows, notes))
     if arguments.ranks_only:
         return
-    rows = [[algorithm, *(f"{measure_bytes(algorithm, stored):.3f}" for stored in STORED)] for algorithm in ALGORITHMS]
+    rows = [[algorithm, *(bytes_or_none(algorithm, stored) for stored in STORED)] for algorithm in ALGORITHMS]
     title = "Bytes of optimizer state a parameter"
     notes = (
         f"Matrices of a transformer layer of width {WIDTH}; parameters in fp32 or bf16 as the column says "

@@ -105,7 +105,7 @@ def _is_vector(dimensions: int) -> bool:
 _EXACT = (torch.float64, torch.float32)
 _WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
-_ADAM = (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _positive("max_exp_avg_sq", exists=_amsgrad))
+_ADAM = (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _positive("max_exp_avg_sq", exists=_amsgrad, maximum=True))
 _LR = AtFirstStep.LEARNING_RATE
 _AVERAGED = (
     _STEP,
@@ -115,7 +115,13 @@ _NORMS = "its rates follow from norms of whole parameters, and a shard has only 
 _BASE = _like("z", initial=AtFirstStep.PARAMETER, narrows=_never)
 
 for _spec in (
-    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _positive("square_avg"), _positive("acc_delta"))),
+    AlgorithmSpec(
+        torch.optim.Adadelta,
+        "Adadelta",
+        True,
+        (_STEP, _positive("square_avg"), _positive("acc_delta")),
+        compounds=True,  # the mean of updates, which are multiples of its own root
+    ),
     AlgorithmSpec(
         torch.optim.Adagrad,
         "Adagrad",

@@ -195,6 +195,7 @@ class StateEntry:
         signed: whether an element may be negative.
         narrows: whether it may be stored in fewer bits in a group with these options. A mean of parameters may not, nor
             do two means whose difference has to stay positive.
+        maximum: whether an element is the largest that there was of something else, and never falls.
     """
 
     name: str
@@ -205,6 +206,7 @@ class StateEntry:
     suits: Callable[[int], bool] = _any_number
     signed: bool = True
     narrows: Callable[[Options], bool] = _always
+    maximum: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,7 @@ class AlgorithmSpec:
         fused_astray: the dtypes in which it computes something else, and is refused.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
         later_options: those that it did not always have: what was saved before goes with None.
+        compounds: whether noise in its state adds up, as no gradient brings it back: 8 bits at random are refused.
     """
 
     optimizer: type[Optimizer]
@@ -248,6 +251,7 @@ class AlgorithmSpec:
     fused_astray: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
     later_options: frozenset[str] = frozenset()
+    compounds: bool = False
 
     @property
     def settled_at_first_step(self) -> bool:

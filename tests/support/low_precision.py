@@ -98,6 +98,8 @@ ALGORITHMS = {
     "rprop": {},
     "sgd": {"momentum": 0.9, "nesterov": True},
 }
+REFUSED = {("adadelta", "codes, at random"), ("adadelta", "codes, master")}
+CASES = [(algorithm, how) for algorithm in ALGORITHMS for how in OPTIONS if (algorithm, how) not in REFUSED]
 
 
 @functools.cache

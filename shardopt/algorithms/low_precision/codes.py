@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_LOST = 20  # of the 23 bits of fp32's mantissa
+_MANTISSA = 23  # bits, of fp32
+_LOST = 20  # of these
 _BINADES = {True: 15, False: 31}
 _SIGN = 128
 
@@ -32,6 +33,27 @@ def decode(codes: Tensor, signed: bool, into: Tensor) -> None:
 def largest(values: Tensor) -> Tensor:
     """Returns the largest absolute value in each block, infinite where one is not a number: [R, B] of [R, B, S]."""
     return values.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def scales_for(values: Tensor, maximum: bool) -> Tensor:
+    """Returns the scales by which values are encoded: `largest`, of maxima the next power of two.
+
+    A maximum is rounded to nearest, and stays where it is while the largest of its block grows: between powers of two
+    a code stands for the same number.
+
+    Args:
+        values: fp32, [R, B, S].
+        maximum: whether they are maxima.
+
+    Returns:
+        fp32, [R, B].
+    """
+    found = largest(values)
+    if not maximum:
+        return found
+    below = (1 << _MANTISSA) - 1
+    powers = (found.view(torch.int32) + below).bitwise_and_(~below).view(torch.float32)
+    return torch.where(powers.isinf(), found, powers)  # above the last power of two, the number itself
 
 
 def as_stored(scales: Tensor) -> Tensor:
@@ -93,7 +115,7 @@ def code_of_one(signed: bool) -> int:
 
 def _first_code(signed: bool) -> int:
     """Returns the upper bits of d, which stand for code 0."""
-    return (127 - _BINADES[signed]) << (23 - _LOST)
+    return (127 - _BINADES[signed]) << (_MANTISSA - _LOST)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardopt.algorithms.low_precision.blocks import block_size, blocks_of_row
 from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, largest
+from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, scales_for
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import cuts_of_blocks, rows_of
 from shardopt.algorithms.registry import AlgorithmSpec, Options
@@ -168,7 +168,7 @@ def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, 
         chunk.of(matrix).copy_(values[:, chunk.inside])
     else:
         blocks = values.clone().view(values.shape[0], -1, chunk.block)
-        found = largest(blocks)
+        found = scales_for(blocks, stored.maximum)
         scales[chunk.rows, chunk.blocks] = as_stored(found)
         chunk.of(matrix).copy_(encode(blocks, found, stored.signed, None).view(values.shape)[:, chunk.inside])
     return _load(chunk, stored, matrix, scales)[:, chunk.inside]

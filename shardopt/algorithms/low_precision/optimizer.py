@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -79,7 +80,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does."""
         group = as_texts(param_group)
-        refuse_bad_values({**self.defaults, **group}, self.algorithm.name)
+        refuse_bad_values({**self.defaults, **group}, self.algorithm)
         super().add_param_group(group)
         warn_of_lost_changes(self.algorithm, self.param_groups[-1])
 
@@ -132,7 +133,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
 
     def refuse_parameters(self, group: Group, names: Mapping[Tensor, str]) -> None:
         """Raises AlgorithmError where a parameter cannot be stored as its group says."""
-        refuse_bad_values(group, self.algorithm.name)
+        refuse_bad_values(group, self.algorithm)
         problems: list[Problem] = []
         for parameter, name in names.items():
             view = view_of(parameter, name)
@@ -270,7 +271,7 @@ def _settled(entry: StateEntry) -> StateEntry:
     """Returns an entry whose first value is known: of state whose step is 0 nothing is taken."""
     if not isinstance(entry.initial, AtFirstStep):
         return entry
-    return StateEntry(entry.name, entry.kind, entry.dtype, 0.0, entry.exists, entry.suits, entry.signed, entry.narrows)
+    return replace(entry, initial=0.0)
 
 
 def _variant_of(optimizer: type[Optimizer]) -> type[Optimizer]:

@@ -3,7 +3,8 @@
     state_dtype    None: as the tensor that is stepped; "bfloat16"; or "uint8", 8-bit codes
     master_dtype   None; or "float32": bf16 and fp16 parameters get a master in fp32, which is stepped in their place
     rounding       None: state that `state_dtype` stores in fewer bits is rounded at random, bf16 parameters to nearest;
-                   "stochastic": both at random; "nearest": both to nearest
+                   "stochastic": both at random; "nearest": both to nearest. Maxima are in any case
+                   rounded to nearest
 
 They are texts in groups, so that they can be saved; `as_texts` makes them of dtypes.
 """
@@ -38,6 +39,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _HALF_A_STEP = {"bfloat16": 2.0**-8, CODES: 2.0**-4}
 """Half of what lies between two neighbours, of the lower one, where that is most."""
+_COMPOUNDS_REMEDY = (
+    'write one of them; rounding="nearest" beside it loads state that was saved in 8 bits, to be converted by '
+    "load_state_dict(..., convert_state=True) of another"
+)
 _UNFIT = {
     "foreach": "the step goes through chunks of one parameter at a time",
     "fused": "the step runs torch's for-loop",
@@ -68,7 +73,7 @@ def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in STORAGE_OPTIONS or not is_torchs(name, value)}
 
 
-def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
+def refuse_bad_values(options: Mapping[str, Any], spec: AlgorithmSpec) -> None:
     """Raises AlgorithmError where one of the options here has a value that there is not, or goes with none of them."""
     problems = [
         Problem(name, repr(options[name]), " or ".join(map(repr, choices)), "write one of them, or the dtype itself")
@@ -78,8 +83,11 @@ def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
     problems += [
         Problem(name, "True", f"False, as {why}", "leave it out") for name, why in _UNFIT.items() if options.get(name)
     ]
+    if spec.compounds and options["state_dtype"] == CODES and options["rounding"] != NEAREST:
+        found = f"{CODES!r}, whose noise {spec.name}'s steps gather in its state"
+        problems.append(Problem("state_dtype", found, "'bfloat16' or None", _COMPOUNDS_REMEDY))
     if problems:
-        raise AlgorithmError(f"{algorithm} cannot store its state in this way", problems)
+        raise AlgorithmError(f"{spec.name} cannot store its state in this way", problems)
 
 
 def warn_of_lost_changes(spec: AlgorithmSpec, options: Options) -> None:
@@ -141,12 +149,14 @@ class Stored:
         dtype: of its tensor; uint8 of codes.
         coded: whether it is codes, with a tensor of scales beside it.
         signed: whether an element may be negative.
+        maximum: whether it is the largest that there was, and never falls.
     """
 
     name: str
     dtype: torch.dtype
     coded: bool
     signed: bool
+    maximum: bool
 
     @property
     def scale_name(self) -> str:
@@ -185,7 +195,7 @@ def form_of(spec: AlgorithmSpec, options: Options, shape: tuple[int, ...], dtype
         dtype: of the parameter.
     """
     entries = tuple(
-        (entry.name, entry.signed, entry.narrows(options))
+        (entry.name, entry.signed, entry.maximum, entry.narrows(options))
         for entry in spec.entries(options, len(shape))
         if entry.kind is Kind.PARAMETER
     )
@@ -194,7 +204,7 @@ def form_of(spec: AlgorithmSpec, options: Options, shape: tuple[int, ...], dtype
 
 @lru_cache(maxsize=4096)
 def _form_of(
-    entries: tuple[tuple[str, bool, bool], ...],
+    entries: tuple[tuple[str, bool, bool, bool], ...],
     state_dtype: str | None,
     master_dtype: str | None,
     rounding: str | None,
@@ -204,13 +214,11 @@ def _form_of(
     master = master_dtype is not None and dtype.itemsize == 2
     stepped = torch.float32 if master else dtype
 
-    def stored(name: str, signed: bool, narrows: bool) -> Stored:
+    def stored(name: str, signed: bool, maximum: bool, narrows: bool) -> Stored:
         coded = state_dtype == CODES and narrows and suits_blocks(shape)
-        if state_dtype is None:
-            return Stored(name, stepped, False, signed)
-        if coded:
-            return Stored(name, torch.uint8, True, signed)
-        return Stored(name, torch.bfloat16 if state_dtype == "bfloat16" and narrows else torch.float32, False, signed)
+        in_bf16 = state_dtype == "bfloat16" and narrows
+        kept = stepped if state_dtype is None else torch.bfloat16 if in_bf16 else torch.float32
+        return Stored(name, torch.uint8 if coded else kept, coded, signed, maximum)
 
     at_random = rounding == STOCHASTIC and not master and dtype is torch.bfloat16
     of_state = rounding == STOCHASTIC or (rounding is None and state_dtype is not None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.low_precision.blocks import block_size
 from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, largest, round_at_random
+from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, round_at_random, scales_for
 from shardopt.algorithms.low_precision.inner import Stepped
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
@@ -175,7 +175,7 @@ class Work:
         for entry in self._form.entries:
             if entry.coded:
                 found = piece.shared[entry.name][chunk.rows, chunk.blocks]
-                torch.maximum(found, self._largest(chunk, stepped.state[entry.name]), out=found)
+                torch.maximum(found, self._scales(chunk, entry, stepped.state[entry.name]), out=found)
         return stepped
 
     def _load(self, chunk: Chunk, matrix: Tensor, device: torch.device) -> Tensor:
@@ -183,16 +183,16 @@ class Work:
         scratch[:, chunk.inside].copy_(chunk.of(matrix))
         return flat
 
-    def _largest(self, chunk: Chunk, flat: Tensor) -> Tensor:
-        """Returns the largest values in blocks of a chunk, [rows, blocks]."""
+    def _scales(self, chunk: Chunk, entry: Stored, flat: Tensor) -> Tensor:
+        """Returns the scales of a chunk's new values, [rows, blocks]; as far as this rank has them."""
         scratch = chunk.of_scratch(flat)
         chunk.clear_outside(scratch)
-        return largest(scratch.view(scratch.shape[0], -1, chunk.block))
+        return scales_for(scratch.view(scratch.shape[0], -1, chunk.block), entry.maximum)
 
     def _store(self, chunk: Chunk, piece: _Piece, tensor: Tensor, new: Mapping[str, Tensor], steps: int) -> None:
         form, matrices = self._form, piece.matrices
-        at_random = form.rounds_parameter or form.rounds_state
-        index, most = chunk.positions(tensor.device) if at_random else (tensor, 0)
+        needs_noise = form.rounds_parameter or form.rounds_state
+        index, most = chunk.positions(tensor.device) if needs_noise else (tensor, 0)
 
         def noise(entry: str) -> Tensor:
             return random_bits(index, most, noise_key(self.name, entry, steps + 1))
@@ -206,19 +206,18 @@ class Work:
         put(_PARAMETER, round_at_random(stepped, noise("param")) if form.rounds_parameter else stepped)
         for entry in form.entries:
             values = chunk.of_scratch(new[entry.name])
+            at_random = form.rounds_state and not entry.maximum  # whose noise would only ever lift it
             if entry.coded:
-                codes = self._encode(
-                    chunk, piece, entry, new[entry.name], noise(entry.name) if form.rounds_state else None
-                )
+                codes = self._encode(chunk, piece, entry, new[entry.name], noise(entry.name) if at_random else None)
                 put(entry.name, codes)
-            elif form.rounds_state and entry.dtype is torch.bfloat16:
+            elif at_random and entry.dtype is torch.bfloat16:
                 put(entry.name, round_at_random(values, noise(entry.name)))
             else:
                 put(entry.name, values)
 
     def _encode(self, chunk: Chunk, piece: _Piece, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
         """Returns codes of a chunk's new values; stores their scales where no other rank has a part in them."""
-        scales = self._largest(chunk, flat)
+        scales = self._scales(chunk, entry, flat)
         if self.shared is None:
             piece.scales[entry.name][chunk.rows, chunk.blocks] = as_stored(scales)
         else:  # the stored ones are those that other chunks are still decoded with
