@@ -104,17 +104,26 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         _add(flat, path, _as_tensor(node, path), replace)
     elif _is_stateful(node):
         _descend_stateful(node, path, flat)
-    elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
+    else:
+        _descend_container(node, path, replace, within, flat)
+
+
+def _descend_container(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
+    """Adds the leaves of a container, or a plain value, which is one."""
+    has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
+    if path and not (within or has_places):
+        flat.plain[_named(path, flat)] = node, replace
+    if isinstance(node, Mapping) and (has_places or not path or _is_branch(node, within)):
         _check_mutable(node, path)
         for part, child in node.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
     elif isinstance(node, MutableMapping) and not (node or within or type(node) in (dict, Counter)):
         _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
-    elif isinstance(node, list) and holds_tensors(node):
+    elif isinstance(node, list) and has_places:
         for i, child in enumerate(node):
             _descend(child, (*path, Index(i)), _set_item(node, i), within, flat)
-    elif isinstance(node, tuple) and holds_tensors(node):
+    elif isinstance(node, tuple) and has_places:
         _descend_tuple(node, path, replace, within, flat)
     else:
         _add(flat, path, node, replace)
@@ -275,8 +284,7 @@ def _descend_tuple(
 
 
 def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
-    if holds_tensors(node):
-        return True
+    """Whether a mapping without places for tensors is descended to its values."""
     return not within and len(node) > 0 and not isinstance(node, Counter)
 
 
@@ -365,7 +373,7 @@ def _check_part(part: Any, path: Path) -> None:
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
     alias_path = path
     if flat.tied:
-        alias_path, path = path, tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
+        alias_path, path = path, _named(path, flat)
         if path != alias_path:
             flat.aliases[join(alias_path)] = join(path), alias_path
         alias = next((alias for alias, (key, _) in flat.aliases.items() if key == join(path)), None)
@@ -380,6 +388,13 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
     flat.leaves[key] = Leaf(path, value, replace, () if alias_path == path else (alias_path,))
+
+
+def _named(path: Path, flat: FlatState) -> Path:
+    """Returns a path with the names that stand for others in their place."""
+    if not flat.tied:
+        return path
+    return tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
 
 
 def _add_to_tied(

@@ -178,7 +178,8 @@ class FlatState:
 
     `tied` has the names that stand for others, as declared, and `aliases` the key that a leaf would have under such a
     name → the key that it has, and its path under that name. `twins` has the tensors that stand under both on this
-    rank: the key under the other name → the key, and the tensor. `names` gives parameters their names.
+    rank: the key under the other name → the key, and the tensor. `names` gives parameters their names. `plain` has the
+    values and containers outside of objects that hold no place for a tensor, by path, with what replaces them.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -187,6 +188,7 @@ class FlatState:
     aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
     twins: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
+    plain: dict[Path, tuple[Any, Callable[[Any], None]]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}

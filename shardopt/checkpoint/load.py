@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -18,9 +19,9 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.matching.compare import Match, compare
+from shardopt.checkpoint.matching.growing import Growing, growing_in, own_places, warn_of_gone, with_places
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.names_in_app import names_in_app
-from shardopt.checkpoint.matching.nothing_to_load import is_met, refuse_nothing
 from shardopt.checkpoint.matching.partial_load import (
     CHANGED_NOTHING,
     MAY_HAVE_CHANGED,
@@ -32,7 +33,7 @@ from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.rules_due import RulesDue, fits_app, rules_due, said_of_rules
 from shardopt.checkpoint.matching.schedule_arguments import other_arguments
 from shardopt.checkpoint.matching.schedules import warn_of_other_rates
-from shardopt.checkpoint.matching.settling import compare_differences, differences_of, settle
+from shardopt.checkpoint.matching.settling import compare_differences, differences_of, is_met, refuse_nothing, settle
 from shardopt.checkpoint.matching.strictness import Strictness, log_passed_over, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
@@ -104,6 +105,8 @@ class _Plan:
         into: the tensors to be filled by the app's keys, of tied ones the first.
         shared: those of `into` of which each box is read by one of the ranks that have it.
         per_rank: the stored values of this rank, by stored key.
+        may_grow: the keys of plain containers of which other things are stored.
+        growing: those that get what is stored.
     """
 
     reader: CheckpointReader
@@ -113,6 +116,8 @@ class _Plan:
     into: Mapping[str, View]
     shared: Mapping[str, View]
     per_rank: Mapping[str, Any]
+    may_grow: Sequence[str] = ()
+    growing: Sequence[Growing] = ()
 
     @property
     def bytes_wanted(self) -> int:
@@ -179,7 +184,9 @@ def load(
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
     Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app` that hold them;
-    objects get their state through `load_state_dict`. What does not fit is found before a byte is changed.
+    objects get their state through `load_state_dict`. What does not fit is found before a byte is changed. A container
+    or value under a key of `app`, without a tensor, object or `PerRank` in it on any rank, is replaced whole by what is
+    stored: an empty dict by the records that it got later, their tensors on the CPU in the stored dtype and shape.
 
     Args:
         url: of a committed checkpoint.
@@ -331,6 +338,7 @@ def _load_into(
         bytes_read, loaded = _read(ranks, what, reads, options)
     if ranks.rank == 0:
         warn_of_other_rates(loaded)
+        warn_of_gone(reads.plan.growing)
         for line in arguments:
             _log.warning("a schedule goes on as it was saved: %s", line)
     plan = reads.plan
@@ -370,15 +378,30 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
             plan.flat.unmatched_patterns(),
             dict(plan.flat.tied),
             is_met(plan.flat, plan.names),
+            plan.may_grow,
         ]
 
-    reads, opened = ranks.agree(
-        what,
-        work=lambda: _Reads(_plan(look(), options, ranks), ranks),
-        report=report_plan,
-        decide=lambda reports: _compare_ranks(what.removeprefix(_LOADING), reports),
-        deadline_seconds=deadline_seconds,
-    )
+    def agree_on(plan: Callable[[], _Plan]) -> tuple[_Reads, dict[str, Any]]:
+        return ranks.agree(
+            what,
+            work=lambda: _Reads(plan(), ranks),
+            report=report_plan,
+            decide=lambda reports: _compare_ranks(what.removeprefix(_LOADING), reports),
+            deadline_seconds=deadline_seconds,
+        )
+
+    reads, opened = agree_on(lambda: _plan(look(), options, ranks))
+    if opened["may_grow"]:
+        first = reads.plan
+        first.reader.close()
+        _, growing = ranks.agree(
+            what,
+            work=lambda: own_places(first.flat, opened["may_grow"]),
+            report=list,
+            decide=lambda reports: [key for key in opened["may_grow"] if not any(key in own for own in reports)],
+            deadline_seconds=deadline_seconds,
+        )
+        reads, opened = agree_on(lambda: _plan(_Look(first.reader, first.flat, first.names), options, ranks, growing))
     plan, with_casts = reads.plan, opened["with_casts"]
     if opened["with_differences"]:
         settle(ranks, what, plan.match, plan.names, options.strictness, opened["with_differences"], deadline_seconds)
@@ -419,15 +442,24 @@ def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple
     return bytes_read, loaded
 
 
-def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
-    """Plans what this rank loads; refuses what does not fit, or notes it, to be settled with the other ranks."""
+def _plan(look: _Look, options: LoadOptions, ranks: Ranks, grow: Collection[str] | None = None) -> _Plan:
+    """Plans what this rank loads; refuses what does not fit, or notes it, to be settled with the other ranks.
+
+    Args:
+        grow: the keys of containers that are to get what is stored; None where that is not agreed yet.
+    """
     reader, flat, names = look
+    growing: list[Growing] = []
+    if grow:
+        flat, names, growing = with_places(flat, names, grow, options.strictness)
     tensors = flat.tensors()
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in tensors.items()}
     refuse_untied(flat, views)
     match = compare(flat, views, names, options.strictness, ranks.size)
-    if match.problems:
-        return _Plan(reader, flat, names, match, {}, {}, {})
+    differs = match.problems or match.missing or match.unexpected
+    may_grow = growing_in(flat, names, options.select) if differs and grow is None else []
+    if match.problems or may_grow:
+        return _Plan(reader, flat, names, match, {}, {}, {}, may_grow)
     old = names.renamed
     per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
@@ -438,7 +470,8 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     into = {key: view for key, view in into.items() if key not in tied}
     refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
-    return _Plan(reader, flat, names, match, into, shared_among(into, ranks.size) if share else {}, per_rank)
+    shared = shared_among(into, ranks.size) if share else {}
+    return _Plan(reader, flat, names, match, into, shared, per_rank, growing=growing)
 
 
 def _refuse_missing(keys: list[str], rank: int) -> None:
@@ -460,7 +493,7 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         CheckpointError: ranks would load from different checkpoints.
         StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
     """
-    digests, fingerprints, differences, casts, unmatched, tied, met = zip(*reports, strict=True)
+    digests, fingerprints, differences, casts, unmatched, tied, met, may_grow = zip(*reports, strict=True)
     refuse_unmatched(unmatched)
     refuse_other_ties(tied)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -473,6 +506,7 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         "with_differences": compare_differences(differences),
         "with_casts": any(casts),
         "is_met": any(met),
+        "may_grow": [*dict.fromkeys(chain.from_iterable(may_grow))],
     }
 
 
@@ -483,6 +517,8 @@ def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], leni
     for key in plan.match.per_rank:
         leaf = plan.flat.leaves[key]
         leaf.replace(PerRank(plan.per_rank[plan.key_of(key)], leaf.value.on_resize))
+    for each in plan.growing:
+        each.put()
     for number, handback in enumerate(loaded):
         choices = {"strict": False} if lenient and isinstance(handback.target, PartialStateful) else {}
         try:

@@ -153,7 +153,7 @@ def load_what_does_not_fit(path):
     rank = dist.get_rank()
     state["rows"] = distribute_tensor(torch.zeros(8, 7), mesh, [Shard(0)], src_data_rank=None)
     state["counts"] = distribute_tensor(torch.zeros(9), mesh, [Shard(0)], src_data_rank=None)
-    state["plain"] = 3
+    state["plain"] = checkpoint.PerRank(3)
     del state["cube"]
     if rank == 1:
         state["extra"] = torch.zeros(3)

@@ -377,3 +377,22 @@ def test_state_is_made_under_names_that_rules_have_given(tmp_path, algorithm):
         assert torch.equal(before, after)
         stored, here = app["optimizer"].state[before], loaded["optimizer"].state[after]
         assert stored.keys() == here.keys() and all(torch.equal(here[entry], stored[entry]) for entry in stored)
+
+
+def test_state_of_a_fresh_optimizer_goes_by_the_new_names(tmp_path):
+    """Of torch's SGD, whose momentum comes with the first step: it is made for what is stored, renamed or not."""
+
+    def app_of(name):
+        layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        model = torch.nn.ModuleDict({name: layers})
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+
+    saved, app = app_of("layers"), app_of("blocks")
+    for number, parameter in enumerate(saved["model"].parameters()):
+        parameter.grad = torch.full_like(parameter, float(number))
+    saved["optimizer"].step()
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", app, rename={r"\blayers\.": "blocks."}, init_state=True)
+    for number, parameter in enumerate(app["model"].parameters()):
+        momentum = app["optimizer"].state[parameter]["momentum_buffer"]
+        assert torch.equal(momentum, torch.full_like(parameter, float(number)))

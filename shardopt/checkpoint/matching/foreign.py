@@ -25,18 +25,20 @@ from typing import Any
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.numbers import names_in
-from shardopt.checkpoint.matching.parameters import ReadTensor, Stored, name_parameters, owner_of
+from shardopt.checkpoint.matching.parameters import ReadTensor, Stored, name_parameters
 from shardopt.checkpoint.matching.renaming import (
     Names,
     name_by_rules,
     names_by_rules,
+    path_in_app,
+    path_with_tail,
     refuse_collisions,
     renamer,
+    roots_in,
     under_names_of,
 )
 from shardopt.names import names_under_wrappers
-from shardopt.param_groups import NAMES_OF_TORCH, PARAM_GROUPS, STATE
+from shardopt.param_groups import NAMES_OF_TORCH, PARAM_GROUPS
 from shardopt.state import FlatState, Index, Path, join
 
 
@@ -80,16 +82,16 @@ def foreign_under_names_of(
         if handback.groups is not None:
             name_parameters(handback, flat, stored)
     values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
-    roots = {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
-    paths = {named[key]: _tail(path, named[key]) for key, (path, _) in manifest.values.items()}
+    roots = roots_in(flat)
+    paths = {named[key]: path_with_tail(path, named[key]) for key, (path, _) in manifest.values.items()}
     adapted = replace(
         manifest,
         tensors=StoredTensors(
-            (key, manifest.tensors[old]._replace(path=_path_of(key, (), flat, roots)))
-            for key, old in stored.tensors.items()
+            (key, each._replace(path=path_in_app(key, path_with_tail(each.path, key), flat, roots)))
+            for key, each in ((key, manifest.tensors[old]) for key, old in stored.tensors.items())
         ),
-        values={key: (_path_of(key, paths.get(key, ()), flat, roots), value) for key, value in values.items()},
-        per_rank={named[key]: _tail(path, named[key]) for key, path in manifest.per_rank.items()},
+        values={key: (path_in_app(key, paths.get(key, ()), flat, roots), value) for key, value in values.items()},
+        per_rank={named[key]: path_with_tail(path, named[key]) for key, path in manifest.per_rank.items()},
     )
     names = under_names_of(adapted, flat, select, None)
     old_key = {key: stored.tensors[names.renamed.get(key, key)] for key in names.manifest.tensors}
@@ -128,42 +130,6 @@ def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
     prefix = f"{modules[0]}."
     own = {key.removeprefix(prefix) for key in flat.leaves if key.startswith(prefix)}
     return prefix if any(key in own for key in keys) or names_under_wrappers(keys, own) else ""
-
-
-def _tail(path: Path, new_key: str) -> Path:
-    """Returns the path of a key that is renamed, with the parts of the old one, positions in lists among them, where
-    both keys end alike."""
-    kept: list[str | int] = []
-    rest = new_key
-    for part in reversed(path):
-        if rest != str(part) and not rest.endswith(f".{part}"):
-            break
-        kept.append(part)
-        rest = rest[: -len(str(part))].removesuffix(".")
-    return (*filter(None, rest.split(".")), *reversed(kept))
-
-
-def _path_of(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
-    """Returns the path that a key has in the app, or would have if it were there.
-
-    Args:
-        path: of the key outside of optimizers, as far as it is known.
-    """
-    if key in flat.leaves:
-        return flat.leaves[key].path
-    for root, (at, known) in roots.items():
-        if known and key.startswith(f"{root}."):
-            return (*at, *_path_within(key.removeprefix(f"{root}."), known))
-    return path or tuple(key.split("."))
-
-
-def _path_within(key: str, known: Collection[str]) -> Path:
-    """Returns the path that a key has within an object: names of parameters have dots in them."""
-    section, _, rest = key.partition(".")
-    name, entry = owner_of(rest, known)
-    if name and section in (STATE, PARAM_GROUPS):
-        return (section, name, entry) if entry else (section, name)
-    return tuple(key.split("."))
 
 
 def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]:

@@ -17,13 +17,14 @@ from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.matching.granularity import at_granularity_of
+from shardopt.checkpoint.matching.numbers import names_in
+from shardopt.checkpoint.matching.parameters import owner_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
-from shardopt.param_groups import PARAM_GROUPS
+from shardopt.param_groups import PARAM_GROUPS, STATE
 from shardopt.state import FlatState, Path, join
 
 T = TypeVar("T")
-_STATE = "state"
 Values = Mapping[str, tuple[Path, Any]]
 Rename = Callable[[str], str]
 
@@ -63,6 +64,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
         return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
     wanted = re.compile(select or "")
     roots = [each.path for each in flat.handbacks if each.groups is not None]
+    objects = roots_in(flat)
     new_key = names_by_rules(manifest, rename or {}, roots)
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
@@ -79,8 +81,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def path_of(key: str, path: Path) -> Path:
         if new_key[key] == key:
             return path
-        leaf = flat.leaves.get(new_key[key])
-        return tuple(new_key[key].split(".")) if leaf is None else leaf.path
+        return path_in_app(new_key[key], path_with_tail(path, new_key[key]), flat, objects)
 
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
@@ -139,13 +140,54 @@ def name_by_rules(name: str, root: Path, rename: Mapping[str, str], roots: Colle
     return name if before is None else new_key.removeprefix(before)
 
 
+def path_with_tail(path: Path, new_key: str) -> Path:
+    """Returns the path of a key that is renamed, with the parts of the old one, positions in lists among them, where
+    both keys end alike."""
+    kept: list[str | int] = []
+    rest = new_key
+    for part in reversed(path):
+        if rest != str(part) and not rest.endswith(f".{part}"):
+            break
+        kept.append(part)
+        rest = rest[: -len(str(part))].removesuffix(".")
+    return (*filter(None, rest.split(".")), *reversed(kept))
+
+
+def roots_in(flat: FlatState) -> dict[str, tuple[Path, Collection[str]]]:
+    """Returns key of an object → its path, and the names of the parameters in its groups."""
+    return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
+
+
+def path_in_app(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
+    """Returns the path that a key has in the app, or would have if it were there.
+
+    Args:
+        path: of the key outside of optimizers, as far as it is known.
+    """
+    if key in flat.leaves:
+        return flat.leaves[key].path
+    for root, (at, known) in roots.items():
+        if known and key.startswith(f"{root}."):
+            return (*at, *_path_within(key.removeprefix(f"{root}."), known))
+    return path or tuple(key.split("."))
+
+
+def _path_within(key: str, known: Collection[str]) -> Path:
+    """Returns the path that a key has within an object: names of parameters have dots in them."""
+    section, _, rest = key.partition(".")
+    name, entry = owner_of(rest, known)
+    if name and section in (STATE, PARAM_GROUPS):
+        return (section, name, entry) if entry else (section, name)
+    return tuple(key.split("."))
+
+
 def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Rename) -> str:
     """Returns the new key of a plain value: of the options of a parameter, the one that goes with its state's."""
     if len(path) < 2 or path[-2] != PARAM_GROUPS:
         return renamed(key)
-    new_of_state = renamed(join((*path[:-2], _STATE, path[-1])))
+    new_of_state = renamed(join((*path[:-2], STATE, path[-1])))
     for root in roots:
-        before = f"{join((*root, _STATE))}."
+        before = f"{join((*root, STATE))}."
         if new_of_state.startswith(before):
             return join((*root, PARAM_GROUPS, new_of_state.removeprefix(before)))
     return renamed(key)
@@ -187,13 +229,13 @@ def _spread(values: Values, flat: FlatState) -> Values:
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
     for root in [each.path for each in flat.handbacks if each.held_names() is not None]:
-        for path in (root, (*root, _STATE)):
+        for path in (root, (*root, STATE)):
             _, whole = values.get(join(path), (path, None))
             if isinstance(whole, dict) and join(path) not in flat.leaves:
                 entries = {
                     join((*path, name)): ((*path, name), value)
                     for name, value in whole.items()
-                    if (*path[len(root) :], name) != (_STATE,) or value
+                    if (*path[len(root) :], name) != (STATE,) or value
                 }
                 values = {key: entry for key, entry in values.items() if key != join(path)} | entries
     return values

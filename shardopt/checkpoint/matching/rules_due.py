@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.manifest import RenameRules
+from shardopt.checkpoint.matching.growing import may_grow
 from shardopt.checkpoint.matching.names_in_app import names_in_app
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError
@@ -61,14 +62,15 @@ def _fits(
     except MismatchError:
         return False
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
+    absent = []
     for key in names.chosen:
         value = flat.leaves[key].value
         if key in tensors and hasattr(value, "shape"):
             if tensors[key].layout.shape != view_of(value, key).shape:
                 return False
         elif key not in others:
-            return False
-    return True
+            absent.append(key)
+    return may_grow(flat, names, select, absent)
 
 
 def said_of_rules(renamed: Mapping[str, str], passed_by: RenameRules) -> str:

@@ -6,7 +6,8 @@ round   only where there is any: what differs, of   `settle`
 
 Problems are bounded as errors of ranks are (`ranks/failures.py`). A stored key is unexpected if it is so on every rank:
 keys are sent by their places in the sorted list of all of them, as runs, which are few where a rank has a stage of a
-model, or a part of its experts.
+model, or a part of its experts. Loads that would load nothing, and would look like those that have loaded everything,
+are refused.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import xxhash
 
+from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.compare import Match, judge_unexpected, weights_first
 from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.strictness import Strictness
@@ -26,6 +28,7 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
+from shardopt.state import FlatState
 
 
 def differences_of(match: Match, names: Names) -> list[str]:
@@ -152,3 +155,31 @@ def _unpack(wire: Sequence[Any], stored: Sequence[str] | None) -> list[str]:
         return list(wire)
     runs = zip(wire[::2], wire[1::2], strict=True)
     return [stored[place] for first, count in runs for place in range(first, first + count)]
+
+
+def is_met(flat: FlatState, names: Names) -> bool:
+    """Whether this rank's app and the checkpoint have any key in common, or both have none."""
+    manifest = names.manifest
+    if any(key in stored for key in names.chosen for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
+        return True
+    has_nothing = not (flat.leaves or manifest.tensors or manifest.values or manifest.per_rank)
+    return has_nothing or any(each.elsewhere for each in flat.handbacks)
+
+
+def refuse_nothing(manifest: Manifest, flat: FlatState, select: str | None) -> None:
+    """Raises MismatchError for a load where no rank has a place for any key.
+
+    Args:
+        manifest: of the checkpoint.
+        select: as for `load`.
+    """
+    if select is None:
+        stored = ", ".join(islice((*manifest.tensors, *manifest.values, *manifest.per_rank), 3)) or "none"
+        required = "one at least: nothing would be loaded"
+        remedy = f"give names by rename={{...}}; the checkpoint has {stored}"
+        problem = Problem("app", "no key that the checkpoint has", required, remedy)
+    else:
+        required = "a regex that is found in some key of both the app and the checkpoint"
+        remedy = f"mend the regex; the app has {', '.join(islice(flat.leaves, 3)) or 'none'}"
+        problem = Problem("select", repr(select), required, remedy)
+    raise MismatchError("there is nothing to load", [problem])

@@ -1,0 +1,167 @@
+"""Containers of the app's own that are empty when a program begins, and are filled as it goes."""
+
+import importlib
+import logging
+from collections import defaultdict
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint import Manager, PerRank, Strictness
+from shardopt.errors import MismatchError
+from tests.harness import run_ranks
+
+
+def filled():
+    return {
+        "best": {"step": 3.0, "weights": torch.full((2, 3), 3.0, dtype=torch.bfloat16)},
+        "losses": [torch.tensor([1.0, 2.0]), torch.tensor([3])],
+        "by rank": {0: torch.ones(1), "0.1": (torch.zeros(2), {})},
+        "note": None,
+    }
+
+
+def app_of(records):
+    return {"model": torch.nn.Linear(2, 2), "records": records, "step": 0}
+
+
+def same(one, other):
+    if isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(other, dict):
+        return isinstance(one, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+EMPTY = [
+    {},
+    None,
+    [],
+    0.0,
+    {"best": {}},
+    {"best": None, "losses": [], "note": "none"},
+    {"best": {"step": 0.0, "of": "nothing"}, "losses": [1.0, 2.0, 3.0], "note": None},
+    defaultdict(list),
+]
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids=repr)
+def test_what_was_filled_since_comes_back_into_a_fresh_app(tmp_path, empty):
+    checkpoint.save(tmp_path / "c", app_of(filled()))
+    app = app_of(empty)
+    report = checkpoint.load(tmp_path / "c", app)
+    assert same(app["records"], {**filled(), "by rank": {**filled()["by rank"]}})
+    assert (app["records"] is empty) == isinstance(empty, dict)  # which the program may have by another name
+    assert not report.missing and not report.unexpected and "records.best.weights" in report.loaded
+
+
+@pytest.mark.parametrize("saved", [{}, [], None, {"best": None}, {"losses": [1.0]}], ids=repr)
+def test_what_was_emptied_since_is_empty(tmp_path, saved, caplog):
+    checkpoint.save(tmp_path / "c", app_of(saved))
+    app = app_of({"best": {"step": 1.0}, "losses": [2.0, 3.0]})
+    checkpoint.load(tmp_path / "c", app)
+    assert same(app["records"], saved)
+    assert "without what the app had: records." in caplog.text
+
+
+def test_what_may_be_missing_stays(tmp_path):
+    checkpoint.save(tmp_path / "c", app_of({"best": {"step": 1.0, "weights": torch.ones(2)}}))
+    app = app_of({"best": {"step": 0.0}, "tokens": 5, "seen": []})
+    report = checkpoint.load(tmp_path / "c", app, strict=Strictness(missing="ignore"))
+    assert same(app["records"], {"best": {"step": 1.0, "weights": torch.ones(2)}, "tokens": 5, "seen": []})
+    assert set(report.missing) == {"records.tokens", "records.seen"}
+    checkpoint.save(tmp_path / "emptied", app_of({}))
+    app["records"]["best"] = None
+    checkpoint.load(tmp_path / "emptied", app, strict=Strictness(missing="ignore"), select="^records")
+    assert app["records"]["tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"losses": torch.zeros(2)},
+        {"best": {"weights": torch.zeros(2, 3)}},
+        {"rng": PerRank(1)},
+        {"step": torch.ones(1)},
+    ],
+    ids=repr,
+)
+def test_tensors_of_the_app_are_places_as_ever(tmp_path, own):
+    checkpoint.save(tmp_path / "c", app_of(filled()))
+    app = app_of(own)
+    with pytest.raises(MismatchError) as refused:
+        checkpoint.load(tmp_path / "c", app)
+    assert app["records"] is own and any(problem.key.startswith("records.") for problem in refused.value.problems)
+
+
+def test_a_tensor_of_the_app_does_not_become_a_plain_value(tmp_path):
+    checkpoint.save(tmp_path / "c", app_of({"best": 3.0}))
+    with pytest.raises(MismatchError, match=r"records\.best: found a plain value"):
+        checkpoint.load(tmp_path / "c", app_of({"best": torch.zeros(1)}))
+
+
+def test_values_of_single_ranks_need_their_place(tmp_path):
+    checkpoint.save(tmp_path / "c", app_of({"rng": PerRank(1)}))
+    with pytest.raises(MismatchError, match=r"records\.rng: found a value per rank"):
+        checkpoint.load(tmp_path / "c", app_of({}))
+
+
+def test_containers_that_grow_are_chosen_and_renamed_as_any_key(tmp_path):
+    checkpoint.save(tmp_path / "c", app_of({"best": {}, "old": filled()}))
+    app = app_of({"old": {}, "best": None})
+    checkpoint.load(tmp_path / "c", app, select=r"^model|^records\.old")
+    assert same(app["records"]["old"], filled()) and app["records"]["best"] is None
+    app = {**app_of({"best": None}), "kept": None, "step": 0}
+    checkpoint.load(tmp_path / "c", app, rename={r"^records\.old": "kept"})
+    assert same(app["kept"], filled()) and app["records"]["best"] == {}
+    app = app_of({})
+    checkpoint.load(tmp_path / "c", app, skip=r"by rank|losses")
+    assert same(app["records"]["old"], {key: filled()[key] for key in ("best", "note")})
+
+
+def test_a_run_has_its_records_again(tmp_path, caplog):
+    for begin, rename in ((0, None), (2, {"^model": "net"}), (4, {"^model": "net"})):
+        records = {"best": None, "losses": []}
+        app = {"net" if rename else "model": torch.nn.Linear(2, 2), "records": records}
+        with Manager(tmp_path / "run", stage="now") as manager, caplog.at_level(logging.INFO):
+            assert manager.restore(app, rename=rename) == begin
+            assert same(records["losses"], [torch.tensor(float(step)) for step in range(begin)])
+            for step in (begin + 1, begin + 2):
+                records["best"] = {"step": step, "weights": torch.full((3,), step)}
+                records["losses"].append(torch.tensor(float(step - 1)))
+                manager.save(step, app)
+    assert "renamed model.bias" in caplog.text
+
+
+def test_without_anything_to_grow_a_load_plans_once(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path / "c", app_of({"best": {"step": 1}, "losses": []}))
+    monkeypatch.setattr(importlib.import_module("shardopt.checkpoint.load"), "growing_in", None)
+    checkpoint.load(tmp_path / "c", app_of({"best": {"step": 0}, "losses": []}))
+
+
+def _on_ranks(root):
+    rank = torch.distributed.get_rank()
+    checkpoint.save(f"{root}/c", {"records": filled(), "tables": {f"of {rank}": torch.full((2,), float(rank))}})
+    app = {"records": {"best": {}}, "tables": {f"of {rank}": torch.zeros(2)}}
+    for options in ({}, {"replicas": "exchange"}, {"init_state": True}):
+        app["records"] = {"best": {}}
+        checkpoint.load(f"{root}/c", app, **options)
+        assert same(app["records"], filled())
+        assert same(app["tables"], {f"of {rank}": torch.full((2,), float(rank))})
+    # Of tables, a rank has those that it has places for; where others have these, an empty dict is not filled.
+    app = {"records": None, "tables": {"of 0": torch.zeros(2), "of 1": torch.zeros(2)} if rank else {}}
+    checkpoint.load(f"{root}/c", app)
+    assert same(app["records"], filled())
+    assert same(app["tables"], {f"of {each}": torch.full((2,), float(each)) for each in (0, 1)} if rank else {})
+    # Filled on one rank alone, it is on all that have it.
+    checkpoint.save(f"{root}/d", {"records": {} if rank else filled()})
+    app = {"records": {}}
+    checkpoint.load(f"{root}/d", app)
+    assert same(app["records"], filled())
+
+
+def test_ranks_have_what_is_stored_each_for_itself(tmp_path):
+    run_ranks(2, _on_ranks, str(tmp_path))
