@@ -61,7 +61,7 @@ def commit(
     reports: Sequence[Sequence[Sequence[Any]]],
     metrics: bytes | None = None,
     saved_at: float | None = None,
-    renamed: RenameRules = (),
+    renamed: RenameRules | None = None,
 ) -> int:
     """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
 
@@ -85,7 +85,7 @@ def manifest_to_commit(
     saved_at: float | None = None,
     unchanged: Unchanged | None = None,
     seconds: float | None = None,
-    renamed: RenameRules = (),
+    renamed: RenameRules | None = None,
 ) -> tuple[Manifest, bytes]:
     """Makes the manifest of a checkpoint of which every rank has reported its files; returns it, and its bytes.
 
@@ -96,7 +96,7 @@ def manifest_to_commit(
         saved_at: when it was saved, in seconds since 1970 began; None for now.
         unchanged: what it refers to an earlier save for; None where that is nothing.
         seconds: how long the save took until now; None where that says nothing of another.
-        renamed: the rules of `rename` that the names have been through since the run began.
+        renamed: the rules of `rename` that the names have been through since the run began; None where it is not known.
     """
     manifest = replace(
         manifest_of(save_id, plan, values, reports, unchanged),

@@ -203,7 +203,7 @@ def load(
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
             which two keys get one name. Names within plain values stay. Rules that the checkpoint's names have been
             through already are passed by (`Manager.restore`; spelled otherwise, a rule is another one). Without a
-            record of such, rules by which it does not fit are passed by where all of it fits as it is. Rank 0 says
+            rule among these, rules by which it does not fit are passed by where all of it fits as it is. Rank 0 says
             what was renamed.
         rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
             on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
@@ -292,7 +292,7 @@ def _load(
         if rules is None:
             return report, differences
         if ranks.rank == 0:
-            announce(f"{what}: {said_of_rules(report.renamed, rules.passed_by)}")
+            announce(f"{what}: {said_of_rules(report.renamed, rules, report.url)}")
         return replace(report, rename_rules=rules.been_through), differences
 
     if not options.init_state:
@@ -314,7 +314,7 @@ def _rules_due(
 
     def look() -> tuple[bool, bool]:
         reader = opened()
-        if reader.manifest.renamed:
+        if reader.manifest.renamed:  # which decides
             return False, True
         return fits_app(reader, flatten(app, options.tied), options.select, rename, options.skip)
 

@@ -85,7 +85,7 @@ class LoadReport(OfUrl):
         left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
         save_seconds: how long the save took, on its rank 0; None where that is not known.
         rename_rules: the rules of `rename` that the names in the app have been through: those that the checkpoint
-            tells of, and those that were given.
+            tells of, and those that were given; None where none are, and the checkpoint has no record of such.
     """
 
     url: str
@@ -102,7 +102,7 @@ class LoadReport(OfUrl):
     saved_at: float | None
     left_out: tuple[str, ...] = ()
     save_seconds: float | None = None
-    rename_rules: tuple[tuple[str, str], ...] = ()
+    rename_rules: tuple[tuple[str, str], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,14 +86,14 @@ class SaveTerms(SaveOptions):
 
     `group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base, or a
     damaged one; otherwise all is written. `instead` are URLs to save to, in turn, where there is no room. `renamed` are
-    the rules of `rename` that the names have been through since the run began.
+    the rules of `rename` that the names have been through since the run began; None where that is not known.
     """
 
     group: Group | None = None
     base: str | None = None
     base_required: bool = True
     instead: tuple[str, ...] = ()
-    renamed: RenameRules = ()
+    renamed: RenameRules | None = None
 
 
 DEFAULT_OPTIONS = SaveTerms()

@@ -1,6 +1,7 @@
 """Rules of `rename` that stay in a script: each is applied once to the names of a run, at whichever start it came."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -110,10 +111,38 @@ def test_what_was_renamed_is_said(tmp_path, caplog):
         assert "renamed nothing; its names have been through" in caplog.text
 
 
-def test_nothing_is_recorded_where_nothing_was_renamed(tmp_path):
+def test_runs_record_that_nothing_was_renamed(tmp_path):
     start(tmp_path, app_of("first", "second"), 1)
     start(tmp_path, app_of("first", "second"), 2)
-    assert b"renamed" not in (tmp_path / "step-00000002" / "manifest.json").read_bytes()
+    for step in (1, 2):
+        with checkpoint.open(Manager(tmp_path).path(step)) as reader:
+            assert reader.manifest.renamed == ()
+    checkpoint.save(tmp_path / "plain", app_of("first", "second"))
+    assert b"renamed" not in (tmp_path / "plain" / "manifest.json").read_bytes()
+
+
+def test_a_swap_without_a_record_is_made_by_the_call_that_is_told(tmp_path, caplog):
+    """A run that an earlier version saved may have been swapped then, as it has the rules in its script."""
+    root = tmp_path / "run"
+    checkpoint.save(root / "step-00000001", app_of("first", "second"))
+    app = app_of("second", "first")
+    with caplog.at_level(logging.INFO), Manager(root) as manager:
+        assert manager.restore(app, rename=SWAP) == 1
+        assert numbers(app) == {"first": (1, 10), "second": (2, 20)}
+        told = re.search(r"(checkpoint\.load\(.*init_state=True\))", caplog.text)[0]
+        assert eval(told, {"checkpoint": checkpoint, "app": app}).renamed
+        assert numbers(app) == {"second": (1, 10), "first": (2, 20)}
+        manager.save(2, app)
+    app = app_of("second", "first")
+    start(root, app, 3, SWAP)
+    assert numbers(app) == {"second": (1, 10), "first": (2, 20)}
+
+
+def test_rules_of_a_load_are_applied_to_what_has_no_record(tmp_path):
+    checkpoint.save(tmp_path / "old", app_of("first", "second"))
+    app = app_of("second", "first")
+    checkpoint.load(tmp_path / "old", app, rename=SWAP)
+    assert numbers(app) == {"second": (1, 10), "first": (2, 20)}
 
 
 def test_mirrors_tiers_and_conversions_keep_the_record(tmp_path):

@@ -56,7 +56,7 @@ class Choice:
     per_rank: Mapping[str, Path]
     left_out: tuple[str, ...] = ()
     stored_per_rank: Mapping[str, str] = field(default_factory=dict)
-    renamed: RenameRules = ()  # that the names have been through by then
+    renamed: RenameRules | None = None  # that the names have been through by then
 
     @property
     def written(self) -> list[ChosenTensor]:
@@ -141,7 +141,7 @@ def choose(
         {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
         tuple(sorted({*_all_keys(reader)} - {stored_as.get(key, key) for key in chosen})),
         {new_key[key]: key for key in per_rank},
-        tuple(dict.fromkeys((*manifest.renamed, *(rename or {}).items()))),
+        tuple(dict.fromkeys((*(manifest.renamed or ()), *rename.items()))) if rename else manifest.renamed,
     )
 
 

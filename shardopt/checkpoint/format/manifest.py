@@ -145,7 +145,8 @@ class Manifest:
 
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
     measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.
-    `renamed` are the rules of `rename` that the names have been through since the run began.
+    `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
+    known.
     """
 
     save_id: str
@@ -157,7 +158,7 @@ class Manifest:
     saved_at: float | None = None
     metrics: Mapping[str, float] | None = None
     seconds: float | None = None
-    renamed: RenameRules = ()
+    renamed: RenameRules | None = None
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -192,7 +193,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         head["saved_at"] = manifest.saved_at
     if manifest.seconds is not None:
         head["seconds"] = manifest.seconds
-    if manifest.renamed:
+    if manifest.renamed is not None:
         head["renamed"] = manifest.renamed
     if manifest.metrics is not None:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
@@ -276,7 +277,7 @@ def _decode(data: bytes, where: str) -> Manifest:
             saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
             metrics=_decode_metrics(body["metrics"]) if "metrics" in body else None,
             seconds=_decode_time(body["seconds"]) if "seconds" in body else None,
-            renamed=_decode_renamed(body.get("renamed", ())),
+            renamed=_decode_renamed(body["renamed"]) if "renamed" in body else None,
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error

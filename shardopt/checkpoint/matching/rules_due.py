@@ -1,7 +1,8 @@
 """Which rules of `rename` a load applies: not those that the checkpoint's names have been through already.
 
 Rules stay in scripts, and a run's own checkpoints have the new names: a swap would be swapped back by the next start.
-So checkpoints of a run tell the rules that their names have been through since it began (`Manifest.renamed`).
+So checkpoints of a run tell the rules that their names have been through since it began (`Manifest.renamed`). Those of
+earlier versions, and of a plain save, tell nothing: whether their names are old or new, nobody knows who reads them.
 """
 
 from __future__ import annotations
@@ -18,29 +19,40 @@ from shardopt.sharding.view import view_of
 from shardopt.state import FlatState
 
 
+class LeftInScript(dict[str, str]):
+    """Rules that are given at each start of a run, whether its names have been through them or not."""
+
+
 class RulesDue(NamedTuple):
-    """The rules that are to be applied, those that are passed by, and all that the names will have been through."""
+    """The rules that are to be applied, those that are passed by, and all that the names will have been through.
+
+    `may_be_due` is whether those passed by would fit as well, and no record says that they are not due.
+    """
 
     rename: Mapping[str, str] | None
     passed_by: RenameRules
     been_through: RenameRules
+    may_be_due: bool
 
 
-def rules_due(rename: Mapping[str, str], recorded: RenameRules, fits: Sequence[tuple[bool, bool]]) -> RulesDue:
+def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Sequence[tuple[bool, bool]]) -> RulesDue:
     """Decides which of the given rules are due.
 
-    A checkpoint without a record may have the old names, or be of an earlier version and have the new ones. Where it
-    fits under the rules they are applied; else, where all of it fits as it is, none is.
+    A checkpoint without a record may have the old names or the new ones. Where it fits under the rules they are
+    applied, unless they are left in a script; else, where all of it fits as it is, none is.
 
     Args:
-        recorded: the rules that the checkpoint tells of.
+        recorded: the rules that the checkpoint tells of; None where it has no record.
         fits: `fits_app` of each rank.
     """
     given = tuple(rename.items())
-    is_new_already = not recorded and all(as_is for as_is, _ in fits) and not all(by_rules for _, by_rules in fits)
-    passed_by = given if is_new_already else tuple(rule for rule in given if rule in recorded)
+    known = recorded or ()
+    fits_as_is, fits_by_rules = (all(each) for each in zip(*fits, strict=True))
+    may_be_due = recorded is None and isinstance(rename, LeftInScript) and fits_as_is and fits_by_rules
+    is_new_already = not known and fits_as_is and not fits_by_rules
+    passed_by = given if is_new_already or may_be_due else tuple(rule for rule in given if rule in known)
     due = {pattern: into for pattern, into in given if (pattern, into) not in passed_by}
-    return RulesDue(due or None, passed_by, tuple(dict.fromkeys((*recorded, *given))))
+    return RulesDue(due or None, passed_by, tuple(dict.fromkeys((*known, *given))), may_be_due)
 
 
 def fits_app(
@@ -73,16 +85,23 @@ def _fits(
     return may_grow(flat, names, select, absent)
 
 
-def said_of_rules(renamed: Mapping[str, str], passed_by: RenameRules) -> str:
+def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:
     """Returns a line on what was renamed, and on what was not.
 
     Args:
         renamed: key of the app → key of the checkpoint, where they differ.
+        url: of the checkpoint.
     """
+    if rules.may_be_due:
+        call = f"checkpoint.load({url!r}, app, rename={dict(rules.passed_by)!r}, init_state=True)"
+        return (
+            "renamed nothing: it has no record of the rules that its names have been through, and fits as it is; if "
+            f"these are the old names, {call} after this applies the rules"
+        )
     shown = [f"{old} -> {new}" for new, old in sorted(renamed.items())[:3]]
     more = f", and {len(renamed) - len(shown)} more" if len(renamed) > len(shown) else ""
     texts = [f"renamed {', '.join(shown)}{more}" if shown else "renamed nothing"]
-    if passed_by:
-        rules = ", ".join(f"{pattern!r} -> {into!r}" for pattern, into in passed_by)
-        texts.append(f"its names have been through {rules} already")
+    if rules.passed_by:
+        passed_by = ", ".join(f"{pattern!r} -> {into!r}" for pattern, into in rules.passed_by)
+        texts.append(f"its names have been through {passed_by} already")
     return "; ".join(texts)

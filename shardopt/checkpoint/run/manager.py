@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import Stage
 from shardopt.checkpoint.load import load
+from shardopt.checkpoint.matching.rules_due import LeftInScript
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
@@ -117,7 +118,9 @@ class Manager:
         check_run_options(root, mirror, every, stage, preemption is not None, options)
         roots = [storage_of(each) for each in (root, mirror) if each is not None]
         refuse_unfit_tiers(tiers, roots, incremental)
-        terms = SaveTerms(**{each.name: getattr(options, each.name) for each in fields(SaveOptions)}, group=group)
+        terms = SaveTerms(
+            **{each.name: getattr(options, each.name) for each in fields(SaveOptions)}, group=group, renamed=()
+        )
         terms = replace(terms, base_required=False)
         rank = ranks_of(group).rank  # refused where it is not in the group
         deadline_seconds = options.deadline_seconds
@@ -306,7 +309,9 @@ class Manager:
                 step of 0 where it does not find them. The line about the restore says so. To begin with some weights
                 of another run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
             rename: as for `load`. Rules may stay in the script: the run's checkpoints tell which rules their names have
-                been through, and these are not applied again. Rules may be added; each is applied once.
+                been through, and these are not applied again. Rules may be added; each is applied once. A checkpoint
+                without such a record (by an earlier version, or `checkpoint.save`) that fits as it is is taken as it
+                is: a line tells the call that applies the rules all the same.
             strict, rearrange, skip, transactional, replicas, progress: as for `load`.
 
         Returns:
@@ -329,7 +334,7 @@ class Manager:
                 app,
                 strict=strict,
                 select=select,
-                rename=rename,
+                rename=LeftInScript(rename or {}),
                 rearrange=rearrange,
                 skip=skip,
                 transactional=transactional,
@@ -375,7 +380,7 @@ class Manager:
         place = restored.candidate.place
         if step is not None or branch is not None:
             self._take_back(place.step, seen_from, beyond)
-        self._saver.restored(restored.report.rename_rules)
+        self._saver.restored(restored.report.rename_rules or ())
         self._behind.restored(restored)
         if rank == 0:
             announce(summary_of(restored, select))
