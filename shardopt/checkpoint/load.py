@@ -35,7 +35,7 @@ from shardopt.checkpoint.matching.schedule_arguments import other_arguments
 from shardopt.checkpoint.matching.schedules import warn_of_other_rates
 from shardopt.checkpoint.matching.settling import compare_differences, differences_of, is_met, refuse_nothing, settle
 from shardopt.checkpoint.matching.strictness import Strictness, log_passed_over, strictness_of
-from shardopt.checkpoint.matching.tied import refuse_unequal
+from shardopt.checkpoint.matching.tied import refuse_overlapping, refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
@@ -469,6 +469,7 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks, grow: Collection[str]
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
     refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
+    refuse_overlapping(reader, into, old)
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
     shared = shared_among(into, ranks.size) if share else {}
     return _Plan(reader, flat, names, match, into, shared, per_rank, growing=growing)

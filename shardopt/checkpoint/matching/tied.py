@@ -1,4 +1,4 @@
-"""Compares stored tensors that are one and the same memory in the app, such as tied parameters.
+"""Compares stored tensors that are one and the same memory in the app, such as tied parameters, or share part of it.
 
 Where each is stored by itself, only one of them can be read into the memory; the others must be equal to it, or the one
 that comes last would silently win.
@@ -6,12 +6,17 @@ that comes last would silently win.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from math import gcd
+from typing import NamedTuple
 
-from shardopt.checkpoint.sources.equality import bytes_are_equal
+import torch
+
+from shardopt.checkpoint.sources.equality import bytes_are_equal, raw_bytes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
-from shardopt.sharding.pieces import View
+from shardopt.sharding.pieces import Piece, View
 
 
 def refuse_unequal(
@@ -32,3 +37,105 @@ def refuse_unequal(
             problems.append(Problem(key, stored, required, "untie them in the app, or load one of them alone"))
     if problems:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
+
+
+class _Range(NamedTuple):
+    """The addresses from the first to the last byte of a piece, on one device; between them may be others' bytes."""
+
+    device: str
+    begin: int
+    end: int
+    key: str
+    piece: Piece
+
+    def within(self, memory: torch.Tensor, begin: int, unit: int) -> torch.Tensor:
+        """Returns the places of the elements' units in a flat tensor, which has one element for a unit of memory."""
+        tensor = self.piece.tensor
+        units = tensor.element_size() // unit
+        strides = [stride * units for stride in tensor.stride()]
+        return memory.as_strided([*tensor.shape, units], [*strides, 1], (self.begin - begin) // unit)
+
+
+def refuse_overlapping(reader: CheckpointReader, views: Mapping[str, View], stored_key: Mapping[str, str]) -> None:
+    """Raises MismatchError unless what is stored of tensors that share part of their memory is equal there.
+
+    Args:
+        views: of tensors that are to be filled, of those that are one memory the first.
+        stored_key: key of the app → key of the checkpoint, where they differ.
+    """
+    problems = {}
+    for one, other in _sharing(views):
+        if other.key not in problems and not _are_equal(reader, one, other, stored_key):
+            found = f"other values than {one.key} in the checkpoint, where they share memory in the app"
+            remedy = "give one of them memory of its own in the app, by clone(), or load one of them alone by select="
+            problems[other.key] = Problem(other.key, found, "the same", remedy)
+    if problems:
+        raise MismatchError("the checkpoint does not fit the app; nothing was changed", [*problems.values()])
+
+
+def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
+    """Yields the pairs of pieces of different keys that share an element's memory, or part of one."""
+    ranges = sorted(_ranges(views), key=lambda each: each[:3])
+    cluster: list[_Range] = []
+    end = 0
+    for each in ranges:
+        if cluster and (each.device != cluster[0].device or each.begin >= end):
+            yield from _sharing_in(cluster, end)
+            cluster = []
+        end = max(end, each.end) if cluster else each.end
+        cluster.append(each)
+    yield from _sharing_in(cluster, end)
+
+
+def _ranges(views: Mapping[str, View]) -> Iterator[_Range]:
+    for key, view in views.items():
+        for piece in view.pieces:
+            tensor = piece.tensor
+            if numel := tensor.numel():
+                if not tensor.is_contiguous():
+                    numel = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+                begin = tensor.data_ptr()
+                yield _Range(str(tensor.device), begin, begin + numel * tensor.element_size(), key, piece)
+
+
+def _sharing_in(cluster: list[_Range], end: int) -> Iterator[tuple[_Range, _Range]]:
+    """As `_sharing`, of pieces whose ranges overlap: columns of one matrix do so, and share nothing."""
+    if len({each.key for each in cluster}) < 2:
+        return
+    begin, unit = cluster[0].begin, _unit(cluster)
+    taken = torch.zeros((end - begin) // unit, dtype=torch.bool, device="cpu")
+    for number, each in enumerate(cluster):
+        places = each.within(taken, begin, unit)
+        if places.any():
+            yield from ((one, each) for one in cluster[:number] if one.key != each.key and _do_share(one, each))
+        places.fill_(True)
+
+
+def _do_share(one: _Range, other: _Range) -> bool:
+    begin, unit = min(one.begin, other.begin), _unit([one, other])
+    taken = torch.zeros((max(one.end, other.end) - begin) // unit, dtype=torch.bool, device="cpu")
+    one.within(taken, begin, unit).fill_(True)
+    return bool(other.within(taken, begin, unit).any())
+
+
+def _unit(ranges: list[_Range]) -> int:
+    """Returns the bytes of which all places and sizes of elements are multiples."""
+    first = ranges[0].begin
+    return reduce(gcd, (number for each in ranges for number in (each.begin - first, each.piece.tensor.element_size())))
+
+
+def _are_equal(reader: CheckpointReader, one: _Range, other: _Range, stored_key: Mapping[str, str]) -> bool:
+    """Whether two pieces would put the same bytes into the memory that they share."""
+    begin, size = min(one.begin, other.begin), max(one.end, other.end) - min(one.begin, other.begin)
+    memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
+    one.within(taken, begin, 1).fill_(True)
+    one.within(memory, begin, 1).copy_(_bytes_of(reader, one, stored_key))
+    differs = other.within(memory, begin, 1) != _bytes_of(reader, other, stored_key)
+    return not bool((differs & other.within(taken, begin, 1)).any())
+
+
+def _bytes_of(reader: CheckpointReader, each: _Range, stored_key: Mapping[str, str]) -> torch.Tensor:
+    """Reads what is stored of a piece; returns its bytes, with a further dimension for those of an element."""
+    stored = reader.read(stored_key.get(each.key, each.key), each.piece.box).to(each.piece.tensor.dtype)
+    return raw_bytes(stored.contiguous()).reshape([*each.piece.tensor.shape, each.piece.tensor.element_size()])
