@@ -263,8 +263,12 @@ def _one_sided_state(
         return None
     stored_state = f"{'state' if saved else 'no state'} in the checkpoint"
     required = f"{'none: it was never initialized' if saved else 'state'} in the app"
-    before = "loading" if saved else "saving"
-    remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
+    remedy = "load with init_state=True, or call init_state() before loading (where there is none, take a step)"
+    if not saved:
+        remedy = (
+            "load it into an optimizer that was just made and has none yet, or call init_state() before saving (where "
+            "there is none, take a step)"
+        )
     return Problem(state_key(handback), stored_state, required, remedy)
 
 

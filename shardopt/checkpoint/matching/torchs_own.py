@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.matching.numbers import listed
 from shardopt.checkpoint.matching.optimizer_state import state_key
 from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.strictness import Strictness
@@ -90,11 +91,13 @@ def _problems_of_groups(
             )
             yield Problem(f"{keys[first]}.algorithm", f"{another}, by which it was saved", numbered.algorithm, resume)
             continue
-        forms = {name: _form(options, keys[name]) for name, options in _distinct(stored).items()}
-        other = next((name for name, form in forms.items() if form != forms[first]), None)
-        if other is not None:
-            found = f"other options of {first} than of {other}"
-            remedy = f"give {first} and {other} groups of their own, as they were saved"
+        forms = {id(stored[name]): _form(stored[name], keys[name]) for name in _distinct(stored)}
+        alike: dict[Any, list[str]] = {}
+        for name, options in stored.items():
+            alike.setdefault(forms[id(options)], []).append(name)
+        if len(alike) > 1:
+            found = f"other options of {first} than of {next(names[0] for names in [*alike.values()][1:])}"
+            remedy = f"make these groups of them, as they were saved: {'; '.join(map(listed, alike.values()))}"
             yield Problem(keys[first], found, "the same in one group", remedy)
 
 

@@ -24,8 +24,6 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.state import Path, join
 from shardopt.values import encode_value
 
-_STATE_REMEDY = "load it into the arrangement that it was saved in, or leave it out with select=..."
-
 
 class Component(NamedTuple):
     """A section of a new tensor: where it is there, and in which stored tensor, and where there. None: it is zeros."""
@@ -252,12 +250,15 @@ class _Binder:
         """Yields a problem for each tensor of state that is not laid out like its parameter."""
         for member, (key, _) in self._members.items() if self._at.after else ():
             shape = self._manifest.tensors[key].layout.shape
+            remedy = (
+                f"load it into the arrangement that it was saved in, or leave it out with Drop({key!r}) before the rule"
+            )
             if member not in self._parameter:
                 required = "its parameter in the same checkpoint, whose shape tells how state is laid out"
-                yield Problem(key, "state alone", required, _STATE_REMEDY)
+                yield Problem(key, "state alone", required, remedy)
             elif shape != self._parameter[member]:
                 required = f"{list(self._parameter[member])}, as its parameter has, for {self._rule}"
-                yield Problem(key, f"state of shape {list(shape)}", required, _STATE_REMEDY)
+                yield Problem(key, f"state of shape {list(shape)}", required, remedy)
 
     def _bind_tensors(self, keys: Sequence[str]) -> Iterator[Problem]:
         """Binds the new tensors; yields what is wrong with shapes and dtypes instead, if something is."""

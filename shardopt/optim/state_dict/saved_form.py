@@ -55,9 +55,6 @@ _STATE_REMEDY = (
 
 
 _GROUPS_REMEDY = "load what was saved from the same parameters, or pass strict=False"
-_DISAGREE_REMEDY = (
-    "put these parameters into groups of their own, or call keep_options to go on with the options of the code"
-)
 
 
 def _no_pattern(name: str) -> bool:
@@ -224,7 +221,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
         STORAGE_OPTIONS.keys() <= each.keys() for each in _distinct(by_member)
     ):
         left_out |= STORAGE_OPTIONS.keys()
-    options = _common_options(plan, where, by_member, left_out)
+    options = _common_options(plan, where, by_member, left_out, group.live)
     if group.kept.isdisjoint(next(iter(by_member.values()))):
         plan.loaded_groups.append(group.live)
     if GIVEN in own_keys:
@@ -279,9 +276,17 @@ def _storage_remedy(name: str, stored: Any) -> str:
 
 
 def _common_options(
-    plan: LoadPlan, where: str, by_member: Mapping[str, Mapping[str, Any]], left_out: Collection[str]
+    plan: LoadPlan,
+    where: str,
+    by_member: Mapping[str, Mapping[str, Any]],
+    left_out: Collection[str],
+    here: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Returns the options that all members of a group have; notes those in which they disagree, with the members."""
+    """Returns the options that all members of a group have; notes those in which they disagree, with the members.
+
+    Args:
+        here: the options that the group has.
+    """
     first, *others = _distinct(by_member)
     common = {name: as_number(value) for name, value in first.items() if name not in left_out}
     names = dict.fromkeys(name for options in (first, *others) for name in options if name not in left_out)
@@ -296,9 +301,22 @@ def _common_options(
                 same.append(member)
         if len(variants) > 1:
             several = "; ".join(f"{value!r} of {listed(map(plan.seen_as, members))}" for value, members in variants)
-            plan.problem(f"{where}.{name}", several, "one value for all parameters of a group", _DISAGREE_REMEDY)
+            plan.problem(
+                f"{where}.{name}", several, "one value for all parameters of a group", _disagree_remedy(name, here)
+            )
             common.setdefault(name, None)
     return common
+
+
+def _disagree_remedy(name: str, here: Collection[str]) -> str:
+    """Returns the remedy for an option in which the members of a group disagree, and which the group may not have."""
+    kept = name if name in here else name.removeprefix("initial_")
+    other = (
+        f'call keep_options("{kept}") before loading, to go on with what the code gives'
+        if kept in here
+        else 'load with Strictness(unexpected="ignore"), to go on without it'
+    )
+    return f"put these parameters into groups of their own, as they were saved; or {other}"
 
 
 class _Absent:

@@ -1,0 +1,72 @@
+"""Every remedy that names a call or an argument has a case that follows it, or stands here with what reaches it."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+from tests.remedies.collected import NAMES_A_CALL, VARIES, pattern, remedies
+
+STEPS = "a step, its gradients or its scaler reach it, and no load"
+ISLANDS = "the loop of islands reaches it, on several ranks"
+RANKS = "ranks that disagree reach it: tests/distributed and tests/unit/test_reshard.py"
+LINE = "a line of the log, or a part of a message, and no remedy"
+ELSEWHERE = {
+    r"optim/(backward|scaler|gradients/|local/)": STEPS,
+    r"optim/(islands|semi_sync)/": ISLANDS,
+    r"optim/averaging.py": "asks for averages in a module, and no load",
+    r"checkpoint/planning/tied.py": RANKS,
+    r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
+    r"checkpoint/run/restoring.py": LINE,
+    r"sharding/pieces_tensor.py": "arithmetic on a stand-in for a shard, which no load does",
+    r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/test_quantized.py",
+}
+TEXTS = {
+    "use as many ranks, or PerRank(": RANKS,
+    "what a row is divided by": "a table whose columns lie on several ranks: tests/distributed",
+    "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
+    "loaded with strict=False from another algorithm": LINE,
+    "is rounded at random from here on": LINE,
+    'with rounding="nearest": a step changes': "tests/remedies/test_calls.py reads the line",
+    "an axis has a name, and its size": "tests/remedies/test_load.py: a ValueError",
+}
+
+
+@cache
+def followed() -> list[str]:
+    """The remedies that cases follow: the texts that they hold, of which `refused` gets one."""
+    texts = []
+    for path in Path(__file__).parent.glob("test_*.py"):
+        if path != Path(__file__):
+            tree = ast.parse(path.read_text())
+            texts += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+            texts += [_text(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    return [text for text in texts if isinstance(text, str) and (text.count(" ") > 1 or NAMES_A_CALL.search(text))]
+
+
+def _text(node: ast.JoinedStr) -> str:
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else VARIES for part in node.values)
+
+
+def is_followed(remedy: str) -> bool:
+    return any(pattern(text).search(remedy) or pattern(remedy).search(text) for text in followed())
+
+
+def reached_otherwise(remedy: str, where: str) -> bool:
+    return any(re.match(each, where) for each in ELSEWHERE) or any(each in remedy for each in TEXTS)
+
+
+def test_every_remedy_is_followed():
+    lacking = [
+        f"{where}: {remedy}"
+        for remedy, where in remedies().items()
+        if not is_followed(remedy) and not reached_otherwise(remedy, where)
+    ]
+    assert not lacking, "follow what they advise in a case here:\n" + "\n".join(lacking)
+
+
+def test_what_is_reached_otherwise_is_there():
+    for each in ELSEWHERE:
+        assert any(re.match(each, where) and not is_followed(text) for text, where in remedies().items()), each
+    for each in TEXTS:
+        assert any(each in text for text in remedies()), each

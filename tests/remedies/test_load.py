@@ -1,0 +1,324 @@
+"""What the errors of a load advise, followed to the letter, one alternative after the other: then it works."""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.checkpoint import Strictness
+from shardopt.checkpoint.rearrange import Drop, Rule
+from tests.remedies.following import app_of, assert_same, moments_of, refused, stepped, weights_of
+
+IGNORE = Strictness(unexpected="ignore")
+
+
+@pytest.fixture
+def url(tmp_path):
+    return tmp_path / "c"
+
+
+def saved(url, app, **options):
+    checkpoint.save(url, app, **options)
+    return app
+
+
+class Refusing:
+    """Takes its state, or does not."""
+
+    def __init__(self):
+        self.count, self.refuses = 1, False
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise ValueError("not now")
+        self.count = state["count"]
+
+
+def test_an_object_that_refuses_its_state_is_mended_or_left_out(url):
+    app = saved(url, {"weight": torch.ones(2), "object": Refusing()})
+    app["object"].count, app["object"].refuses = 7, True
+    app["weight"].zero_()
+    refused("mend what it says, and load again, which loads everything anew", checkpoint.load, url, app)
+    checkpoint.load(url, {"weight": app["weight"]}, strict=IGNORE)
+    assert app["weight"].all()
+    app["object"].refuses = False
+    checkpoint.load(url, app)
+    assert app["object"].count == 1
+
+
+def test_tied_values_that_differ_load_untied(url):
+    saved(url, {"a": 1, "b": 2})
+    app = {"a": 0, "b": 0}
+    refused("load without tied={...}", checkpoint.load, url, app, tied={"b": "a"})
+    checkpoint.load(url, app)
+    assert app == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("form", ["keyed", "torch"])
+def test_state_for_an_optimizer_without_is_made_by_the_load_by_a_call_or_a_step(url, form):
+    app = saved(url, app_of(form, 2))
+    load = "load with init_state=True, or call init_state() before loading (where there is none, take a step)"
+    refused(load, checkpoint.load, url, app_of(form))
+    loaded = app_of(form)
+    checkpoint.load(url, loaded, init_state=True)
+    other = app_of(form)
+    other["optimizer"].init_state() if form == "keyed" else stepped(other, 1)
+    checkpoint.load(url, other)
+    assert_same(loaded, other)
+    assert_same(stepped(app, 1), other)
+
+
+@pytest.mark.parametrize("form", ["keyed", "torch"])
+def test_state_that_was_not_saved_is_made_before_the_save_or_at_the_load(url, form):
+    app = saved(url, app_of(form))
+    remedy = (
+        "load it into an optimizer that was just made and has none yet, or call init_state() before saving (where there"
+        " is none, take a step)"
+    )
+    refused(remedy, checkpoint.load, url, app_of(form, 2))
+    for options in ({}, {"init_state": True}):
+        loaded = app_of(form)
+        checkpoint.load(url, loaded, **options)
+        assert weights_of(loaded) == weights_of(app) and not moments_of(loaded)
+    before = app_of(form)
+    before["optimizer"].init_state() if form == "keyed" else stepped(before, 1)
+    saved(url.parent / "d", before)
+    loaded = app_of(form, 2)
+    checkpoint.load(url.parent / "d", loaded)
+    assert_same(loaded, before)
+
+
+def test_a_scaler_that_was_disabled_is_left_out_or_disabled(url):
+    saved(url, {"weight": torch.ones(2), "scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    app = {"weight": torch.zeros(2), "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
+    refused("leave it out of the app, and load with …; or make it with enabled=False", checkpoint.load, url, app)
+    checkpoint.load(url, {"weight": app["weight"]}, strict=IGNORE)
+    assert app["weight"].all() and app["scaler"].get_scale() == 8.0
+    checkpoint.load(url, {"weight": app["weight"], "scaler": torch.amp.GradScaler("cpu", enabled=False)})
+
+
+def test_a_key_that_was_not_saved_is_renamed_removed_left_or_not_selected(url):
+    saved(url, {"weight": torch.ones(2)})
+
+    def app(name):
+        return {"weight": torch.zeros(2), name: torch.full((2,), 5.0)}
+
+    remedy = (
+        "give its old name with rename={...}, remove it from the app, leave it as it is with strict=Strictness("
+        'missing="ignore"), or load some keys alone by select='
+    )
+    refused(remedy, checkpoint.load, url, app("extra"))
+    for options in ({"strict": Strictness(missing="ignore")}, {"select": "^weight$"}):
+        loaded = app("extra")
+        checkpoint.load(url, loaded, **options)
+        assert loaded["weight"].all() and loaded["extra"][0] == 5
+    loaded = app("extra")
+    del loaded["extra"]
+    checkpoint.load(url, loaded)
+    renamed = {"new": torch.zeros(2)}
+    refused(remedy, checkpoint.load, url, {**renamed, "weight": torch.zeros(2)})
+    checkpoint.load(url, renamed, rename={"^weight$": "new"})
+    assert renamed["new"].all()
+
+
+def test_a_key_that_the_app_has_not_is_renamed_added_left_out_or_not_selected(url):
+    saved(url, {"weight": torch.ones(2), "old": torch.full((2,), 5.0)})
+    remedy = (
+        "give its new name with rename={...}, add it to the app, leave it out with strict=Strictness("
+        'unexpected="ignore"), or load some keys alone by select='
+    )
+    refused(remedy, checkpoint.load, url, {"weight": torch.zeros(2)})
+    for name, options in (
+        ("", {"strict": IGNORE}),
+        ("", {"select": "^weight$"}),
+        ("new", {"rename": {"^old$": "new"}}),
+        ("old", {}),
+    ):
+        loaded = {"weight": torch.zeros(2), **({name: torch.zeros(2)} if name else {})}
+        checkpoint.load(url, loaded, **options)
+        assert loaded["weight"].all() and (not name or loaded[name][0] == 5)
+
+
+class Strange:
+    """Of a class that is not known to a reader of torch's files."""
+
+
+def test_what_is_not_known_is_skipped(tmp_path):
+    torch.save({"weight": torch.ones(2), "args": Strange()}, tmp_path / "a.pt")
+    app = {"weight": torch.zeros(2)}
+    refused("leave it out with skip=..., a regex of keys", checkpoint.load, tmp_path / "a.pt", app)
+    checkpoint.load(tmp_path / "a.pt", app, skip="^args")
+    assert app["weight"].all()
+
+
+def test_a_module_in_a_file_is_saved_by_its_state_dict(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    torch.save([model.weight], tmp_path / "a.pt")
+    app = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    refused("save state_dict() and not the object itself", checkpoint.load, tmp_path / "a.pt", app)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    checkpoint.load(tmp_path / "a.pt", app)
+    assert torch.equal(app["weight"], model.weight)
+
+
+def test_nothing_in_common_is_renamed_or_the_regex_mended(url):
+    saved(url, {"model": {"weight": torch.ones(2)}})
+    app = {"net": {"weight": torch.zeros(2)}}
+    refused("give names by rename={...}; the checkpoint has model.weight", checkpoint.load, url, app, strict=False)
+    checkpoint.load(url, app, rename={"^model": "net"})
+    assert app["net"]["weight"].all()
+    refused("mend the regex", checkpoint.load, url, app, select="modle")
+
+
+def test_memory_that_cannot_be_read_into_is_made(url):
+    saved(url, {"model": torch.nn.Linear(2, 2)})
+    with torch.device("meta"):
+        app = {"model": torch.nn.Linear(2, 2)}
+    refused("call to_empty(device=...) first", checkpoint.load, url, app)
+    app["model"].to_empty(device="cpu")
+    checkpoint.load(url, app)
+    shared = {"model": {"weight": torch.zeros(1, 2).expand(2, 2), "bias": torch.zeros(2)}}
+    refused("call contiguous() first", checkpoint.load, url, shared)
+    shared["model"]["weight"] = shared["model"]["weight"].contiguous()
+    checkpoint.load(url, shared)
+    assert torch.equal(shared["model"]["weight"], app["model"].weight)
+
+
+def test_a_number_of_another_dtype_is_cast(url):
+    saved(url, {"weight": torch.ones(2)})
+    app = {"weight": torch.zeros(2, dtype=torch.bfloat16)}
+    refused('load it into a tensor of …, or with Strictness(dtype="cast")', checkpoint.load, url, app)
+    checkpoint.load(url, app, strict=Strictness(dtype="cast"))
+    assert app["weight"].all()
+
+
+def test_rules_are_given_sizes(url):
+    saved(url, {"model": {"qkv": torch.arange(12.0).view(6, 2)}})
+    names = ("q", "k", "v")
+    app = {"model": {name: torch.zeros(2, 2) for name in names}}
+    without = Rule("qkv", names, "n+m+k i -> n i, m i, k i")
+    refused("give sizes={...} to the rule", checkpoint.load, url, app, rearrange=[without])
+    rule = Rule("qkv", names, "n+m+k i -> n i, m i, k i", sizes=dict.fromkeys("nmk", 2))
+    checkpoint.load(url, app, rearrange=[rule])
+    assert app["model"]["v"].tolist() == [[8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize("weights", [{}, {"model": {"qkv": torch.ones(6, 2)}}])
+def test_state_of_another_layout_is_left_as_it_was_arranged_or_dropped(url, weights):
+    saved(url, {**weights, "optimizer": {"state": {"qkv": {"m": torch.ones(6)}}}, "step": 3})
+    rule = Rule("qkv", ("q", "v"), "n+m i -> n i, m i", sizes={"n": 3, "m": 3})
+
+    def rearranged():
+        return {**({"model": {name: torch.zeros(3, 2) for name in "qv"}} if weights else {}), "step": 0}
+
+    remedy = "load it into the arrangement that it was saved in, or leave it out with Drop(…) before the rule"
+    problem = refused(remedy, checkpoint.load, url, rearranged(), rearrange=[rule])
+    assert "Drop('optimizer.state.qkv.m')" in problem.remedy
+    app = rearranged()
+    checkpoint.load(url, app, rearrange=[Drop("optimizer.state.qkv.m"), rule])
+    assert app["step"] == 3 and (not weights or app["model"]["v"].all())
+    as_it_was = {
+        **{name: {"qkv": torch.zeros(6, 2)} for name in weights},
+        "optimizer": {"state": {"qkv": {"m": torch.zeros(6)}}},
+        "step": 0,
+    }
+    checkpoint.load(url, as_it_was)
+    assert as_it_was["optimizer"]["state"]["qkv"]["m"].all()
+
+
+def test_a_size_in_a_rule_gets_a_name(url):
+    with pytest.raises(ValueError, match="an axis has a name, and its size stands in `sizes`"):
+        Rule("a", ("b", "c"), "2+2 i -> 2 i, 2 i")
+    saved(url, {"a": torch.arange(4.0).view(4, 1)})
+    app = {"b": torch.zeros(2, 1), "c": torch.zeros(2, 1)}
+    checkpoint.load(url, app, rearrange=[Rule("a", ("b", "c"), "n+m i -> n i, m i", sizes={"n": 2})])
+    assert app["c"].flatten().tolist() == [2, 3]
+
+
+def test_a_directory_of_checkpoints_is_not_one(tmp_path):
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(2, {"weight": torch.ones(2)}, force=True)
+    app = {"weight": torch.zeros(2)}
+    problem = refused("give one of them, such as …, or use Manager(...).restore(app)", checkpoint.load, tmp_path, app)
+    checkpoint.load(problem.remedy.split("such as ")[1].split(", or")[0], app)
+    assert app["weight"].all()
+    app["weight"].zero_()
+    assert checkpoint.Manager(tmp_path).restore(app) == 2 and app["weight"].all()
+
+
+def test_a_checkpoint_that_was_moved_alone_is_told_where_the_rest_is(tmp_path):
+    weight = torch.ones(1000)
+    with checkpoint.Manager(tmp_path / "run", incremental=True) as manager:
+        for step in (1, 2):
+            manager.save(step, {"weight": weight, "step": step}, force=True)
+        moved = tmp_path / "elsewhere" / "last"
+        moved.parent.mkdir()
+        os.rename(manager.path(2), moved)
+    app = {"weight": torch.zeros(1000), "step": 0}
+    remedy = "name the directory that has its directory by base_root=, or restore from another checkpoint"
+    refused(remedy, checkpoint.load, moved, app)
+    checkpoint.load(moved, app, base_root=tmp_path / "run")
+    assert app["weight"].all() and app["step"] == 2
+    assert checkpoint.Manager(tmp_path / "run").restore(app) == 1 and app["step"] == 1
+
+
+def test_what_has_another_kind_of_memory_is_converted_or_left_out(url):
+    with warnings.catch_warnings():  # once a process
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    app = {"weight": torch.ones(2), "nested": nested}
+    remedy = "convert it with to_padded_tensor(), or store its components"
+    refused(remedy, checkpoint.save, url, app)
+    saved(url, {**app, "nested": nested.to_padded_tensor(0.0)})
+    refused(remedy, checkpoint.load, url, app)
+    padded = {"weight": torch.zeros(2), "nested": torch.zeros(2, 3)}
+    checkpoint.load(url, padded)
+    assert padded["nested"].sum() == 5
+    saved(url.parent / "d", {**app, "nested": [*nested.unbind()]})
+    parts = {"weight": torch.zeros(2), "nested": [torch.zeros(2), torch.zeros(3)]}
+    checkpoint.load(url.parent / "d", parts)
+    assert parts["nested"][1].all()
+
+
+def test_what_wraps_several_tensors_is_left_out_or_taken_apart(url):
+    data, mask = torch.arange(3.0), torch.tensor([True, False, True])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of MaskedTensors is in prototype")
+        masked = torch.masked.masked_tensor(data, mask)
+    app = {"weight": torch.ones(2), "masked": masked}
+    refused("leave it out (select=), or pass the tensors that it wraps", checkpoint.save, url, app)
+    saved(url, app, select="weight")
+    saved(url.parent / "d", {**app, "masked": [data, mask]})
+    taken = {"weight": torch.zeros(2), "masked": [torch.zeros(3), torch.zeros(3, dtype=torch.bool)]}
+    checkpoint.load(url.parent / "d", taken)
+    assert torch.equal(taken["masked"][0], data)
+
+
+def test_averages_of_another_kind_load_by_what_they_have_in_common(url):
+    def made(kind):
+        app = app_of()
+        app["ema"] = kind(app["model"])
+        app["ema"].update()
+        return app
+
+    app = made(lambda model: shardopt.EMA(model, decay=0.5))
+    state = app["ema"].state_dict()
+    other = torch.nn.Linear(3, 2, bias=False)
+    average = shardopt.EMA(other, decay=0.5)
+    refused(
+        "load what was saved from the same model and kind of average, or pass strict=False",
+        average.load_state_dict,
+        state,
+    )
+    average.load_state_dict(state, strict=False)
+    with average.swap():
+        assert torch.equal(other.weight, app["model"].weight)
+    fitting = made(lambda model: shardopt.EMA(model, decay=0.5))
+    fitting["ema"].load_state_dict(state)
+    assert fitting["ema"].n_averaged == 1
