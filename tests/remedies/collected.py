@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.support.messages import VARIES, messages
+from tests.support.messages import VARIES
 from tests.support.source import sources
 
 WHERE = re.compile(
@@ -16,7 +16,7 @@ WHERE = re.compile(
     r"|(flatten|state|param_groups)\.py|optim/|sharding/|algorithms/(registry\.py|low_precision/)"
 )
 NAMES_A_CALL = re.compile(r"\w\(|\w=(?!=)|`")
-_WORDS = 4  # of a text that advises; what has fewer is a name or a part of one
+_WORDS = 2  # of a text that advises; what has fewer is a name or a part of one
 
 
 @cache
@@ -27,14 +27,10 @@ def remedies() -> dict[str, str]:
         if WHERE.match(str(source.path)):
             for line, text in _texts(source.tree):
                 found.setdefault(text, f"{source.path}:{line}")
-    for message in messages():
-        if WHERE.match(message.where):
-            remedy = message.text.split("; ", 2)[-1] if message.text.startswith("found ") else message.text
-            if NAMES_A_CALL.search(remedy):
-                found.setdefault(remedy, message.where)
     return {text: where for text, where in found.items() if not _stands_for_another(text, found)}
 
 
+@cache
 def pattern(text: str) -> re.Pattern[str]:
     """Returns what finds a remedy, or a part of one, in which "…" stands for what varies."""
     return re.compile(".*".join(map(re.escape, text.split(VARIES))), re.DOTALL)
@@ -54,7 +50,7 @@ def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
         text = _text(node)
         if text is None:
             yield from _texts(node)
-        elif text.count(" ") >= _WORDS and NAMES_A_CALL.search(text):
+        elif len(text.split()) >= _WORDS and NAMES_A_CALL.search(text):
             yield getattr(node, "lineno", 0), text
 
 

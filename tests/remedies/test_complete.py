@@ -22,6 +22,7 @@ ELSEWHERE = {
     r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/test_quantized.py",
 }
 TEXTS = {
+    "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,
     "what a row is divided by": "a table whose columns lie on several ranks: tests/distributed",
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",

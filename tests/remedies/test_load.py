@@ -286,6 +286,23 @@ def test_what_has_another_kind_of_memory_is_converted_or_left_out(url):
     assert parts["nested"][1].all()
 
 
+def test_sparse_and_lazy_memory_is_converted(url):
+    weight = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    saved(url, {"weight": weight})
+    app = {"weight": torch.zeros(2, 2).to_sparse()}
+    refused("convert it with to_dense()", checkpoint.load, url, app)
+    app["weight"] = app["weight"].to_dense()
+    checkpoint.load(url, app)
+    assert torch.equal(app["weight"], weight)
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    saved(url.parent / "d", {"weight": values})
+    app = {"weight": torch.zeros(2, dtype=torch.complex64).conj()}
+    refused("apply resolve_conj() and resolve_neg()", checkpoint.load, url.parent / "d", app)
+    app["weight"] = app["weight"].resolve_conj().resolve_neg()
+    checkpoint.load(url.parent / "d", app)
+    assert torch.equal(app["weight"], values)
+
+
 def test_what_wraps_several_tensors_is_left_out_or_taken_apart(url):
     data, mask = torch.arange(3.0), torch.tensor([True, False, True])
     with warnings.catch_warnings():
