@@ -400,7 +400,7 @@ class Channel:
         if session is not None and (answer := self._recorded(session.name)):
             return answer
         if not centre.answered:
-            lost = Lost(self._members[node.reached])
+            lost = Lost(self._members[node.reached], ended=node.was_taken)
             if node.unreached:
                 lost = replace(lost, unreached=(lost.member, self._members[self.rank], node.unreached))
             if node.reached:

@@ -41,7 +41,7 @@ from shardopt.ranks.connections.frames import (
 )
 from shardopt.ranks.connections.gathering import Gathering, pack_reports, unpack_reports
 from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
-from shardopt.ranks.connections.link import Broken
+from shardopt.ranks.connections.link import Broken, Link
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.connections.proof import Connecting, Forgotten, Listening, Meeting, Refused
 from shardopt.ranks.connections.runs import pack_runs, unpack_runs
@@ -358,7 +358,7 @@ def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
         gone, there = (node.centre.links[rank] for rank in (1, 2))
         gone.socket.shutdown(socket.SHUT_WR)  # as if its peer was gone
         gone.put([Frame([b"x"])] * 1000)
-        before = there.queued_bytes
+        before = there.sent_bytes
         there.put_message(Message(Kind.BEAT))
         node._close(0.05)
         assert there.sent_bytes > before and not there.open
@@ -374,7 +374,7 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
         with above.changed:
             above.centre.answer(MAIN, 2, answer)
             above.wake()
-        above.wait_until_handed_over(10.0)
+        above.wait_until_handed_over(0.1)
         above.stop()
         time.sleep(0.2)
         for _ in range(2):
@@ -386,6 +386,19 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
         while below.centre.above is None:
             below.changed.wait(10.0)
         assert below.centre.session(MAIN).answers == {2: answer}
+
+
+def test_a_long_answer_has_come_once_it_is_handed_over(job):
+    """Its process may be gone then; who still has parts of it to confirm would have the rest destroyed."""
+    ranks = job.start(2)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    above, below = (here._channel.node for here in ranks)
+    for number in range(2, 6):
+        with above.changed:
+            above.centre.answer(MAIN, number, bytes(number << 20))
+            above.wake()
+        above.wait_until_handed_over(60.0)
+        assert number in below.centre.session(MAIN).answers
 
 
 def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
@@ -402,7 +415,7 @@ def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
             begin = time.monotonic()
             above.wait_until_handed_over(60.0)
             seconds.append(time.monotonic() - begin)
-            assert above.centre.links[1].stuck_at == above.centre.links[1].sent_bytes
+            assert above.centre.links[1].stuck_at == above.centre.links[1].moved_bytes
     assert max(seconds) < 30.0
     with below.changed:
         while 3 not in below.centre.session(MAIN).answers:
@@ -674,6 +687,53 @@ def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
 def seals(number=0, taken=0, key=b"k" * 32):
     confirmed = []
     return Sealer(key, number), Unsealer(key, number, taken, confirmed.append), confirmed
+
+
+def test_who_is_cut_off_before_any_answer_names_who_is_gone(job, monkeypatch):
+    monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # 2 leads 3
+    monkeypatch.setattr("shardopt.ranks.channel._RECORD_SECONDS", 0.1)
+    ranks = job.start(4)
+    nodes = [here._channel.node for here in ranks]
+
+    begin = time.monotonic()
+    with nodes[0].beating(MAIN, 1.0), nodes[2].beating(MAIN, 1.0):
+        call = lambda here: here.agree("x", lambda: None, deadline_seconds=1.0)  # noqa: E731
+        outcomes: list = []
+        thread = threading.Thread(target=lambda: outcomes.extend(together(ranks, call, absent=[0, 1, 2])))
+        thread.start()
+        while 3 not in nodes[2].centre.links:
+            time.sleep(0.001)
+        end_all([ranks[0], ranks[2]])
+        thread.join(30.0)
+    assert str(outcomes[3]) == "x: rank 2 died, or ended before this call"
+    assert time.monotonic() - begin < 10.0
+    end_all(ranks)
+
+
+FULL = 256 << 10  # bytes of frames, which are confirmed
+
+
+@given(st.lists(st.sampled_from([0, 1000, FULL - 23, FULL - 22, FULL - 21, FULL // 2, 3 * FULL]), max_size=12))
+def test_whatever_is_sent_is_handed_over_once_it_has_come(sizes):
+    """What is not yet confirmed then is never confirmed by itself."""
+    ends = [Link(end, rank) for rank, end in enumerate(socket.socketpair())]
+    for link, keys in zip(ends, ((b"a", b"b"), (b"b", b"a")), strict=True):
+        link.socket.setblocking(False)
+        link.seal(KEY, *keys)
+    above, below = ends
+    for size in sizes:
+        above.put_message(Message(Kind.ANSWER, data=bytes(size)))
+    come = 0
+    while come < len(sizes) or not (above.is_empty and below.is_empty):
+        above.flush()
+        come += len(below.receive())
+        below.flush()
+        above.receive()
+    said = below.sent_bytes
+    assert above.is_handed_over(above.mark)
+    assert below.receive() == [] and below.is_empty and below.sent_bytes == said
+    for link in ends:
+        link.close()
 
 
 def test_a_frame_is_taken_once_in_its_place_and_as_it_was_sent():

@@ -10,7 +10,7 @@ from shardopt.ranks.connections.sealing import Sealer, Unsealer
 from shardopt.world import NO_SIGNAL, Socket, world
 
 _CHUNK_BYTES = 256 << 10
-_UNCONFIRMED_BYTES = 256 << 10  # that a peer keeps at most, if nothing is said to it anyway
+_UNCONFIRMED_BYTES = 256 << 10  # of frames that have come: so many are confirmed, if nothing is said anyway
 
 _MOST_TIMES_IN_VAIN = 8  # for which a peer comes back, and not one frame of it arrives
 
@@ -40,10 +40,9 @@ class Link:
         left: whether the peer has said that it ends the connection.
         suspended: whether the connection broke, and the peer is waited for.
         heard: how many times something was received.
-        put_frames: how many frames were queued since the peer proved itself.
-        queued_bytes, sent_bytes, received_bytes: since the beginning; `sent_bytes` were handed to the system.
+        sent_bytes, received_bytes: since the beginning; `sent_bytes` were handed to the system.
         waits_to_write: whether the thread waits for room to send more.
-        stuck_at: how much was sent when the peer was last waited for in vain, to take more; -1 if it never was.
+        stuck_at: `moved_bytes` when the peer was last waited for in vain, to take more; -1 if it never was.
     """
 
     def __init__(self, socket: Socket, rank: int | None = None) -> None:
@@ -51,7 +50,7 @@ class Link:
         self.key = ""
         self.open = True
         self.left = self.suspended = False
-        self.heard = self.queued_bytes = self.sent_bytes = self.received_bytes = self.put_frames = 0
+        self.heard = self.sent_bytes = self.received_bytes = 0
         self.waits_to_write = False
         self.stuck_at = -1
         self._decoder = Decoder()
@@ -60,7 +59,8 @@ class Link:
         self._out: deque[memoryview] = deque()  # of the frame that is being sent
         self._queue: deque[Frame] = deque()
         self._kept: deque[Frame] = deque()  # sent, and not confirmed
-        self._confirmed = self._unconfirmed_bytes = 0
+        self._confirmed = self._confirmed_bytes = 0  # frames that the peer has
+        self._put = self._put_bytes = 0  # frames that were queued since the peer proved itself
         self._taken_before = self._times_in_vain = 0  # frames when the peer last came back; how often without any new
 
     @property
@@ -125,17 +125,17 @@ class Link:
         if taken > self._confirmed + len(self._kept):
             raise BadFrame("more were confirmed than were sent")
         while self._confirmed < taken:
-            self._kept.popleft()
+            self._confirmed_bytes += self._kept.popleft().nbytes
             self._confirmed += 1
 
     def put(self, frames: Sequence[Frame]) -> None:
         """Queues a message that was encoded."""
         for frame in frames:
-            self.queued_bytes += frame.nbytes
             if self._sealer is None:
                 self._out.extend(map(memoryview, frame.buffers))
             else:
-                self.put_frames += 1
+                self._put += 1
+                self._put_bytes += frame.nbytes
                 self._queue.append(frame)
 
     def put_message(self, message: Message) -> None:
@@ -153,9 +153,24 @@ class Link:
         return not self._queue and not self._kept
 
     @property
-    def handed_frames(self) -> int:
-        """How many of the queued frames have been handed to the system; fewer again where they are to be sent anew."""
-        return self.put_frames - len(self._queue) - (len(self._kept) if self.suspended else bool(self._out))
+    def mark(self) -> tuple[int, int]:
+        """All that has been queued, for `is_handed_over`."""
+        return self._put, self._put_bytes
+
+    def is_handed_over(self, mark: tuple[int, int]) -> bool:
+        """Whether this process may end, and the peer gets all up to a mark.
+
+        What was handed to the system arrives, unless the peer says something to a process that has ended: that destroys
+        what is on the way. It says something where it confirms, so all is waited for that it is to confirm.
+        """
+        frames, nbytes = mark
+        handed = self._put - len(self._queue) - (len(self._kept) if self.suspended else bool(self._out))
+        return handed >= frames and nbytes - self._confirmed_bytes < _UNCONFIRMED_BYTES
+
+    @property
+    def moved_bytes(self) -> int:
+        """What grows for as long as the peer takes something."""
+        return self.sent_bytes + self._confirmed_bytes
 
     def flush(self) -> None:
         """Hands to the system what it takes.
@@ -180,11 +195,11 @@ class Link:
             raise Broken(str(error)) from error
 
     def _begin_frame(self) -> None:
-        assert self._sealer is not None
+        assert self._sealer is not None and self._unsealer is not None
         frame = self._queue.popleft()
         seal = self._sealer.seal(frame, self.taken)
         self._kept.append(frame)
-        self._unconfirmed_bytes = 0
+        self._unsealer.unconfirmed_bytes = 0
         if len(frame.buffers) == 1:
             self._out.append(memoryview(b"".join((*frame.buffers, seal))))
         else:
@@ -222,11 +237,9 @@ class Link:
             messages = self._decoder.feed(data)
         except BadFrame as error:
             raise (Ended if self._sealer is None else Broken)(str(error)) from error
-        if self._sealer is None:
+        if self._unsealer is None:
             return messages
-        self._unconfirmed_bytes += len(data)
-        if self._unconfirmed_bytes >= _UNCONFIRMED_BYTES and not self._queue:
-            self._unconfirmed_bytes = 0
+        if self._unsealer.unconfirmed_bytes >= _UNCONFIRMED_BYTES and not self._queue:
             self.put_message(Message(Kind.CONFIRM))
         self.left = self.left or any(message.kind == Kind.BYE for message in messages)
         return [message for message in messages if message.kind not in (Kind.CONFIRM, Kind.BYE)]

@@ -73,6 +73,11 @@ class Node:
         self._sleeps_until = self._returns_at = _NEVER
         self._handing_over = 0
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether the rank above had taken this one in the session that it tries, and is gone: nobody comes twice."""
+        return self.left is not None and self.session is not None and self.left.name == self.session.name
+
     # For the program's threads; those that speak of `changed` are called while it is held.
 
     def start(self) -> None:
@@ -141,7 +146,7 @@ class Node:
                 session.intervals.remove(interval)
 
     def wait_until_handed_over(self, deadline_seconds: float) -> None:
-        """Waits until all that is queued for the ranks below was handed to the system, or they are gone.
+        """Waits until the ranks below have all that is queued for them, or get it from the system, or they are gone.
 
         A process may end after that, in whatever way. Who takes nothing for some seconds is not waited for, nor before
         it takes something again: it is stopped or cut off, and must not stop this rank too. Its messages stay queued.
@@ -150,18 +155,21 @@ class Node:
         end, patience = now + deadline_seconds, min(deadline_seconds, _TAKES_NOTHING_SECONDS)
         with self.changed:
             links = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
-            waited_for = {link: (link.put_frames, link.sent_bytes, now) for link in links}
+            waited_for = {link: (link.mark, link.moved_bytes, now) for link in links}
             self._handing_over += 1
             try:
                 while waited_for:
                     now = world().monotonic()
-                    for link, (mark, sent, since) in list(waited_for.items()):
-                        if link.sent_bytes > sent:
-                            waited_for[link] = mark, link.sent_bytes, now
+                    for link, (mark, moved, since) in list(waited_for.items()):
+                        if link.moved_bytes > moved:
+                            waited_for[link] = mark, link.moved_bytes, now
                         elif now - since >= patience:
-                            link.stuck_at = sent
-                        if not link.open or link.handed_frames >= mark or link.sent_bytes == link.stuck_at:
+                            link.stuck_at = moved
+                        if not link.open or link.is_handed_over(mark) or link.moved_bytes == link.stuck_at:
                             del waited_for[link]
+                        other = self.centre.links.get(link.rank or 0)
+                        if not link.open and other is not None and other.open:  # its peer has begun anew
+                            waited_for[other] = other.mark, other.moved_bytes, now
                     if not waited_for or now >= end or self.failure is not None or self._stopping:
                         return
                     gives_up = min(since for _, _, since in waited_for.values()) + patience
@@ -244,7 +252,8 @@ class Node:
         try:
             met = meet(leader.at, meeting, lambda: not self._stopping, most_seconds, is_last)
         except NotMet as error:
-            self.unreached = f"at {text_of(leader.at)} ({error})"
+            if not self.was_taken:
+                self.unreached = f"at {text_of(leader.at)} ({error})"
             return False
         self.unreached, self._above_at = "", met.place
         link = met.link

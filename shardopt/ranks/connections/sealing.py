@@ -41,12 +41,16 @@ class Unsealer:
         number: of the frame that comes next.
         taken: how many have been taken already; those that come once more are dropped.
         confirm: gets how many frames the peer has taken.
+
+    Attributes:
+        unconfirmed_bytes: of the frames that came since the peer was last told how many have; whoever tells it sets 0.
     """
 
     nbytes = _TAKEN.size + _TAG_BYTES
 
     def __init__(self, key: bytes, number: int, taken: int, confirm: Callable[[int], None]) -> None:
         self._key, self._number, self.taken, self._confirm = key, number, taken, confirm
+        self.unconfirmed_bytes = 0
 
     def open(self, frame: memoryview, seal: bytes) -> bool:
         """As `Opener`."""
@@ -55,6 +59,7 @@ class Unsealer:
         if not hmac.compare_digest(tag, seal[_TAKEN.size :]):
             raise BadFrame("a seal that is not the peer's")
         self._number += 1
+        self.unconfirmed_bytes += len(frame)
         self._confirm(taken)
         if self._number <= self.taken:
             return False
