@@ -22,7 +22,7 @@ ELSEWHERE = {
     r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/test_quantized.py",
 }
 TEXTS = {
-    "to be converted by load_state_dict(..., convert_state=True) of another": "tests/numerics/test_low_precision_follows.py",
+    "load_state_dict(..., convert_state=True) of another": "tests/numerics/test_low_precision_follows.py",
     "checkpoint.load(…, app, rename=…": "tests/unit/test_rename_left_in_script.py",
     "give one of them memory of its own": "tests/unit/test_overlapping.py",
     "end `with ema.swap():` before": "tests/unit/test_averaging.py",
