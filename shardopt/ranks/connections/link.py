@@ -12,7 +12,7 @@ from shardopt.world import NO_SIGNAL, Socket, world
 _CHUNK_BYTES = 256 << 10
 _UNCONFIRMED_BYTES = 256 << 10  # of frames that have come: so many are confirmed, if nothing is said anyway
 
-_MOST_TIMES_IN_VAIN = 8  # for which a peer comes back, and not one frame of it arrives
+_MOST_TIMES_IN_VAIN = 64  # for which a peer comes back, and not one frame of it arrives
 
 
 class Ended(Exception):
