@@ -81,9 +81,9 @@ class Program:
         return shardopt.keyed(script.algorithm, self.model.named_parameters(), groups=rules, **options)
 
     def step(self) -> None:
-        self.app["step"] += 1  # type: ignore[operator]
+        self.app["step"] += 1
         for name, param in self.params.items():
-            give_gradient(param, gradient(name, self.app["step"]) if param.requires_grad else None)  # type: ignore[arg-type]
+            give_gradient(param, gradient(name, self.app["step"]) if param.requires_grad else None)
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
