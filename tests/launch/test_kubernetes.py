@@ -119,8 +119,10 @@ def test_the_parts_fit_together():
         assert (ROOT / argument).exists()
     asked = set(re.findall(r"\$([A-Z_]+)|\(\(([A-Z_]+)", " ".join(container["command"])))
     assert {first or second for first, second in asked} == {*environment, "JOB_COMPLETION_INDEX"} - {
-        name for name in environment if name.startswith("TORCH_")
+        name for name in environment if name.startswith(("TORCH_", "SHARDOPT_"))
     }
+    first, last = map(int, environment["SHARDOPT_NETWORK"].removeprefix(":").split("-"))
+    assert last - first >= 2 * int(environment["RANKS_PER_NODE"])  # a port for each rank, and for what tiers serve
 
 
 def test_pods_fit_the_standard_restricted():
