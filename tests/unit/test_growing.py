@@ -40,7 +40,6 @@ EMPTY = [
     {},
     None,
     [],
-    0.0,
     {"best": {}},
     {"best": None, "losses": [], "note": "none"},
     {"best": {"step": 0.0, "of": "nothing"}, "losses": [1.0, 2.0, 3.0], "note": None},

@@ -396,3 +396,26 @@ def test_state_of_a_fresh_optimizer_goes_by_the_new_names(tmp_path):
     for number, parameter in enumerate(app["model"].parameters()):
         momentum = app["optimizer"].state[parameter]["momentum_buffer"]
         assert torch.equal(momentum, torch.full_like(parameter, float(number)))
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_numbers_in_the_state_of_an_old_file_are_the_tensors_of_today(tmp_path, is_keyed):
+    """As torch before 1.12 had ASGD's step, eta and mu."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.ASGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.update(step=int(state["step"]), eta=float(state["eta"]), mu=float(state["mu"]))
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "old.pt")
+    fresh = nn.Linear(2, 2)
+    made = shardopt.keyed("asgd", fresh.named_parameters()) if is_keyed else torch.optim.ASGD(fresh.parameters())
+    checkpoint.load(tmp_path / "old.pt", {"model": fresh, "optimizer": made}, init_state=True)
+    for before, after in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(before, after)
+        stored, here = optimizer.state[before], made.state[after]
+        assert stored.keys() == here.keys()
+        for entry in stored:
+            assert here[entry].dtype == stored[entry].dtype and torch.equal(here[entry], stored[entry])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
@@ -231,8 +232,29 @@ def _match_values(
         if not isinstance(stored_value, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
             return Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
         return None
+    number = _number_for(key, flat, views, manifest)
+    if number is not None:
+        match.values[key] = number
+        return None
     remedy = "give the key the kind that it was saved with"
     return Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
+
+
+def _number_for(key: str, flat: FlatState, views: Mapping[str, View], manifest: Manifest) -> Tensor | None:
+    """Returns a stored number as the tensor that an optimizer has for it; None where it is none, or is not for one.
+
+    torch before 1.12 had counters and rates in the state of optimizers as numbers.
+    """
+    stored, view, path = manifest.values.get(key, ((), None))[1], views.get(key), flat.leaves[key].path
+    is_state = any(
+        isinstance(each.target, torch.optim.Optimizer) and is_below(path, each.path) for each in flat.handbacks
+    )
+    if type(stored) not in (int, float) or view is None or view.shape != () or not is_state:
+        return None
+    if type(stored) is float and not view.dtype.is_floating_point:
+        return None
+    tensor: Tensor = flat.leaves[key].value
+    return torch.tensor(stored, dtype=view.dtype, device=tensor.device)
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A plain container, or value, of the app, and what takes its place.
+    """A plain container of the app, or None, and what takes its place.
 
     Args:
         node: what the app has.
@@ -134,11 +134,15 @@ def warn_of_gone(growing: Iterable[Growing]) -> None:
 
 
 def _outermost(flat: FlatState, select: str | None) -> list[Path]:
-    """Returns the paths of plain containers and values that are within no other."""
+    """Returns the paths of plain containers, and of None, that are within no other.
+
+    A number or a text is no place that waits to be filled: another kind there is a mistake.
+    """
     wanted = re.compile(select or "").search
     found: set[Path] = set()
-    for path in flat.plain:  # containers come before what is in them
-        if wanted(join(path)) and not any(path[:length] in found for length in range(1, len(path))):
+    for path, (node, _) in flat.plain.items():  # containers come before what is in them
+        is_open = node is None or (isinstance(node, Mapping | Sequence | Set) and not isinstance(node, str | bytes))
+        if is_open and wanted(join(path)) and not any(path[:length] in found for length in range(1, len(path))):
             found.add(path)
     return [*found]
 
