@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -364,11 +365,13 @@ def play(root: str, seeds: range, starts: int = 3) -> Counter[str]:
     groups: dict[int, object] = {n: dist.new_group(range(n)) for n in range(1, size)} | {size: None}
     meshes = {tuple(range(n)): DeviceMesh("cpu", list(range(n))) for n in range(1, size + 1)}
     seen: Counter[str] = Counter()
-    logging.getLogger("shardopt").setLevel(logging.ERROR)
-    with (
-        mock.patch("os.fsync"),
-        warnings.catch_warnings(),
-    ):  # no machine goes down here
+    log = logging.getLogger("shardopt")
+    level = log.level
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("os.fsync"))  # no machine goes down here
+        stack.enter_context(warnings.catch_warnings())
+        stack.callback(log.setLevel, level)
+        log.setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         for seed in seeds:
             life = Life(seed, f"{root}/{seed}", meshes, groups, seen)

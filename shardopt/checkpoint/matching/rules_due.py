@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from shardopt.checkpoint.format.manifest import RenameRules
 from shardopt.checkpoint.matching.growing import may_grow
 from shardopt.checkpoint.matching.names_in_app import names_in_app
@@ -77,7 +79,7 @@ def _fits(
     absent = []
     for key in names.chosen:
         value = flat.leaves[key].value
-        if key in tensors and hasattr(value, "shape"):
+        if key in tensors and isinstance(value, Tensor):
             if tensors[key].layout.shape != view_of(value, key).shape:
                 return False
         elif key not in others:
