@@ -158,10 +158,11 @@ class Life:
         """Converts the newest checkpoint of the run, and loads what came of it into a new process."""
         to = self.draw.choice(["shardopt", "dcp", "torch", "huggingface"])
         self.tell(f"export {to}")
+        path = self.another("export")  # on all ranks, so that all give the next one the same name
         if not self.saved or not self.here:
             return
         self.manager.wait()
-        path, step = self.another("export"), max(self.saved)
+        step = max(self.saved)
         options = {"select": r"^model\."} if to == "huggingface" else {}
         checkpoint.convert(self.manager.path(step), path, to, group=self.group, durable=False, **options)
         program = copy.copy(self.saved[step].script)  # an earlier start's, if this one has not saved yet
