@@ -68,17 +68,18 @@ def take_part(job: Job, rounds: int, before: Callable[[str], None]) -> None:
     """One rank: all phases, each with `before` called first."""
     rank, size = job.rank(), job.size()
     before("first")
-    ranks = Ranks.meeting(job, tuple(range(size)))  # type: ignore[arg-type]  # what it asks of a group, Job has
-    ranks.agree("beginning", lambda: None, deadline_seconds=DEADLINE_SECONDS)
+    of_job = Ranks.meeting(job, tuple(range(size)))  # type: ignore[arg-type]  # what it asks of a group, Job has
+    ranks = of_job.with_deadline(DEADLINE_SECONDS)
+    ranks.agree("beginning", lambda: None)
     before("alike")
     for _ in range(rounds):
-        ranks.agree("saving", lambda: ["0" * 32] * 3, lambda report: report, deadline_seconds=DEADLINE_SECONDS)
+        ranks.agree("saving", lambda: ["0" * 32] * 3, lambda report: report)
     before("different")
     for i in range(rounds):
         name = f"{rank:05d}-{i:04d}-{'0' * 40}.safetensors"
-        ranks.agree("saving", lambda n=name: [[n, 1 << 30, "0" * 32]], lambda got: got, len, DEADLINE_SECONDS)
+        ranks.agree("saving", lambda n=name: [[n, 1 << 30, "0" * 32]], lambda got: got, len)
     before("end")
-    ranks.agree("ending", lambda: None, deadline_seconds=DEADLINE_SECONDS)
+    ranks.agree("ending", lambda: None)
 
 
 def run_many(first: int, last: int, size: int, port: int, rounds: int, start: Barrier) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from shardopt.ranks import DEADLINE_SECONDS, Halt, Ranks
+from shardopt.ranks import Halt, Ranks
 from shardopt.signals import Listener
 from shardopt.world import world
 
@@ -32,11 +32,11 @@ class Stop:
     Args:
         signals: by any of which this process is to stop.
         exit_code: of a process that has stopped; None is 128 and the number of the signal that it got, or of the first.
-        deadline_seconds: from the signal, or from the answer that all stop, to the end of the process.
+        grace_seconds: from the signal, or from the answer that all stop, to the end of the process.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], exit_code: int | None, deadline_seconds: float) -> None:
-        self._first, self._exit_code, self.deadline_seconds = signals[0], exit_code, deadline_seconds
+    def __init__(self, signals: Sequence[signal.Signals], exit_code: int | None, grace_seconds: float) -> None:
+        self._first, self._exit_code, self.grace_seconds = signals[0], exit_code, grace_seconds
         self._got: signal.Signals | None = None
         self._signaled = world().event()
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that asked last: a program may make others
@@ -58,13 +58,10 @@ class Stop:
         """The exit code of a process that has stopped."""
         return 128 + (self._got or self._first) if self._exit_code is None else self._exit_code
 
-    def after(self, step: int, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> bool:
+    def after(self, step: int, ranks: Ranks) -> bool:
         """Whether all ranks are to stop after this step.
 
         Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
-
-        Args:
-            deadline_seconds: how long a rank may not answer before the others give up; that of the first question.
 
         Raises:
             RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
@@ -73,7 +70,7 @@ class Stop:
             self._asking = True
             try:
                 if self._stops_at is None:
-                    self._stops_at = self._ask(self._asked + 1, ranks, deadline_seconds)
+                    self._stops_at = self._ask(self._asked + 1, ranks)
                     if self._stops_at is not None:
                         self._start_deadline()
             finally:
@@ -82,10 +79,10 @@ class Stop:
             self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at
 
-    def _ask(self, question: int, ranks: Ranks, deadline_seconds: float) -> int | None:
+    def _ask(self, question: int, ranks: Ranks) -> int | None:
         """Returns the question after which all stop; None while there is none: this rank is past this one then."""
         if self._halt is None or self._halt[0] is not ranks:
-            self._halt = ranks, ranks.halt(_QUESTION, deadline_seconds)
+            self._halt = ranks, ranks.halt(_QUESTION)
         return self._halt[1].at(question, self._signaled.is_set())
 
     def leave(self) -> NoReturn:
@@ -111,12 +108,10 @@ class Stop:
     def _start_deadline(self) -> None:
         """Starts the deadline, once."""
         if self._deadline_runs.acquire(blocking=False):
-            world().timer(self.deadline_seconds, self._give_up, "shardopt-stop").start()
+            world().timer(self.grace_seconds, self._give_up, "shardopt-stop").start()
 
     def _give_up(self) -> None:
-        text = (
-            f"told to stop by {(self._got or self._first).name}, and not done with it after {self.deadline_seconds:g} s"
-        )
+        text = f"told to stop by {(self._got or self._first).name}, and not done with it after {self.grace_seconds:g} s"
         # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
         lost = f"{text}: what was not saved by now is lost"
         message = world().thread(partial(_write_message, lost), daemon=True)

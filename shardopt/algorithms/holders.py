@@ -59,14 +59,13 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
         LayoutError: a parameter cannot be described, lies in part on other ranks than these, or the boxes of one that
             ranks hold do not fit together. Every rank raises.
     """
-    views, packed = ranks.agree(
+    views, packed = ranks.with_deadline(_DEADLINE_SECONDS).agree(
         _WHAT,
         work=lambda: {
             name: view_of(param, name).numbered_in(ranks.job_numbers, all_of=name) for param, name in names.items()
         },
         report=_fingerprint,
         decide=lambda fingerprints: pack_kinds(kinds_of(fingerprints)),
-        deadline_seconds=_DEADLINE_SECONDS,
     )
     known = {name: view.layout for name, view in views.items()}
     kinds = unpack_kinds(packed)

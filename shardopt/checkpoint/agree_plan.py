@@ -199,7 +199,6 @@ class Planning:
 
     ranks: Ranks
     call: Call
-    deadline_seconds: float
     description: Description
     geometry: str
     comparison: Comparison
@@ -262,11 +261,11 @@ class Planning:
 
     def _tell_buffers(self, buffers: Sequence[str], members: Mapping[str, Member]) -> None:
         groups = self.description.contents_in_groups(members)
-        tell_buffers(self.ranks, self.call, groups, buffers, self.deadline_seconds)
+        tell_buffers(self.ranks, self.call, groups, buffers)
 
     def _refuse_drifted(self, drifted: Sequence[str], members: Mapping[str, Member]) -> None:
         groups = self.description.contents_in_groups(members)
-        refuse_drifted(self.ranks, self.call, groups, drifted, self.deadline_seconds)
+        refuse_drifted(self.ranks, self.call, groups, drifted)
 
     @property
     def _sends_values(self) -> bool:
@@ -337,7 +336,6 @@ class Planning:
             describe if is_first or self._sends_values else None,
             merge,
             lambda sections: sections[own_kind],
-            self.deadline_seconds,
         )
         if on_rank_0:
             return on_rank_0[0]

@@ -72,7 +72,6 @@ class AsyncSaver:
         self._ranks: Ranks | None = None  # of the last save, apart from those of the program
         self._group: Group | None = None  # of the last save
         self._pending: PendingSave | None = None
-        self._deadline_seconds = DEADLINE_SECONDS
         self._agreed_on_failure = False  # whether ranks have agreed on raising the failure of the last save
         self._thread: Thread | None = None
         self._hooks: list[RemovableHandle] = []
@@ -108,17 +107,17 @@ class AsyncSaver:
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
-        ranks = ranks_of(options.group)
+        ranks = ranks_of(options.group, options.deadline_seconds)
         if in_flight == "refuse":
-            self._refuse_second(ranks, call, options.deadline_seconds)
+            self._refuse_second(ranks, call)
         self._wait(call, options.group)
         self._group = options.group
-        side = self._side.of(ranks, options.deadline_seconds)
+        side = self._side.of(ranks)
         background = BackgroundSave(side, url, self._kept, begin, options, afterwards)
         pending = background.pending
         staged: Staged | BaseException
         try:
-            self._ranks, self._deadline_seconds = side, options.deadline_seconds
+            self._ranks = side
             self._pending, self._agreed_on_failure, self._thread = pending, False, None
             # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends
             # waits for it, and then reports that it should have waited itself.
@@ -203,7 +202,6 @@ class AsyncSaver:
             work=lambda: pending.is_reported,
             report=bool,
             decide=all,
-            deadline_seconds=self._deadline_seconds,
         )
         self._agreed_on_failure = True
         if not all_reported:
@@ -237,7 +235,7 @@ class AsyncSaver:
                     hold_steps(_optimizers_in(app), pending, self._hooks)
             return error
 
-    def _refuse_second(self, ranks: Ranks, call: Call, deadline_seconds: float) -> None:
+    def _refuse_second(self, ranks: Ranks, call: Call) -> None:
         """Raises on all ranks where a save is in flight on one: their clocks differ, and one alone must not go on."""
         last = self._pending
         _, in_flight = ranks.agree(
@@ -245,7 +243,6 @@ class AsyncSaver:
             work=lambda: last is not None and not last.done,
             report=bool,
             decide=any,
-            deadline_seconds=deadline_seconds,
         )
         if in_flight:
             assert last is not None

@@ -86,7 +86,7 @@ class BackgroundSave:
             return
         options = self._options
         try:
-            with self._ranks.beating(options.deadline_seconds):
+            with self._ranks.beating():
                 report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
                 seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))

@@ -83,7 +83,6 @@ class LoadOptions:
     replicas: Replicas
     init_state: bool
     progress: Progress | None
-    deadline_seconds: float
     group: Group | None
     tied: Tied | None
     base_root: str | os.PathLike[str] | None
@@ -246,7 +245,6 @@ def load(
         replicas=replicas,
         init_state=init_state,
         progress=progress,
-        deadline_seconds=deadline_seconds,
         group=group,
         tied=tied,
         base_root=None if base_root is None else absolute_url(base_root),
@@ -255,8 +253,9 @@ def load(
     # Around a call, so that the collector finds the plan gone when it wakes.
     refuse_within(f"loading {os.fspath(url)}", but=[LOADING])
     use_options(url, storage_options)
-    with out_of_inference_mode(), reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
-        report, differences = _load(url, app, options)
+    ranks = ranks_of(group, deadline_seconds)
+    with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused():
+        report, differences = _load(ranks, url, app, options)
     emit_report("load", report)
     log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
     for difference in differences:
@@ -265,16 +264,15 @@ def load(
 
 
 def _load(
-    url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions
+    ranks: Ranks, url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
     """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
-    ranks = ranks_of(options.group)
     what = f"{_LOADING}{os.fspath(url)}"
     with damage_told(CHANGED_NOTHING):
         if is_on_hosts(url):
-            open_here = opener_on_hosts(ranks, what, url, options.deadline_seconds)
+            open_here = opener_on_hosts(ranks, what, url)
         else:
-            open_here = opener_of(ranks, what, url, options.base_root, options.deadline_seconds)
+            open_here = opener_of(ranks, what, url, options.base_root)
 
     @cache
     def opened() -> CheckpointReader:  # in a round, as all that may fail
@@ -298,7 +296,7 @@ def _load(
     if not options.init_state:
         return load_into()
     with damage_told(CHANGED_NOTHING):
-        undo = init_unstepped(ranks, what, look, options.deadline_seconds)
+        undo = init_unstepped(ranks, what, look)
     try:
         return load_into()
     except ShardoptError:
@@ -320,9 +318,7 @@ def _rules_due(
 
     with damage_told(CHANGED_NOTHING):
         call = Call(what, f"{as_call(what).same} with rename")  # which not all of them may have been given
-        _, fits = ranks.agree(
-            call, look, report=list, decide=lambda reports: reports, deadline_seconds=options.deadline_seconds
-        )
+        _, fits = ranks.agree(call, look, report=list, decide=lambda reports: reports)
     return rules_due(rename, opened().manifest.renamed, fits)
 
 
@@ -366,7 +362,6 @@ def _load_into(
 
 def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOptions) -> _Reads:
     """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
-    deadline_seconds = options.deadline_seconds
 
     def report_plan(reads: _Reads) -> list[Any]:
         plan = reads.plan
@@ -387,7 +382,6 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
             work=lambda: _Reads(plan(), ranks),
             report=report_plan,
             decide=lambda reports: _compare_ranks(what.removeprefix(_LOADING), reports),
-            deadline_seconds=deadline_seconds,
         )
 
     reads, opened = agree_on(lambda: _plan(look(), options, ranks))
@@ -399,12 +393,11 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
             work=lambda: own_places(first.flat, opened["may_grow"]),
             report=list,
             decide=lambda reports: [key for key in opened["may_grow"] if not any(key in own for own in reports)],
-            deadline_seconds=deadline_seconds,
         )
         reads, opened = agree_on(lambda: _plan(_Look(first.reader, first.flat, first.names), options, ranks, growing))
     plan, with_casts = reads.plan, opened["with_casts"]
     if opened["with_differences"]:
-        settle(ranks, what, plan.match, plan.names, options.strictness, opened["with_differences"], deadline_seconds)
+        settle(ranks, what, plan.match, plan.names, options.strictness, opened["with_differences"])
     if not opened["is_met"]:
         refuse_nothing(plan.reader.manifest, plan.flat, options.select)
     if not opened["alike"]:
@@ -413,19 +406,18 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
             work=lambda: reads.read_alone(ranks),
             report=lambda _: reads.has_casts_to_check,
             decide=any,
-            deadline_seconds=deadline_seconds,
         )
     if with_casts:
-        ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
+        ranks.agree(what, work=lambda: _check_casts(plan, reads))
     if options.transactional:
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
-        ranks.agree(doing, work=lambda: check_all(reads.requests), deadline_seconds=deadline_seconds)
+        ranks.agree(doing, work=lambda: check_all(reads.requests))
     return reads
 
 
 def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple[int, list[Handback]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
-    plan, deadline_seconds = reads.plan, options.deadline_seconds
+    plan = reads.plan
     places = plan.match.places(plan.flat)
     loaded = [each for each in plan.flat.handbacks if each.elsewhere or each.path in places]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
@@ -434,10 +426,10 @@ def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple
         mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
         return fill(reads.requests, options.progress)
 
-    bytes_read, _ = ranks.agree(what, work=fill_marked, deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=fill_marked)
     lenient = options.strictness.lets_objects_differ
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient), deadline_seconds=deadline_seconds)
+    ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient))
     unmark_partial_load(optimizers)
     return bytes_read, loaded
 

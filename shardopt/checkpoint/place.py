@@ -48,7 +48,7 @@ class Place:
         """Commits the files that all ranks have written, on rank 0; returns what all need for `settle`, or None."""
         raise NotImplementedError
 
-    def settle(self, call: Call, published: str, deadline_seconds: float) -> None:
+    def settle(self, call: Call, published: str) -> None:
         """Does the rest of the commit, where `publish` has returned something. Collective."""
 
     def discard(self, save_id: str) -> None:
@@ -56,9 +56,7 @@ class Place:
         raise NotImplementedError
 
 
-def place_of(
-    ranks: Ranks, url: str | os.PathLike[str], durable: bool, base: str | None, deadline_seconds: float
-) -> Place:
+def place_of(ranks: Ranks, url: str | os.PathLike[str], durable: bool, base: str | None) -> Place:
     """Returns the place at a URL. Collective for one on hosts, the first time that they meet at its directory.
 
     Raises:
@@ -71,7 +69,7 @@ def place_of(
         problem = Problem("base", base, "none, for a checkpoint on hosts", "save all of it, or to a shared path")
         raise OptionError("what lies on hosts refers to nothing", [problem])
     root, name = split(url)
-    return _OnHosts(ranks, hosts_of(ranks, root, deadline_seconds), name, durable)
+    return _OnHosts(ranks, hosts_of(ranks, root), name, durable)
 
 
 class _Shared(Place):
@@ -141,7 +139,7 @@ class _OnHosts(Place):
     def publish(self, manifest: Manifest, data: bytes, base: Base | None) -> str:
         return data.decode()
 
-    def settle(self, call: Call, published: str, deadline_seconds: float) -> None:
+    def settle(self, call: Call, published: str) -> None:
         hosts, share = self._hosts, self._share
 
         def keep() -> None:
@@ -153,7 +151,7 @@ class _OnHosts(Place):
                 share.keep_record(published.encode(), own)
 
         try:
-            self._ranks.agree(call, work=keep, deadline_seconds=deadline_seconds)
+            self._ranks.agree(call, work=keep)
         except ShardoptError:
             # Where a rank was lost the others may have an answer that this one has not: then nothing is removed.
             if hosts.is_leader and self._ranks.in_step:

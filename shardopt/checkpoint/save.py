@@ -175,7 +175,7 @@ def save_now(
     """
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
-    ranks = ranks_of(options.group)
+    ranks = ranks_of(options.group, options.deadline_seconds)
 
     def described() -> Described:
         flat = flatten(app, options.tied).selected(options.select)
@@ -185,7 +185,7 @@ def save_now(
         return Described(description, metrics)
 
     # Around a call, so that its locals are gone when the collector is switched on again.
-    with out_of_inference_mode(), ranks.beating(options.deadline_seconds), gc_paused():
+    with out_of_inference_mode(), ranks.beating(), gc_paused():
         report = save_described(ranks, url, described, _kept, options)
     seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
@@ -247,7 +247,7 @@ def _save_to(
     begin = world().monotonic()
     call = call_on("saving", url)
     bases = BaseOnRanks(options.base, options.base_required)
-    place = place_of(ranks, url, options.durable, options.base, options.deadline_seconds)
+    place = place_of(ranks, url, options.durable, options.base)
 
     def describe_here() -> tuple[Described, str, bytes | None]:
         here = described()
@@ -261,13 +261,12 @@ def _save_to(
         report=lambda done: report_state(done[0].state, done[1], ranks.rank, kept),
         decide=lambda reports: _begin(place, reports, bases),
         section_of=lambda decision: bases.section_of(decision["base"]),
-        deadline_seconds=options.deadline_seconds,
     )
     bases.take(decision["base"], section)
     del section
     storage, save_id = place.storage, decision["save_id"]
     comparison = Comparison.from_json(decision["comparison"])
-    planning = Planning(ranks, call, options.deadline_seconds, here.state, geometry, comparison)
+    planning = Planning(ranks, call, here.state, geometry, comparison)
 
     def write() -> tuple[_Written, Planning]:
         state, own = here.state, planned
@@ -297,12 +296,11 @@ def _save_to(
                 options,
                 begin,
             ),
-            deadline_seconds=options.deadline_seconds,
         )
         if committed["drifted"]:
             planning.refuse_drifted(committed["drifted"], planned)
         if committed["published"] is not None:
-            place.settle(call, committed["published"], options.deadline_seconds)
+            place.settle(call, committed["published"])
     except BaseException:
         place.discard(save_id)
         raise

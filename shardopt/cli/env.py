@@ -54,7 +54,7 @@ def env(output: Output, *, url: str | None, mib: int | None) -> int:
         raise OptionError("nothing to try", [Problem("--mib", str(mib), "1 or more", "give how much each rank writes")])
     with _joined() as ranks:
         here = {"host": platform.node(), "pid": os.getpid(), "device": _device()}
-        _, places = ranks.agree("describing ranks", lambda: here, lambda place: place, list, _DEADLINE_SECONDS)
+        _, places = ranks.agree("describing ranks", lambda: here, lambda place: place, list)
         found = {
             "packages": _packages(),
             "python": platform.python_version(),
@@ -80,7 +80,7 @@ def _joined() -> Iterator[Ranks]:
         return
     dist.init_process_group("gloo")
     try:
-        yield ranks_of(None)
+        yield ranks_of(None, _DEADLINE_SECONDS)
     finally:
         dist.destroy_process_group()
 
@@ -131,18 +131,18 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     storage = storage_of(url, durable=True)
     what = f"trying the storage {url}"
 
-    def prepare(_: object) -> str:
+    def prepare() -> str:
         storage.make()
         made = world().random_name(6)
         common_storage.write_marker(storage, made)
         return made
 
-    _, name = ranks.agree(what, lambda: None, decide=prepare, deadline_seconds=_DEADLINE_SECONDS)
+    name = ranks.on_rank_0(what, prepare)
     own, neighbours = (file_name(name, rank % ranks.size, 0) for rank in (ranks.rank, ranks.rank + 1))
     noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)  # which no file system makes smaller
     data = memoryview(bytearray(noise.repeat(nbytes >> 20).numpy().tobytes()))
     try:
-        ranks.agree(what, lambda: common_storage.wait_for_marker(storage, name), deadline_seconds=_DEADLINE_SECONDS)
+        ranks.agree(what, lambda: common_storage.wait_for_marker(storage, name))
         writing = _seconds(ranks, what, lambda: storage.write(own, [data]))
         reading = _seconds(ranks, what, lambda: storage.read(neighbours))
     finally:
@@ -168,7 +168,7 @@ def _seconds(ranks: Ranks, what: str, work: Callable[[], object]) -> float:
         work()
         return max(world().monotonic() - begin, 1e-9)
 
-    _, seconds = ranks.agree(what, timed, lambda took: took, max, _DEADLINE_SECONDS)
+    _, seconds = ranks.agree(what, timed, lambda took: took, max)
     return float(seconds)
 
 

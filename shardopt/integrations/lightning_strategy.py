@@ -76,9 +76,9 @@ class ShardoptMixin:
             checkpoints.save(path, app)
             return
         beside = f"{path}.new"
-        _on_rank_0(f"clearing {beside}", lambda: remove_checkpoint(storage_of(beside)))
+        ranks_of(None).on_rank_0(f"clearing {beside}", lambda: remove_checkpoint(storage_of(beside)))
         checkpoints.save(beside, app)
-        _on_rank_0(f"putting {beside} in the place of {path}", lambda: _replace(path, beside))
+        ranks_of(None).on_rank_0(f"putting {beside} in the place of {path}", lambda: _replace(path, beside))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -122,14 +122,8 @@ def _path_of_rank_0(path: str | os.PathLike[str]) -> str:
 
 
 def _is_committed(path: str) -> bool:
-    is_there = ranks_of(None).agree(
-        "looking for a checkpoint", work=lambda: None, decide=lambda _: storage_of(path).exists(MANIFEST_NAME)
-    )[1]
-    return bool(is_there)
-
-
-def _on_rank_0(what: str, do: Any) -> None:
-    ranks_of(None).agree(what, work=lambda: None, decide=lambda _: do())
+    what = "looking for a checkpoint"
+    return bool(ranks_of(None).on_rank_0(what, lambda: storage_of(path).exists(MANIFEST_NAME)))
 
 
 def _replace(path: str, new: str) -> None:

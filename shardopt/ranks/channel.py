@@ -18,7 +18,7 @@ from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
 from shardopt.ranks.connections.address import network_of
 from shardopt.ranks.connections.frames import MAIN
-from shardopt.ranks.connections.heartbeat import Silence
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS, Silence
 from shardopt.ranks.connections.join import (
     Entry,
     leader_key,
@@ -75,6 +75,8 @@ class Channel:
     ) -> None:
         self.store, self.rank, self.size = store, rank, len(members)
         self.reported = False  # whether the others have all that they need of this rank in this round
+        self.deadline_seconds = DEADLINE_SECONDS  # of the round that is under way
+        self.broken: str | None = None  # why these ranks are out of step, once they are
         self._members, self._is_last = members, is_last
         self._connections: _Connections = (
             _Connections(Node(store, rank, len(members))) if beside is None else beside._connections
@@ -88,13 +90,13 @@ class Channel:
         self._asks_store = False
 
     @contextmanager
-    def beating(self, deadline_seconds: float) -> Iterator[None]:
+    def beating(self, seconds: float) -> Iterator[None]:
         """Shows life while this is open, in rounds and between them. Connects with the others where that is not done.
 
         Raises:
             RankError: this process can have no thread or descriptor more.
         """
-        beating = self.node.beating(self._session, deadline_seconds)
+        beating = self.node.beating(self._session, seconds)
         try:
             beating.__enter__()
         except RuntimeError as error:
@@ -212,7 +214,7 @@ class Channel:
             return str(answer["error"]["message"])
         return lost_text([Lost(self._members[above], ended=True)], 0.0)
 
-    def halts_at(self, place: int, wanted: bool, deadline_seconds: float) -> int | None:
+    def halts_at(self, place: int, wanted: bool) -> int | None:
         """Any rank, before it passes a place: where all stop; None where that is not known, and this one is passed.
 
         Waits only once some rank wants all to stop.
@@ -227,7 +229,7 @@ class Channel:
                 with self.node.changed:
                     silent = sorted(self._members[rank] for rank in halting.waits_for)
                 who = f"{names_of(silent)} did" if silent else "the others did"
-                raise Silent(f"{who} not say for {deadline_seconds:g} s how far they have come")
+                raise Silent(f"{who} not say for {self.deadline_seconds:g} s how far they have come")
 
         with self.node.changed:
             # Under the lock, as all else: two threads that begin a session at once would have one each.
@@ -237,12 +239,13 @@ class Channel:
             if wanted:
                 centre.halt(self._session)
                 self.node.wake()
-        self.deadline_seconds = deadline_seconds
         try:
             at = self._wait(lambda: halting.at, look)
         except _CutOff as cut:
             raise Silent(lost_text([Lost(self._members[cut.args[0]], ended=True)], 0.0)) from None
-        self.node.wait_until_handed_over(deadline_seconds)  # this process may end now, and others wait for this yet
+        self.node.wait_until_handed_over(
+            self.deadline_seconds
+        )  # this process may end now, and others wait for this yet
         return at
 
     # Rank 0.

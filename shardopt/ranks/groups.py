@@ -1,4 +1,4 @@
-"""Ranks by process group, made once for each; and new groups where there is none of just these members."""
+"""Ranks by process group and deadline, made once for each; and new groups where there is none of just these members."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
 from shardopt.errors import OptionError, Problem, RankError, StateError
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.failures import names_of
 from shardopt.ranks.ranks import Ranks
 
@@ -24,15 +25,16 @@ class SharedGroup:
 
     Args:
         group: None for the whole job.
+        deadline_seconds: of its ranks, as for `ranks_of`.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
-        self.group = group
+    def __init__(self, group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        self.group, self._deadline_seconds = group, deadline_seconds
 
     @property
     def ranks(self) -> Ranks:
         """The ranks of the group."""
-        return ranks_of(self.group)
+        return ranks_of(self.group, self._deadline_seconds)
 
     def __deepcopy__(self, memo: object) -> SharedGroup:
         return self
@@ -45,34 +47,41 @@ class SharedGroup:
         return vars(self)
 
 
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Ranks]] = weakref.WeakKeyDictionary()
+"""By deadline: those who ask again get the same object."""
 _members_of: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
-def ranks_of(group: Group | None = None) -> Ranks:
+def ranks_of(group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
     """Returns the ranks of `group` (default: of the job); this process alone without torch.distributed.
 
     Collective for a mesh of several dimensions that is not the whole job, the first time: its ranks get a group.
+
+    Args:
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
         OptionError: this rank is not in it, or it is no group.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return Ranks(None)
+            return Ranks(None, deadline_seconds)
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh) and group.get_coordinate() is not None:
         if group not in _members_of:
             _members_of[group] = tuple(sorted(group.mesh.flatten().tolist()))
-        return ranks_among(_members_of[group], group.get_all_groups())
+        among = _group_among(_members_of[group], group.get_all_groups())
+        return Ranks(None, deadline_seconds) if among is None else ranks_of(among, deadline_seconds)
     if not isinstance(group, dist.ProcessGroup):
         outside = isinstance(group, DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER
         found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(group).__name__}"
         remedy = "make the call on the ranks of the group alone; pass a process group, or a device mesh"
         raise OptionError("ranks cannot work together", [Problem("group", found, "one that this rank is in", remedy)])
-    if group not in _of_group:
-        _of_group[group] = Ranks(group)
-    return _of_group[group]
+    made = _of_group.setdefault(group, {})
+    if deadline_seconds not in made:
+        others = next(iter(made.values()), None)
+        made[deadline_seconds] = others.with_deadline(deadline_seconds) if others else Ranks(group, deadline_seconds)
+    return made[deadline_seconds]
 
 
 def refuse_lone_processes(doing: str) -> None:
@@ -103,17 +112,23 @@ def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = (
         members: global numbers, ascending; this rank's is among them.
         known: groups that there are.
     """
+    group = _group_among(members, known)
+    return Ranks(None) if group is None else ranks_of(group)
+
+
+def _group_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Returns the group of these members, made where there is none; None for one rank, which needs none."""
     if len(members) == 1:
-        return Ranks(None)
+        return None
     job = dist.group.WORLD
     assert job is not None
     made = _made.setdefault(job, {})
     for group in (job, *known):
         if sorted(dist.get_process_group_ranks(group)) == list(members):
-            return ranks_of(group)
+            return group
     if members not in made:
         made[members] = _new_group(members, job)
-    return ranks_of(made[members])
+    return made[members]
 
 
 def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -14,8 +14,8 @@ class Halt:
         channel: in a session of its own; None for this process alone.
     """
 
-    def __init__(self, what: str, channel: Channel | None, deadline_seconds: float) -> None:
-        self._what, self._channel, self._deadline_seconds = what, channel, deadline_seconds
+    def __init__(self, what: str, channel: Channel | None) -> None:
+        self._what, self._channel = what, channel
 
     def at(self, place: int, wanted: bool) -> int | None:
         """Returns where all stop, which no rank has passed; None where nobody wants to: this place is passed then.
@@ -33,6 +33,6 @@ class Halt:
         if self._channel is None:
             return place if wanted else None
         try:
-            return self._channel.halts_at(place, wanted, self._deadline_seconds)
+            return self._channel.halts_at(place, wanted)
         except (Silent, StoreError) as silent:
             raise RankError(f"{self._what}: {silent}") from silent

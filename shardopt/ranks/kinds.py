@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardopt.ranks.calls import Call
-from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.connections.runs import pack_runs, unpack_runs
 from shardopt.ranks.ranks import Ranks
 
@@ -54,12 +53,11 @@ def exchange(
     describe: Callable[[], Any] | None,
     merge: Callable[[Mapping[int, Any]], tuple[Any, Sequence[Any]]],
     section_of: Callable[[Any], int],
-    deadline_seconds: float = DEADLINE_SECONDS,
 ) -> tuple[Any, bytes]:
     """Merges the descriptions of some ranks on rank 0, and gives each rank the section that it needs. Collective.
 
     Args:
-        what, deadline_seconds: as for `Ranks.agree`.
+        what: as for `Ranks.agree`.
         describe: makes this rank's description, as JSON; None where another of its kind sends it.
         merge: runs on rank 0 only; gets descriptions by rank, and returns the JSON that every rank gets, and sections.
         section_of: gets that JSON; returns the number of this rank's section.
@@ -82,7 +80,6 @@ def exchange(
         report=lambda text: text,
         decide=decide,
         section_of=section_of,
-        deadline_seconds=deadline_seconds,
     )
     return answer, section
 

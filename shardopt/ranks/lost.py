@@ -31,7 +31,7 @@ class Lost:
     unreached: tuple[int, int, str] | None = None
 
 
-def lost_text(lost: Sequence[Lost], deadline_seconds: float) -> str:
+def lost_text(lost: Sequence[Lost], silent_seconds: float) -> str:
     """Returns the error text for ranks that will not come."""
     ended = sorted(each.member for each in lost if each.ended)
     silent = sorted(each.member for each in lost if not each.ended and each.unreached is None)
@@ -40,14 +40,14 @@ def lost_text(lost: Sequence[Lost], deadline_seconds: float) -> str:
         if each.unreached is not None:
             listens, comes, where = each.unreached
             texts.append(
-                f"rank {listens} listens {where}, and rank {comes} could not reach it for {deadline_seconds:g} s: name "
+                f"rank {listens} listens {where}, and rank {comes} could not reach it for {silent_seconds:g} s: name "
                 "interfaces by which they reach each other in SHARDOPT_NETWORK"
             )
     if ended:
         texts.append(f"{names_of(ended)} died, or ended before this call")
     if silent:
         texts.append(
-            f"{names_of(silent)} gave no sign of life for {deadline_seconds:g} s: dead, cut "
+            f"{names_of(silent)} gave no sign of life for {silent_seconds:g} s: dead, cut "
             "off, or not in this call (every rank of the group must make it)"
         )
     stopped = sorted(each.member for each in lost if each.stack == "")
@@ -85,13 +85,13 @@ class Witness:
         cut = {-each for each in silent if each < 0}
         return sorted(cut.union(each for each in silent if each > 0 and tree.block_of(each)[0] not in cut))
 
-    def ask(self, number: int, ranks: Sequence[int], deadline_seconds: float) -> dict[int, str]:
+    def ask(self, number: int, ranks: Sequence[int], seconds: float) -> dict[int, str]:
         """Asks some ranks where they are; returns what a few of them that were connected say, "" where they do not.
 
-        Who has ended is not waited for.
+        Who has ended is not waited for, and nobody longer than so many seconds.
         """
         centre = self._node.centre
-        end = world().monotonic() + min(_ASK_SECONDS, deadline_seconds)
+        end = world().monotonic() + min(_ASK_SECONDS, seconds)
         with self._node.changed:
             asked = [rank for rank in dict.fromkeys(ranks) if self._was_connected(rank)][:_MOST_ASKED]
             keys = [(self._session, number, rank) for rank in asked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -37,21 +38,32 @@ class Ranks:
 
     Args:
         group: None for this process alone.
+
+        deadline_seconds: how long a rank may show no sign of life, in all that these ranks do together, before the
+            others give up and name it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        self.deadline_seconds = deadline_seconds
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.members = _members(group)
         # Weak: `ranks_of` is to forget the group, and these ranks with it, once nobody else has it.
         self._group: Callable[[], dist.ProcessGroup | None] | None = None if group is None else weakref.ref(group)
         self._accelerator = None if group is None else accelerator_of(group)
-        self._channel: Channel | None = None
+        self.channel: Channel | None = None
         if group is not None and self.size > 1:
-            self._channel = Channel(world().store_of(group, "shardopt"), self.rank, self.members)
-        self._broken: str | None = None
+            self.channel = Channel(world().store_of(group, "shardopt"), self.rank, self.members)
         self.kept: dict[object, Any] = {}
         """What others keep for as long as these ranks; side channels have the same."""
+
+    def with_deadline(self, seconds: float) -> Ranks:
+        """Returns these ranks with another deadline: the same rounds over the same connections. Local."""
+        if seconds == self.deadline_seconds:
+            return self
+        ranks = copy(self)
+        ranks.deadline_seconds = seconds
+        return ranks
 
     @classmethod
     def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...], session: str = "") -> Ranks:
@@ -67,10 +79,10 @@ class Ranks:
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = session or blake2b(repr(members).encode(), digest_size=16).hexdigest()
         store = world().store_of(job, f"shardopt-{place}")
-        ranks._channel = Channel(store, ranks.rank, ranks.members, is_last=session != "")
+        ranks.channel = Channel(store, ranks.rank, ranks.members, is_last=session != "")
         return ranks
 
-    def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
+    def side_channel(self, what: str) -> Ranks:
         """Makes the same ranks once more, to `agree` in another thread: in rounds of their own. Collective.
 
         They use the connections that these ranks have.
@@ -78,13 +90,11 @@ class Ranks:
         Args:
             what: what they will do, as for `agree`.
         """
-        _, session = self.agree(
-            what, work=lambda: None, decide=lambda _: world().random_name(8), deadline_seconds=deadline_seconds
-        )
+        session = self.on_rank_0(what, lambda: world().random_name(8))
         group = self._process_group()
-        ranks = Ranks(group)
-        if group is not None and self._channel is not None:
-            ranks._channel = Channel(self._channel.store, self.rank, self.members, self._channel, session)
+        ranks = Ranks(group, self.deadline_seconds)
+        if group is not None and self.channel is not None:
+            ranks.channel = Channel(self.channel.store, self.rank, self.members, self.channel, session)
         ranks.kept = self.kept
         return ranks
 
@@ -96,7 +106,7 @@ class Ranks:
         Raises:
             OSError: this rank cannot listen.
         """
-        return None if self._channel is None else self._channel.file_server(open_file)
+        return None if self.channel is None else self.channel.file_server(open_file)
 
     def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
         """Returns what asks one of these ranks for files; nothing is connected yet.
@@ -104,32 +114,28 @@ class Ranks:
         Args:
             at: where its `file_server` listens.
         """
-        assert self._channel is not None  # or there is no other
-        return self._channel.file_client(rank, at)
+        assert self.channel is not None  # or there is no other
+        return self.channel.file_client(rank, at)
 
-    def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
+    def beating(self) -> AbstractContextManager[None]:
         """Shows life of this rank while this is open. For calls of several rounds, between which there is work too.
 
         May be opened within itself, and closed by another thread.
-
-        Args:
-            deadline_seconds: as for `agree`.
         """
-        return nullcontext() if self._channel is None else self._channel.beating(deadline_seconds)
+        return nullcontext() if self.channel is None else self.channel.beating(self.deadline_seconds)
 
-    def halt(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Halt:
+    def halt(self, what: str) -> Halt:
         """Makes what has all of these ranks stop at one place. Collective.
 
         Args:
             what: what it is for, as for `agree`.
         """
-        _, session = self.agree(
-            what, work=lambda: None, decide=lambda _: world().random_name(8), deadline_seconds=deadline_seconds
-        )
-        channel = self._channel
+        session = self.on_rank_0(what, lambda: world().random_name(8))
+        channel = self.channel
         if channel is not None:
             channel = Channel(channel.store, self.rank, self.members, channel, session)
-        return Halt(what, channel, deadline_seconds)
+            channel.deadline_seconds = self.deadline_seconds
+        return Halt(what, channel)
 
     @property
     def job_numbers(self) -> tuple[int, ...] | None:
@@ -149,7 +155,7 @@ class Ranks:
     @property
     def in_step(self) -> bool:
         """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
-        return self._broken is None
+        return self.channel is None or self.channel.broken is None
 
     @property
     def device(self) -> torch.device:
@@ -223,7 +229,6 @@ class Ranks:
         work: Callable[[], T],
         report: Callable[[T], Any] = lambda result: None,
         decide: Callable[[list[Any]], Any] = lambda reports: None,
-        deadline_seconds: float = DEADLINE_SECONDS,
     ) -> tuple[T, Any]:
         """Does `work` on every rank, and `decide` on rank 0 over all the reports. Collective.
 
@@ -233,7 +238,6 @@ class Ranks:
             work: this rank's own work; what it returns stays here.
             report: what rank 0 must know of it, as JSON.
             decide: runs on rank 0 only; gets the reports by rank and returns JSON that every rank gets.
-            deadline_seconds: for how long a rank may show no sign of life before it is given up.
 
         Returns:
             What `work` returned on this rank, and what `decide` returned on rank 0.
@@ -243,16 +247,16 @@ class Ranks:
                 where not all have failed it names those that did.
             RankError: a rank has died or has not arrived, or is in another call.
         """
-        if self._channel is None:
+        if self.channel is None:
             result = work()
             return result, decide([report(result)])
-        if self._broken is not None:
-            raise RankError(f"{what}: ranks lost step in an earlier failure ({self._broken}); restart the job")
-        channel = self._channel
+        channel = self.channel
+        if channel.broken is not None:
+            raise RankError(f"{what}: ranks lost step in an earlier failure ({channel.broken}); restart the job")
         outcome: list[T] = []
         cause: BaseException | None = None
-        with channel.beating(deadline_seconds):
-            channel.begin_round(as_call(what), deadline_seconds)
+        with channel.beating(self.deadline_seconds):
+            channel.begin_round(as_call(what), self.deadline_seconds)
             try:
                 outcome.append(work())
                 message = {"report": report(outcome[0])}
@@ -261,19 +265,27 @@ class Ranks:
             try:
                 answer = channel.decide(message, decide) if self.rank == 0 else channel.follow(message)
             except (Silent, StoreError) as silent:
-                self._broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
-                raise RankError(f"{what}: {self._broken}") from cause
+                channel.broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
+                raise RankError(f"{what}: {channel.broken}") from cause
             except BaseException as interrupt:
                 if not channel.reported:
-                    self._broken = f"{type(interrupt).__name__} before the other ranks had a report"
+                    channel.broken = f"{type(interrupt).__name__} before the other ranks had a report"
                 raise
         if cause is not None and not isinstance(cause, Exception):
             raise cause  # an interrupt stays an interrupt here; the other ranks have the report
         if "error" in answer:
             if answer.get("broken"):
-                self._broken = answer["error"]["message"]
+                channel.broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
+
+    def on_rank_0(self, what: str | Call, decide: Callable[[], Any]) -> Any:
+        """Calls a function on rank 0, for whose result all wait; every rank gets it, as JSON. Collective.
+
+        Raises:
+            ShardoptError, RankError: as `agree`.
+        """
+        return self.agree(what, work=lambda: None, decide=lambda _: decide())[1]
 
     def agree_in_sections(
         self,
@@ -282,12 +294,11 @@ class Ranks:
         report: Callable[[T], Any],
         decide: Callable[[list[Any]], tuple[Any, Sequence[bytes]]],
         section_of: Callable[[Any], int | None],
-        deadline_seconds: float = DEADLINE_SECONDS,
     ) -> tuple[T, Any, bytes]:
         """Agrees as `agree` does on a decision that has sections, of which each rank needs one at most. Collective.
 
         Args:
-            what, work, report, deadline_seconds: as for `agree`.
+            what, work, report: as for `agree`.
             decide: returns the JSON that every rank gets, and the sections, none of them empty.
             section_of: gets that JSON; returns the number of the section that this rank needs, None for none.
 
@@ -302,22 +313,23 @@ class Ranks:
         def post(reports: list[Any]) -> Any:
             decision, made = decide(reports)
             sections.extend(made)
-            if self._channel is not None:
+            if self.channel is not None:
                 for number, section in enumerate(sections):
-                    self._channel.put_section(number, section)
+                    self.channel.put_section(number, section)
             return decision
 
-        result, decision = self.agree(what, work, report, post, deadline_seconds)
+        result, decision = self.agree(what, work, report, post)
         number = section_of(decision)
         if number is None:
             return result, decision, b""
-        if self._channel is None or self.rank == 0:
+        if self.channel is None or self.rank == 0:
             return result, decision, sections[number]
         try:
-            return result, decision, self._channel.get_section(number)
+            return result, decision, self.channel.get_section(number)
         except (Silent, StoreError) as error:
-            self._broken = str(error) if isinstance(error, Silent) else f"the job's store is lost: {error}"
-            raise RankError(f"{what}: {self._broken}") from error
+            broken = str(error) if isinstance(error, Silent) else f"the job's store is lost: {error}"
+            self.channel.broken = broken
+            raise RankError(f"{what}: {broken}") from error
 
     def _process_group(self) -> dist.ProcessGroup | None:
         """Returns the group; None for this process alone.

@@ -16,6 +16,7 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.storage import common_storage, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
+from shardopt.ranks import SharedGroup
 from tests.harness import Fault, run_ranks
 from tests.unit.test_async_failures import Injected, each_call, first_of_each, small_app
 
@@ -287,7 +288,7 @@ def in_different_calls(root):
     saver, options = AsyncSaver(), SaveTerms(deadline_seconds=NEVER)
     saver.save(f"{root}/beside", app, options).result()
     manager = checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=NEVER))
-    history = History(Root(storage_of(root)), None, None, NEVER)
+    history = History(Root(storage_of(root)), None, None, SharedGroup(None, NEVER))
     pairs = {
         "load": (lambda: checkpoint.save(f"{root}/1", app), lambda: checkpoint.load(f"{root}/there", app)),
         "step": (lambda: manager.save(10, app), lambda: manager.save(11, app)),

@@ -35,12 +35,12 @@ class Job:
 def some_are_killed(port, killed):
     job = Job(port)
     ranks = Ranks.meeting(job, tuple(range(RANKS)))
-    assert ranks.agree("meeting", lambda: None, lambda _: 1, sum, 120.0)[1] == RANKS
+    assert ranks.with_deadline(120.0).agree("meeting", lambda: None, lambda _: 1, sum)[1] == RANKS
     if job.rank() in killed:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
-        ranks.agree("saving", lambda: None, deadline_seconds=DEADLINE_SECONDS)
+        ranks.with_deadline(DEADLINE_SECONDS).agree("saving", lambda: None)
     except RankError as error:
         return str(error), time.monotonic() - begin
     return "no error", 0.0

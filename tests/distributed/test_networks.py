@@ -66,7 +66,7 @@ def on_host(hosts, host, names, work):
 
 
 def agree(here):
-    return here.agree("x", lambda: None, lambda _: here.rank, lambda all: all, deadline_seconds=20.0)[1]
+    return here.with_deadline(20.0).agree("x", lambda: None, lambda _: here.rank, lambda all: all)[1]
 
 
 class Job:
@@ -102,9 +102,9 @@ class Job:
 
     def end(self):
         for here in self.ranks.values():
-            here._channel.node.stop()
+            here.channel.node.stop()
         for here in self.ranks.values():
-            here._channel.node.join(10.0)
+            here.channel.node.join(10.0)
 
 
 DEBIAN = {"a": "127.0.1.1 master", "b": "10.80.0.1 master"}
@@ -152,12 +152,12 @@ def test_a_silent_stranger_on_another_host_holds_nobody_up(hosts, tmp_path, monk
     monkeypatch.setattr(strangers, "_MOST_UNPROVEN", 64)
     job = Job(hosts, tmp_path, DEBIAN)
     assert job.results() == [[0, 1]] * 2
-    port = {at[0]: at[1] for at in job.ranks[0]._channel.node.session.at}["10.80.0.1"]
+    port = {at[0]: at[1] for at in job.ranks[0].channel.node.session.at}["10.80.0.1"]
     silent = on_host(
         hosts, "b", job.files[1], lambda: [socket.create_connection(("10.80.0.1", port)) for _ in range(1024)]
     ).result(60)
     assert together(list(job.ranks.values()), agree) == [[0, 1]] * 2
-    assert len(job.ranks[0]._channel.node._strangers.links()) <= 64 + 8
+    assert len(job.ranks[0].channel.node._strangers.links()) <= 64 + 8
     for each in silent:
         each.close()
     job.end()
@@ -165,7 +165,7 @@ def test_a_silent_stranger_on_another_host_holds_nobody_up(hosts, tmp_path, monk
 
 def reset(here, peer):
     """Resets the connection with a peer, as the system does it that is told to."""
-    node = here._channel.node
+    node = here.channel.node
     nobody = struct.pack("H14x", socket.AF_UNSPEC)
     call(_libc.connect, node.centre.links[peer].socket.fileno(), nobody, len(nobody))
 
@@ -184,12 +184,12 @@ def test_a_reset_between_hosts_goes_unnoticed(hosts, tmp_path, who):
 def test_a_reset_of_which_one_host_hears_nothing_goes_unnoticed(hosts, tmp_path):
     job = Job(hosts, tmp_path, DEBIAN)
     assert job.results() == [[0, 1]] * 2
-    before = job.ranks[1]._channel.node.centre.links[0].socket
+    before = job.ranks[1].channel.node.centre.links[0].socket
     ip("-n", hosts.names["a"], "link", "set", "cable", "down")
     reset(job.ranks[0], 1)
     ip("-n", hosts.names["a"], "link", "set", "cable", "up")
     end = time.monotonic() + 4.5
-    while job.ranks[1]._channel.node.centre.links[0].socket is before:  # in no call, so that it says nothing
+    while job.ranks[1].channel.node.centre.links[0].socket is before:  # in no call, so that it says nothing
         assert time.monotonic() < end
         time.sleep(0.05)
     assert together([job.ranks[0], job.ranks[1]], agree) == [[0, 1]] * 2

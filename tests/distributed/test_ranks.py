@@ -20,7 +20,7 @@ TALK = ["shardopt.ranks.channel:pack", "shardopt.ranks.channel:unpack"]
 
 def rounds(count, deadline_seconds=1.0):
     """How many rounds went well, the error that ended them, and how long the last one took."""
-    here = ranks_of()
+    here = ranks_of(None, deadline_seconds)
     for done in range(count):
         start = time.monotonic()
         try:
@@ -29,7 +29,6 @@ def rounds(count, deadline_seconds=1.0):
                 lambda: [here.rank, done],  # noqa: B023  # called at once
                 lambda report: report,
                 lambda reports: reports,
-                deadline_seconds,
             )[1]
         except RankError as error:
             return done, str(error), time.monotonic() - start
@@ -75,7 +74,7 @@ def test_every_death_is_named_by_the_survivors():
 
 def slow_rounds():
     here = ranks_of()
-    return here.agree("x", lambda: time.sleep(1.6 if here.rank == 1 else 0), deadline_seconds=0.8)
+    return here.with_deadline(0.8).agree("x", lambda: time.sleep(1.6 if here.rank == 1 else 0))
 
 
 def test_a_slow_rank_that_beats_is_waited_for():
@@ -92,7 +91,7 @@ def stop_for(seconds):
 def stopped_rounds(victim, seconds):
     """Two rounds; in the work of the second a rank is stopped for a while."""
     here = ranks_of()
-    here.agree("first", lambda: None, deadline_seconds=0.8)
+    here.with_deadline(0.8).agree("first", lambda: None)
 
     def stop():
         if here.rank == victim:
@@ -101,7 +100,7 @@ def stopped_rounds(victim, seconds):
     errors = []
     for what in ("second", "third"):
         try:
-            here.agree(what, stop if what == "second" else lambda: None, deadline_seconds=0.8)
+            here.with_deadline(0.8).agree(what, stop if what == "second" else lambda: None)
         except RankError as error:
             errors.append(str(error))
     return errors
@@ -126,12 +125,13 @@ def test_rank_0_stopped_for_long_is_given_up():
 def between_rounds(victim, seconds):
     """A call of two rounds, between which one rank is stopped for a while. What the second round raises."""
     here = ranks_of()
-    with here.beating(0.5):
-        here.agree("a call", lambda: None, deadline_seconds=0.5)
+    here = ranks_of(None, 0.5)
+    with here.beating():
+        here.agree("a call", lambda: None)
         if here.rank == victim:
             stop_for(seconds)
         try:
-            here.agree("a call", lambda: None, deadline_seconds=0.5)
+            here.agree("a call", lambda: None)
         except RankError as error:
             return str(error)
     return ""
@@ -151,7 +151,7 @@ def one_dies_later():
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(RankError, match="second: rank 1 died, or ended before this call"):
-        here.agree("second", lambda: None, deadline_seconds=300)
+        here.with_deadline(300).agree("second", lambda: None)
     return time.monotonic() - begin
 
 
@@ -171,7 +171,7 @@ def use_after_the_end():
     for call in (
         lambda: here.all_reduce_sum(torch.ones(1)),
         lambda: here.all_to_all(torch.ones(2), [1, 1], [1, 1]),
-        lambda: here.side_channel("x", 1.0),
+        lambda: here.side_channel("x"),
     ):
         with pytest.raises(RankError) as caught:
             call()
@@ -231,7 +231,9 @@ def rounds_of_three():
     def talk(name, ranks):
         for done in range(20):
             report = [name, ranks.rank, done]
-            _, heard[name] = ranks.agree(name, lambda: None, lambda _, r=report: r, lambda all_: all_, 5.0)
+            _, heard[name] = ranks.with_deadline(5.0).agree(
+                name, lambda: None, lambda _, r=report: r, lambda all_: all_
+            )
 
     sides = {name: ranks_of().side_channel(name) for name in ("left", "right")}
     threads = [threading.Thread(target=talk, args=each) for each in sides.items()]

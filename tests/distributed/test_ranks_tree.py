@@ -29,7 +29,7 @@ def heard(here, what, work=lambda: None, deadline_seconds=30.0):
     """The reports of all as this rank gets them; or the error, and after how many seconds."""
     begin = time.monotonic()
     try:
-        return here.agree(what, work, lambda _: here.rank, lambda reports: reports, deadline_seconds)[1]
+        return here.with_deadline(deadline_seconds).agree(what, work, lambda _: here.rank, lambda reports: reports)[1]
     except RankError as error:
         return str(error), time.monotonic() - begin
 
@@ -42,7 +42,7 @@ def rounds_of_six():
         "y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _: here.rank // 2
     )
     side = heard(here.side_channel("beside"), "z")
-    links = here._channel.node.centre.links
+    links = here.channel.node.centre.links
     return connected, side, section == sections[here.rank // 2], sorted(links)
 
 
@@ -230,7 +230,7 @@ def many_sessions(count, settled):
                 time.sleep(0.001)
             dist.barrier()
             left = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
-            seen.append((*left, job.get_group_store().num_keys(), len(here._channel.node.centre.sessions)))
+            seen.append((*left, job.get_group_store().num_keys(), len(here.channel.node.centre.sessions)))
             dist.barrier()
     return seen
 
@@ -283,7 +283,7 @@ def many_managers(root, count, settled):
                 time.sleep(0.001)
             dist.barrier()
             left = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
-            seen.append((*left, job.get_group_store().num_keys(), len(here._channel.node.centre.sessions)))
+            seen.append((*left, job.get_group_store().num_keys(), len(here.channel.node.centre.sessions)))
             dist.barrier()
     return seen
 
@@ -314,7 +314,7 @@ def two_jobs_in_one_store():
 
     def go_on():
         try:
-            old.agree("old", lambda: None, deadline_seconds=3.0)
+            old.with_deadline(3.0).agree("old", lambda: None)
         except RankError as error:
             errors.append(str(error))
 

@@ -40,7 +40,7 @@ def refused(save):
 def save_in_stages(folder, shared):
     rank = dist.get_rank()
     app = app_of(rank // 2, shared)
-    channel = ranks_of()._channel
+    channel = ranks_of().channel
     rounds = []
     for number in range(3):
         before = channel._round
@@ -102,7 +102,7 @@ def test_stages_that_share_a_tensor(tmp_path):
 
 def save_with_values_of_one(folder):
     """Ranks have the same tensors, and rank 1 a value that the other has not; the rounds of two saves."""
-    rank, channel, rounds = dist.get_rank(), ranks_of()._channel, []
+    rank, channel, rounds = dist.get_rank(), ranks_of().channel, []
     app = {"w": torch.ones(4), "epoch": 3, **({"loss": 0.5} if rank else {})}
     for number in range(2):
         before = channel._round

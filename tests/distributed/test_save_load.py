@@ -427,7 +427,7 @@ def save_again(path):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.ones(8, 2)
     model = {f"w{i}": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(300)}
-    node = ranks_of()._channel.node
+    node = ranks_of().channel.node
     exchanged_bytes = []
     for step in range(3):
         before = sum(node.exchanged_bytes())

@@ -220,7 +220,7 @@ def in_small_blocks(function, *args):
 
 def do_not_answer(stopped):
     """One rank is stopped, and another wants all to stop."""
-    halt = ranks_of().halt("testing", deadline_seconds=1.5)
+    halt = ranks_of(None, 1.5).halt("testing")
     assert halt.at(1, False) is None
     dist.barrier()
     if dist.get_rank() == stopped:
@@ -250,7 +250,7 @@ def freed_later(function, stopped):
 
 
 def die_before_it_answers(dead):
-    halt = ranks_of().halt("testing", deadline_seconds=30.0)
+    halt = ranks_of(None, 30.0).halt("testing")
     assert halt.at(1, False) is None
     dist.barrier()
     if dist.get_rank() == dead:

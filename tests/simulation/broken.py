@@ -111,15 +111,13 @@ def names_from_counters(patch: Callable[..., None]) -> None:
         self.number = process.side_channels = getattr(process, "side_channels", 0) + 1
         init(self, what)
 
-    def of(self: Any, ranks: Ranks, deadline_seconds: float = 0.0) -> Ranks:
-        if ranks not in self._made:
-            self._made[ranks] = made = Ranks(ranks._process_group())
-            if ranks._channel is not None:
-                made._channel = Channel(
-                    ranks._channel.store, ranks.rank, ranks.members, ranks._channel, f"{self.number:016x}"
-                )
-        made = self._made[ranks]
-        return made
+    def of(self: Any, ranks: Ranks) -> Ranks:
+        if ranks.channel is None:
+            return ranks
+        if ranks.channel not in self._made:
+            self._made[ranks.channel] = made = Ranks(ranks._process_group(), ranks.deadline_seconds)
+            made.channel = Channel(ranks.channel.store, ranks.rank, ranks.members, ranks.channel, f"{self.number:016x}")
+        return self._made[ranks.channel]
 
     patch(_side, "__init__", counting)
     patch(_side, "of", of)

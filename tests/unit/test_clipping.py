@@ -325,7 +325,7 @@ class Alone(Ranks):
         self.rank, self.size, self.members = rank, size, tuple(range(size))
         self.sent = []
 
-    def agree(self, what, work, report=lambda result: None, decide=lambda reports: None, deadline_seconds=1.0):
+    def agree(self, what, work, report=lambda result: None, decide=lambda reports: None):
         result = work()
         return result, decide([report(result)] * self.size)
 

@@ -35,7 +35,7 @@ def refused_on(tmp_path, changed, sizes=(("a", 1000), ("b", 3)), without=()):
             return agree(call, work=work, report=reported, **rest)
 
         ranks.agree = measured
-        drift.refuse_drifted(ranks, as_call("saving"), groups, [name for name, _ in sizes], 10)
+        drift.refuse_drifted(ranks, as_call("saving"), groups, [name for name, _ in sizes])
 
     outcomes = together(Job("hash", tmp_path).start(3), refuse)
     assert all(type(each) is StateError and str(each) == str(outcomes[0]) for each in outcomes), outcomes

@@ -166,7 +166,7 @@ def test_every_rank_reads_the_section_that_it_needs(any_job):
         for result, decision, section in outcome:
             assert (result, decision) == (rank, [0, 1, 0])
             assert section == (b"\1" * (1 + (9 << 20)) if rank == 1 else b"\0")
-    assert all(not here._channel.node.centre.session(MAIN).sections for here in job)
+    assert all(not here.channel.node.centre.session(MAIN).sections for here in job)
 
 
 def test_one_process_alone_has_a_section():
@@ -229,14 +229,14 @@ def test_many_rounds_leave_few_keys(any_job):
 
 def test_slow_work_that_beats_is_waited_for(any_job):
     def slow(here):
-        return here.agree("x", lambda: time.sleep(2.2 if here.rank == 1 else 0), deadline_seconds=1.5)
+        return here.with_deadline(1.5).agree("x", lambda: time.sleep(2.2 if here.rank == 1 else 0))
 
     assert together(any_job.start(), slow) == [(None, None)] * 3
 
 
 def test_a_slow_decision_that_beats_is_waited_for(job):
     def slow(here):
-        return here.agree("x", lambda: None, decide=lambda _: time.sleep(2.2), deadline_seconds=1.5)
+        return here.with_deadline(1.5).agree("x", lambda: None, decide=lambda _: time.sleep(2.2))
 
     assert together(job.start(), slow) == [(None, None)] * 3
 
@@ -357,7 +357,7 @@ def test_an_interrupted_decision_is_told(job):
 def test_an_interrupt_while_waiting_leaves_the_ranks_in_step(job, rank):
     """The usual place to be in when the user interrupts: all do, and then want to save a last time."""
     ranks = job.start()
-    channel = ranks[rank]._channel
+    channel = ranks[rank].channel
     wait = channel._wait
 
     def interrupted(*args):
@@ -377,7 +377,7 @@ def test_an_interrupt_while_waiting_leaves_the_ranks_in_step(job, rank):
 def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
     """Who comes later gets the answer that was given without it."""
     ranks = job.start()
-    channel = ranks[0]._channel
+    channel = ranks[0].channel
     wait = channel._wait
 
     def interrupted(*args):
@@ -392,7 +392,7 @@ def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
             time.sleep(0.5)
         for _ in range(2):
             with pytest.raises((KeyboardInterrupt, RankError)) as caught:
-                here.agree("x", lambda: None, deadline_seconds=20)
+                here.with_deadline(20).agree("x", lambda: None)
         assert here.agree("after", lambda: here.rank, lambda n: n, lambda reports: reports)[1] == [0, 1, 2]
         return caught.value
 
@@ -430,7 +430,7 @@ def test_nobody_is_waited_for_where_two_are_in_different_calls(job):
             while not late:
                 time.sleep(0.01)
         try:
-            here.agree("saving" if here.rank else "loading", lambda: None, deadline_seconds=30)
+            here.with_deadline(30).agree("saving" if here.rank else "loading", lambda: None)
         except RankError as error:
             late.append(here.rank)
             assert here.agree("after", lambda: None) == (None, None)
@@ -491,13 +491,13 @@ def no_threads_are_left():
 
 def test_beats_reach_from_the_first_line_to_the_last(job):
     def call(here):
-        with here.beating(0.2):
-            here.agree("x", lambda: None, deadline_seconds=0.2)
-            with here.beating(0.2):
+        with here.with_deadline(0.2).beating():
+            here.with_deadline(0.2).agree("x", lambda: None)
+            with here.with_deadline(0.2).beating():
                 time.sleep(0.6 if here.rank == 1 else 0)
-            here.agree("x", lambda: None, deadline_seconds=0.2)
+            here.with_deadline(0.2).agree("x", lambda: None)
             time.sleep(0.6 if here.rank == 0 else 0)
-            return here.agree("x", lambda: None, deadline_seconds=0.2)
+            return here.with_deadline(0.2).agree("x", lambda: None)
 
     assert together(job.start(), call) == [(None, None)] * 3
     no_threads_are_left()
@@ -552,7 +552,7 @@ def test_without_another_thread_a_rank_says_so(job, monkeypatch):
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
-    outcomes = together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=0.5))
+    outcomes = together(ranks, lambda here: here.with_deadline(0.5).agree("x", lambda: None))
     assert "ranks cannot communicate: can't start new thread" in str(outcomes.pop(1))
     assert "x: rank 1 gave no sign of life" in alike(outcomes, RankError)
 
@@ -573,7 +573,7 @@ def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating(beats):
 def test_a_rank_that_does_not_come_is_named_and_then_all_is_over(any_job, absent):
     ranks = any_job.start()
     start = time.monotonic()
-    outcomes = together(ranks, lambda here: here.agree("saving p", lambda: None, deadline_seconds=0.4), absent=[absent])
+    outcomes = together(ranks, lambda here: here.with_deadline(0.4).agree("saving p", lambda: None), absent=[absent])
     assert time.monotonic() - start < 3
     del outcomes[absent]
     text = alike(outcomes, RankError)
@@ -581,7 +581,7 @@ def test_a_rank_that_does_not_come_is_named_and_then_all_is_over(any_job, absent
         f"saving p: rank {absent} gave no sign of life for 0.4 s: dead, cut off, or not in this call"
     )
     start = time.monotonic()
-    late = together(ranks, lambda here: here.agree("again", lambda: None, deadline_seconds=0.4))
+    late = together(ranks, lambda here: here.with_deadline(0.4).agree("again", lambda: None))
     assert all(
         "lost step" in str(error) and f"rank {absent}" in str(error) for error in late if error is not late[absent]
     )
@@ -591,10 +591,10 @@ def test_a_rank_that_does_not_come_is_named_and_then_all_is_over(any_job, absent
 def test_a_rank_that_comes_once_the_others_gave_up_is_told_at_once(job):
     ranks = job.start()
     together(ranks, lambda here: here.agree("w", lambda: None))
-    together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=0.3), absent=[2])
+    together(ranks, lambda here: here.with_deadline(0.3).agree("x", lambda: None), absent=[2])
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 2 gave no sign"):
-        ranks[2].agree("x", lambda: None, deadline_seconds=30)
+        ranks[2].with_deadline(30).agree("x", lambda: None)
     assert time.monotonic() - start < 1
     with pytest.raises(RankError, match="lost step"):
         ranks[2].agree("x", lambda: None)
@@ -602,9 +602,7 @@ def test_a_rank_that_comes_once_the_others_gave_up_is_told_at_once(job):
 
 def test_silence_does_not_hide_what_others_met(job):
     def call(here):
-        here.agree(
-            "x", lambda: fail(CheckpointError("no space left")) if here.rank == 1 else None, deadline_seconds=0.3
-        )
+        here.with_deadline(0.3).agree("x", lambda: fail(CheckpointError("no space left")) if here.rank == 1 else None)
 
     outcomes = together(job.start(4), call, absent=[3])
     text = alike(outcomes[:3], RankError)
@@ -614,9 +612,9 @@ def test_silence_does_not_hide_what_others_met(job):
 
 def test_a_rank_that_stops_between_rounds_is_named(any_job):
     def call(here):
-        here.agree("first", lambda: None, deadline_seconds=0.4)
+        here.with_deadline(0.4).agree("first", lambda: None)
         if here.rank != 1:
-            here.agree("second", lambda: None, deadline_seconds=0.4)
+            here.with_deadline(0.4).agree("second", lambda: None)
 
     outcomes = together(any_job.start(), call)
     assert outcomes.pop(1) is None
@@ -685,7 +683,8 @@ def test_what_another_job_left_in_the_store_is_no_answer(any_job, rounds, first)
 
     assert together(any_job.start(), some_rounds(rounds, 1)) == expected(rounds, 1)
     aborted = any_job.start()
-    together(aborted, lambda here: here.agree("x", lambda: None, lambda _: "stale", lambda _: "stale", 0.3), absent=[2])
+    stale = lambda here: here.with_deadline(0.3).agree("x", lambda: None, lambda _: "stale", lambda _: "stale")  # noqa: E731
+    together(aborted, stale, absent=[2])
     for number in (3, 4):
         fresh = any_job.start()
 

@@ -219,7 +219,7 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
     ranks = job.start()
     reports = lambda here: here.agree("x", lambda: None, lambda _: here.rank, lambda reports: reports)[1]  # noqa: E731
     assert together(ranks, reports) == [[0, 1, 2]] * 3
-    node = ranks[0]._channel.node
+    node = ranks[0].channel.node
     session, own = node.session, dict(node.centre.links)
     (host, port) = session.at[0]
     said = {
@@ -253,7 +253,7 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
     monkeypatch.setattr("shardopt.ranks.connections.strangers._MOST_UNPROVEN", 3)
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
-    at = ranks[0]._channel.node.session.at[0]
+    at = ranks[0].channel.node.session.at[0]
     silent = [socket.create_connection(at) for _ in range(5)]
     assert all(map(is_closed, silent))
     for link in silent:
@@ -279,7 +279,7 @@ work = lambda here: here.agree("x", lambda: len([open("/dev/null") for _ in rang
 for job in jobs:
     assert together(job, work) == [60, 60]
 server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, Network(("127.0.0.1",)), lambda directory, name: 0)
-ports = [server.at[0][1], *(job[0]._channel.node.session.at[0][1] for job in jobs)]
+ports = [server.at[0][1], *(job[0].channel.node.session.at[0][1] for job in jobs)]
 print(*ports, flush=True)
 sys.stdin.readline()
 for job in jobs:
@@ -313,14 +313,14 @@ def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monk
     monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # so that it leads a block
     ranks = job.start()
     together(ranks, lambda here: here.agree("x", lambda: None))
-    node = ranks[2]._channel.node
+    node = ranks[2].channel.node
     with node.changed:
         node.centre.links[0].put(list(nonsense))
         node.centre.to_flush[0] = node.centre.links[0]
         node.wake()
-    while 2 in ranks[0]._channel.node.centre.links:  # before it can report
+    while 2 in ranks[0].channel.node.centre.links:  # before it can report
         time.sleep(0.001)
-    outcomes = together(ranks, lambda here: here.agree("y", lambda: None, deadline_seconds=60))
+    outcomes = together(ranks, lambda here: here.with_deadline(60).agree("y", lambda: None))
     assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
     assert str(outcomes[1]) == str(outcomes[0])
     assert "y: rank 0 died, or ended before this call" in str(outcomes[2])  # as it sees it
@@ -353,7 +353,7 @@ def test_nobody_looks_at_sessions_without_the_lock(job, monkeypatch):
 def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
     ranks = job.start()
     together(ranks, lambda here: here.agree("x", lambda: None))
-    node = ranks[0]._channel.node
+    node = ranks[0].channel.node
     with node.changed:
         gone, there = (node.centre.links[rank] for rank in (1, 2))
         gone.socket.shutdown(socket.SHUT_WR)  # as if its peer was gone
@@ -367,7 +367,7 @@ def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
 def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoken_to(job):
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
-    above, below = (here._channel.node for here in ranks)
+    above, below = (here.channel.node for here in ranks)
     answer = bytes(1 << 20)
     with below.changed:  # so that it does not read
         link = below.centre.links[0]
@@ -392,7 +392,7 @@ def test_a_long_answer_has_come_once_it_is_handed_over(job):
     """Its process may be gone then; who still has parts of it to confirm would have the rest destroyed."""
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
-    above, below = (here._channel.node for here in ranks)
+    above, below = (here.channel.node for here in ranks)
     for number in range(2, 6):
         with above.changed:
             above.centre.answer(MAIN, number, bytes(number << 20))
@@ -405,7 +405,7 @@ def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
     monkeypatch.setattr("shardopt.ranks.connections.node._TAKES_NOTHING_SECONDS", 0.2)
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
-    above, below = (here._channel.node for here in ranks)
+    above, below = (here.channel.node for here in ranks)
     seconds = []
     with below.changed:  # so that it does not read, as if it was stopped
         for number in (2, 3):
@@ -437,13 +437,13 @@ def test_who_leaves_with_sections_that_others_are_to_ask_for_gives_them_first(jo
             "x", lambda: None, lambda _: 0, lambda _: (0, sections), lambda _: section_of(here)
         )
         if here.rank == 0:
-            here._channel.node.stop()
+            here.channel.node.stop()
             time.sleep(0.1)
             gone.set()
         return got[2]
 
     assert together(ranks, call) == [b"a", b"b", b"c"]
-    ranks[0]._channel.node.join(10.0)
+    ranks[0].channel.node.join(10.0)
 
 
 def test_a_child_has_no_connection_whenever_it_is_forked(monkeypatch):
@@ -527,7 +527,7 @@ def test_a_rank_0_of_an_older_job_that_is_stopped_holds_nobody_up(job):
 
     def late(here):
         time.sleep(0.3 if here.rank == 0 else 0)
-        return here.agree("x", lambda: here.rank, deadline_seconds=4.0)[0]
+        return here.with_deadline(4.0).agree("x", lambda: here.rank)[0]
 
     with stopped:
         assert together(ranks, late) == [0, 1, 2]
@@ -537,7 +537,7 @@ def test_a_rank_0_of_an_older_job_that_is_stopped_holds_nobody_up(job):
 def test_ranks_get_sections_as_one_piece_of_memory(job):
     ranks = job.start(5)
     together(ranks, lambda here: here.agree("x", lambda: None))
-    centre = ranks[0]._channel.node.centre
+    centre = ranks[0].channel.node.centre
     with centre.changed:  # the thread sends nothing meanwhile
         centre.session(MAIN).sections.clear()
         centre.keep_section(MAIN, 9, 1, bytes(4 << 20))
@@ -555,7 +555,7 @@ def test_a_rank_without_a_descriptor_says_so_of_itself(job, monkeypatch):
 
     ranks = job.start(2)
     monkeypatch.setattr(World, "begin_connect", none_free)
-    outcomes = together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=1.0))
+    outcomes = together(ranks, lambda here: here.with_deadline(1.0).agree("x", lambda: None))
     assert "x: this rank cannot communicate: [Errno 24] Too many open files" in str(outcomes[1])
 
 
@@ -597,9 +597,9 @@ def numbers(here):
 
 def end_all(ranks):
     for here in ranks:
-        here._channel.node.stop()
+        here.channel.node.stop()
     for here in ranks:
-        here._channel.node.join(10.0)
+        here.channel.node.join(10.0)
 
 
 def test_a_connection_that_is_reset_between_rounds_comes_back_unnoticed(job, wire, monkeypatch):
@@ -612,7 +612,7 @@ def test_a_connection_that_is_reset_between_rounds_comes_back_unnoticed(job, wir
         for pair in pairs:
             pair.reset()
         assert together(ranks, numbers) == [[0, 1, 2, 3]] * 4
-    links = [link for here in ranks for link in here._channel.node.centre.links.values()]
+    links = [link for here in ranks for link in here.channel.node.centre.links.values()]
     assert len(links) == 6 and all(link.open and not link.suspended for link in links)
     end_all(ranks)
 
@@ -672,7 +672,7 @@ def test_bytes_that_somebody_else_sends_on_a_connection_are_none_of_the_rank(job
 def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
     ranks = job.start(3)
     together(ranks, numbers)
-    node = ranks[1]._channel.node
+    node = ranks[1].channel.node
     with node.changed:
         node._come_back = lambda link: None  # as if its process was no more
         node.centre.links[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -693,11 +693,11 @@ def test_who_is_cut_off_before_any_answer_names_who_is_gone(job, monkeypatch):
     monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # 2 leads 3
     monkeypatch.setattr("shardopt.ranks.channel._RECORD_SECONDS", 0.1)
     ranks = job.start(4)
-    nodes = [here._channel.node for here in ranks]
+    nodes = [here.channel.node for here in ranks]
 
     begin = time.monotonic()
     with nodes[0].beating(MAIN, 1.0), nodes[2].beating(MAIN, 1.0):
-        call = lambda here: here.agree("x", lambda: None, deadline_seconds=1.0)  # noqa: E731
+        call = lambda here: here.with_deadline(1.0).agree("x", lambda: None)  # noqa: E731
         outcomes: list = []
         thread = threading.Thread(target=lambda: outcomes.extend(together(ranks, call, absent=[0, 1, 2])))
         thread.start()
@@ -803,8 +803,8 @@ def test_the_key_is_not_in_a_store_that_everybody_may_read(tmp_path, monkeypatch
         assert together(ranks, numbers) == [[0, 1, 2, 3]] * 4
     finally:
         os.umask(old)
-    session = ranks[0]._channel.node.session
-    assert {here._channel.node.session.key for here in ranks} == {session.key}
+    session = ranks[0].channel.node.session
+    assert {here.channel.node.session.key for here in ranks} == {session.key}
     assert seen == {f"store.{session.name}.key": (session.key, 0o600)}
     stored = (tmp_path / "store").read_bytes()
     assert session.name.encode() in stored and session.key.encode() not in stored
@@ -928,12 +928,12 @@ def test_ranks_listen_at_the_ports_that_are_named(environment, job):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment(own=f":{port}-{port}")
-        errors = together(job.start(2), lambda here: here.agree("x", lambda: None, deadline_seconds=0.5))
+        errors = together(job.start(2), lambda here: here.with_deadline(0.5).agree("x", lambda: None))
         assert f"none of the ports {port} to {port} is free" in str(errors[0])
     environment(own=f":{port}-{port + 20}")
     ranks = job.start(2)
     assert together(ranks, lambda here: here.agree("x", lambda: here.rank)[0]) == [0, 1]
-    assert all(port <= at[1] <= port + 20 for at in ranks[0]._channel.node.session.at)
+    assert all(port <= at[1] <= port + 20 for at in ranks[0].channel.node.session.at)
 
 
 class Elsewhere(World):
@@ -957,7 +957,7 @@ def test_ranks_find_each_other_among_wrong_addresses(job, tmp_path, monkeypatch)
     gone.close()
     other = Job("hash", tmp_path).start(2)
     together(other, lambda here: here.agree("x", lambda: None))
-    wrong = (gone_at, silent.getsockname(), other[0]._channel.node.session.at[0], ("192.0.2.77", 9))
+    wrong = (gone_at, silent.getsockname(), other[0].channel.node.session.at[0], ("192.0.2.77", 9))
     listen = Node._listen
     monkeypatch.setattr(Node, "_listen", lambda node: (*(("10.9.9.9", n) for n in range(4)), *listen(node)))
     begin = time.monotonic()
@@ -973,7 +973,7 @@ def test_who_is_not_reached_is_said_with_its_addresses_and_by_whom(job, monkeypa
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = server.getsockname()
     with using(Elsewhere(nobody)):
-        errors = together(job.start(2), lambda here: here.agree("x", lambda: None, deadline_seconds=2.0))
+        errors = together(job.start(2), lambda here: here.with_deadline(2.0).agree("x", lambda: None))
     for error in errors:
         assert "rank 0 listens at 10.9.9.9:0 (10.9.9.9:0: Connection refused)" in str(error)
         assert "rank 1 could not reach it" in str(error) and "SHARDOPT_NETWORK" in str(error)

@@ -67,7 +67,7 @@ def test_other_ranks_have_a_halt_of_their_own(stop):
 
 def test_ranks_are_waited_for_as_long_as_the_manager_says(tmp_path, monkeypatch):
     waited, halt = [], Ranks.halt
-    monkeypatch.setattr(Ranks, "halt", lambda self, what, seconds: waited.append(seconds) or halt(self, what, seconds))
+    monkeypatch.setattr(Ranks, "halt", lambda self, what: waited.append(self.deadline_seconds) or halt(self, what))
     with checkpoint.Manager(
         tmp_path, stop_on=signal.SIGUSR2, options=checkpoint.SaveOptions(deadline_seconds=3.0)
     ) as manager:

@@ -9,7 +9,7 @@ import pytest
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.run.tiers.jobs import Job, TierQueue
 
-ALONE = SimpleNamespace(beating=lambda deadline_seconds: nullcontext())
+ALONE = SimpleNamespace(beating=nullcontext)
 
 
 def job(step, tier=0, onto=(), to_root=False, is_restored=False):
@@ -21,7 +21,7 @@ class Held:
 
     def __init__(self, failing=()):
         self.done, self.begun, self.let_go, self.failing = [], threading.Event(), threading.Event(), failing
-        self.queue = TierQueue(self.do, 20.0)
+        self.queue = TierQueue(self.do)
 
     def do(self, job, is_newest):
         self.begun.set()

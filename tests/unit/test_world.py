@@ -74,7 +74,7 @@ def test_a_rank_that_never_comes_is_given_up_by_it(monkeypatch):
     monkeypatch.setattr("shardopt.ranks.ranks._members", lambda group: (0, 1))
     monkeypatch.setattr("shardopt.ranks.ranks.accelerator_of", lambda group: None)
     with using(Waiting()) as clock, pytest.raises(RankError, match="rank 1 gave no sign of life for 60 s"):
-        Ranks(Group()).agree("x", lambda: None, deadline_seconds=60.0)
+        Ranks(Group()).with_deadline(60.0).agree("x", lambda: None)
     assert 60 < clock.now - 100 < 75
 
 

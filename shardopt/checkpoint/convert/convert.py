@@ -174,7 +174,7 @@ def convert(
         durable=durable,
         weights=weights,
     )
-    return convert_on(ranks_of(group), src, dst, to, options, progress, deadline_seconds)
+    return convert_on(ranks_of(group, deadline_seconds), src, dst, to, options, progress)
 
 
 def convert_on(
@@ -184,14 +184,13 @@ def convert_on(
     to: Format,
     options: ConvertOptions,
     progress: Progress | None = None,
-    deadline_seconds: float = DEADLINE_SECONDS,
 ) -> ConvertReport:
     """Converts a checkpoint by some ranks, which all call, or by a process for itself; see `convert`."""
     begin = world().monotonic()
     dst = absolute_url(dst)
     _refuse_options(to, options.max_file_bytes, options.world_size)
     call = call_on("converting to", dst)
-    with ranks.beating(deadline_seconds), ExitStack() as stack:
+    with ranks.beating(), ExitStack() as stack:
 
         def plan_here() -> OutPlan:
             reader = stack.enter_context(rearranged(open_checkpoint(src), options.rearrange))
@@ -211,19 +210,16 @@ def convert_on(
             return planned[0]
 
         planned: list[OutPlan] = []
-        plan, _ = ranks.agree(
-            call, plan_here, _fingerprint, lambda reports: _begin(planned[0], reports), deadline_seconds
-        )
+        plan, _ = ranks.agree(call, plan_here, _fingerprint, lambda reports: _begin(planned[0], reports))
         writing = Writing(plan, ranks)
         written, done = ranks.agree(
             call,
             lambda: writing.write(progress),
             writing.report,
             lambda reports: _commit(plan, reports),
-            deadline_seconds,
         )
         if options.check:
-            ranks.agree(call, lambda: writing.check(done["digests"]), deadline_seconds=deadline_seconds)
+            ranks.agree(call, lambda: writing.check(done["digests"]))
     report = ConvertReport(
         url=plan.url,
         to=to,

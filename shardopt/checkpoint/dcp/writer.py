@@ -152,7 +152,7 @@ class StorageWriter(DcpStorageWriter):
         """Writes this rank's data files, in a round with the other ranks."""
         task: _Task = plan.storage_data
         storage, call = self._storage(), call_on("saving", str(self._url))
-        ranks = _ranks_of(task)
+        ranks = _ranks_of(task).with_deadline(self._deadline_seconds)
 
         def keep(reports: Sequence[Any]) -> None:
             values = {key: value for _, own in reports for key, value in own.items()}
@@ -164,7 +164,6 @@ class StorageWriter(DcpStorageWriter):
                 work=lambda: _write(storage, task, ranks.rank, plan.items, planner),
                 report=lambda done: [[[file.name, file.nbytes, file.digest] for file in done[0]], done[1]],
                 decide=keep,
-                deadline_seconds=self._deadline_seconds,
             )
         except BaseException:
             if ranks.rank == 0:

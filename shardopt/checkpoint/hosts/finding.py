@@ -20,9 +20,7 @@ from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatErro
 from shardopt.ranks import Ranks
 
 
-def opener_on_hosts(
-    ranks: Ranks, what: str, url: str | os.PathLike[str], deadline_seconds: float
-) -> Callable[[], CheckpointReader]:
+def opener_on_hosts(ranks: Ranks, what: str, url: str | os.PathLike[str]) -> Callable[[], CheckpointReader]:
     """Makes a function by which each rank opens a checkpoint that lies on the hosts of a job. Collective.
 
     The function is local, to be called in a round of the caller's.
@@ -35,11 +33,11 @@ def opener_on_hosts(
         CheckpointError: a host's directory cannot be used.
     """
     root, name = split(url)
-    whole = find(ranks, hosts_of(ranks, root, deadline_seconds), name, what, deadline_seconds)
+    whole = find(ranks, hosts_of(ranks, root), name, what)
     return lambda: CheckpointReader(OwnSource(whole, whole.record))
 
 
-def find(ranks: Ranks, hosts: Hosts, name: str, what: str, deadline_seconds: float) -> WholeCheckpoint:
+def find(ranks: Ranks, hosts: Hosts, name: str, what: str) -> WholeCheckpoint:
     """Finds a checkpoint that is whole over the hosts together. Collective.
 
     Args:
@@ -64,12 +62,11 @@ def find(ranks: Ranks, hosts: Hosts, name: str, what: str, deadline_seconds: flo
         report=lambda share: share,
         decide=decide,
         section_of=lambda _: 0,
-        deadline_seconds=deadline_seconds,
     )
     return WholeCheckpoint(hosts, name, record, decode_manifest(record, hosts.url(name)), holders)
 
 
-def whole_on(ranks: Ranks, hosts: Hosts, deadline_seconds: float) -> dict[str, int]:
+def whole_on(ranks: Ranks, hosts: Hosts) -> dict[str, int]:
     """Returns the names of all checkpoints that are whole over the hosts together. Collective.
 
     With each is the number of hosts, whichever they are, without which it would still be whole.
@@ -97,7 +94,6 @@ def whole_on(ranks: Ranks, hosts: Hosts, deadline_seconds: float) -> dict[str, i
         work=look,
         report=lambda shares: shares,
         decide=decide,
-        deadline_seconds=deadline_seconds,
     )
     return dict(names)
 

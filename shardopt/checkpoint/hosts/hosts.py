@@ -128,7 +128,7 @@ class Hosts:
 _met: list[Hosts] = []
 
 
-def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | None = None) -> Hosts:
+def hosts_of(ranks: Ranks, root: str, domain: str | None = None) -> Hosts:
     """Returns the hosts of these ranks at a path; has them meet the first time. Collective.
 
     Args:
@@ -154,7 +154,6 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
         work=partial(HostDirectory, root),
         report=lambda opened: [opened.identity, domain],
         decide=_numbered,
-        deadline_seconds=deadline_seconds,
     )
     hosts = Hosts(ranks, root, directory, of_rank, domains)
     hosts.domain = domain
@@ -164,7 +163,6 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
             work=partial(hosts.serve, ranks),
             report=lambda served: served,
             decide=lambda reports: [reports[leader] or [] for leader in hosts.leaders],
-            deadline_seconds=deadline_seconds,
         )
     except BaseException:
         hosts.close()

@@ -43,7 +43,6 @@ def init_unstepped(
     ranks: Ranks,
     what: str,
     look: Callable[[], tuple[Any, FlatState, Names]],
-    deadline_seconds: float,
 ) -> Callable[[], None]:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
@@ -81,11 +80,10 @@ def init_unstepped(
         work=compare,
         report=lambda changes: [{key: each.keep for key, each in changes.items() if each.keep}, _is_due(changes)],
         decide=merge,
-        deadline_seconds=deadline_seconds,
     )
     if decision["any"]:
         # A round of its own: what is made may communicate by itself, so that all must have got here.
-        ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]), deadline_seconds=deadline_seconds)
+        ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
 
     def undo() -> None:
         for change in changes.values():

@@ -68,7 +68,6 @@ def settle(
     names: Names,
     strictness: Strictness,
     differences: dict[str, Any],
-    deadline_seconds: float,
 ) -> None:
     """Refuses what does not fit on some rank, and stored keys that no rank has a place for. Collective.
 
@@ -114,9 +113,7 @@ def settle(
             "unexpected": _pack([key for key in match.unexpected if key in expected_by_none], stored),
         }
 
-    _, merged = ranks.agree(
-        what, work=report, report=lambda report: report, decide=merge, deadline_seconds=deadline_seconds
-    )
+    _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
     unexpected = set(_unpack(merged["unexpected"], stored))
     refused = judge_unexpected(match, names, strictness, [key for key in match.unexpected if key in unexpected])
     if refused or merged["failed"]:

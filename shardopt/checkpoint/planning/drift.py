@@ -38,24 +38,24 @@ class _Range(NamedTuple):
         return self.end == self.begin + 1
 
 
-def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[str], deadline_seconds: float) -> None:
+def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[str]) -> None:
     """Raises StateError, which names replicas that differ: all, or of very many the first. Collective.
 
     Args:
         groups: this rank's.
         drifted: names of groups for which ranks do not have the same hash.
     """
-    _meet(ranks, call, groups, drifted, _refuse, deadline_seconds)
+    _meet(ranks, call, groups, drifted, _refuse)
     raise AssertionError("replicas that differed do not differ")
 
 
-def tell_buffers(ranks: Ranks, call: Call, groups: Groups, differing: Sequence[str], deadline_seconds: float) -> None:
+def tell_buffers(ranks: Ranks, call: Call, groups: Groups, differing: Sequence[str]) -> None:
     """Logs on rank 0 which buffers differ, of which the first holder's values are stored. Collective.
 
     Args:
         groups, differing: as for `refuse_drifted`.
     """
-    _meet(ranks, call, groups, differing, _tell, deadline_seconds)
+    _meet(ranks, call, groups, differing, _tell)
 
 
 def _meet(
@@ -64,7 +64,6 @@ def _meet(
     groups: Groups,
     drifted: Sequence[str],
     decide: Callable[[Sequence[Any]], None],
-    deadline_seconds: float,
 ) -> None:
     """Narrows groups down to single replicas that differ, and hands these to `decide` on rank 0: number, key, box and
     hash of each, by rank.
@@ -77,7 +76,6 @@ def _meet(
             work=lambda ranges=ranges: _hashes_of_parts(groups, ranges),  # type: ignore[misc]  # bound now
             report=lambda hashes: hashes,
             decide=lambda reports: _that_differ(reports)[:most],
-            deadline_seconds=deadline_seconds,
         )
         ranges = [_Range(*each) for each in found]
     ranks.agree(
@@ -85,7 +83,6 @@ def _meet(
         work=lambda: [[i, *groups[each.group][each.begin]] for i, each in enumerate(ranges) if each.group in groups],
         report=lambda named: named,
         decide=decide,
-        deadline_seconds=deadline_seconds,
     )
 
 

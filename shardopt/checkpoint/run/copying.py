@@ -30,7 +30,6 @@ def copy_over_ranks(
     source: Storage,
     target: Storage,
     read: Callable[[], tuple[Manifest, bytes]],
-    deadline_seconds: float,
 ) -> tuple[Manifest, int]:
     """Copies a checkpoint that is not there yet (`is_copied`). Collective.
 
@@ -46,14 +45,12 @@ def copy_over_ranks(
         work=read,
         report=lambda done: xxhash.xxh3_64_hexdigest(done[1]),
         decide=lambda digests: prepare_copy(source, target, read_manifest(source)[0], digests),
-        deadline_seconds=deadline_seconds,
     )
     try:
         nbytes, _ = ranks.agree(
             what,
             work=lambda: upload_files(source, target, manifest, ranks),
             decide=lambda _: commit_copy(source, target, manifest, data),
-            deadline_seconds=deadline_seconds,
         )
     except BaseException:
         if ranks.rank == 0:  # as a save: it is the one that could still commit, and has now failed to

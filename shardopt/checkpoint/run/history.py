@@ -11,7 +11,7 @@ from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
-from shardopt.ranks import Call, Group, as_call, ranks_of
+from shardopt.ranks import Call, SharedGroup, as_call
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -25,8 +25,7 @@ class History:
     Args:
         root: of the run.
         copies: the root of the mirror, and the mirror itself; None where there is none.
-        deadline_seconds: of rounds.
-        group: the ranks of the run; None for the whole job.
+        group: of the ranks of the run.
     """
 
     def __init__(
@@ -34,12 +33,10 @@ class History:
         root: Root,
         copies: Root | None,
         mirror: Mirror | None,
-        deadline_seconds: float,
-        group: Group | None = None,
+        group: SharedGroup,
     ) -> None:
         self._group = group
         self._root, self._copies, self._mirror = root, copies, mirror
-        self._deadline_seconds = deadline_seconds
         self._agreed: Branches | None = None  # as all ranks know them
 
     @property
@@ -85,11 +82,9 @@ class History:
             CheckpointError: a root cannot be read, or is a checkpoint itself, or the records contradict each other.
             CorruptionError: a record is damaged or missing.
         """
-        _, wire = ranks_of(self._group).agree(
+        wire = self._group.ranks.on_rank_0(
             f"restoring from {self._root.url}" if needs_copies else f"looking for checkpoints in {self._root.url}",
-            work=lambda: None,
-            decide=lambda _: [list(each) for each in self._read_branches(needs_copies).values()],
-            deadline_seconds=self._deadline_seconds,
+            lambda: [list(each) for each in self._read_branches(needs_copies).values()],
         )
         self._agreed = branches_of(Branch(*each) for each in wire)
         return self._agreed
@@ -168,13 +163,12 @@ class History:
             named = [(place_of(name), url) for name, url in self._mirror.committed()]
             return [Candidate(place, url) for place, url in named if place is not None]
         doing = f"restoring from {self._root.url}"
-        _, places = ranks_of(self._group).agree(
+        _, places = self._group.ranks.agree(
             Call(doing, f"{as_call(doing).same} the newest"),  # not the round before it, of the branches
             # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
             work=lambda: not self._root.storage.is_remote and bool(self._root.contents().places),
             report=bool,
             decide=self._committed_here,
-            deadline_seconds=self._deadline_seconds,
         )
         return [Candidate(place, self._root.checkpoint(place).url) for place in (Place(*each) for each in places)]
 
@@ -211,12 +205,7 @@ class History:
         if seen_from == branches.current and not later:
             return
         record = branches.taken_back(step, seen_from, beyond)
-        ranks_of(self._group).agree(
-            f"taking {self._root.url} back to step {step}",
-            work=lambda: None,
-            decide=lambda _: self._add(record),
-            deadline_seconds=self._deadline_seconds,
-        )
+        self._group.ranks.on_rank_0(f"taking {self._root.url} back to step {step}", lambda: self._add(record))
         self._agreed = branches_of([*branches.values(), record])
 
     def _add(self, record: Branch) -> None:
@@ -233,10 +222,5 @@ class History:
             whole = [each for each in committed if self._root.checkpoint(each).url not in damaged]
             return list(max(whole)) if whole else None
 
-        _, place = ranks_of(self._group).agree(
-            f"looking for checkpoints in {self._root.url}",
-            work=lambda: None,
-            decide=lambda _: newest(),
-            deadline_seconds=self._deadline_seconds,
-        )
+        place = self._group.ranks.on_rank_0(f"looking for checkpoints in {self._root.url}", newest)
         return None if place is None else Place(*place)

@@ -80,9 +80,7 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
     return decode_run(data, f"{storage.url}/{name}")
 
 
-def refuse_tiers_of_others(
-    ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float
-) -> None:
+def refuse_tiers_of_others(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None) -> None:
     """Sees that directories of tiers are of the run of a root, or of none yet. Collective, writes nothing.
 
     Args:
@@ -98,11 +96,10 @@ def refuse_tiers_of_others(
         work=lambda: _look_at_all(tiers),
         report=lambda seen: seen,
         decide=lambda reports: _refuse_others(_run_of(root, copies)[0], root, reports),
-        deadline_seconds=deadline_seconds,
     )
 
 
-def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float) -> None:
+def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None) -> None:
     """Marks directories of tiers as those of the run of a root, which begins where it has not. Collective.
 
     Nothing is written where one is another run's.
@@ -128,7 +125,6 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
         work=lambda: _look_at_all(tiers),
         report=lambda seen: seen,
         decide=begin,
-        deadline_seconds=deadline_seconds,
     )
     ranks.agree(
         f"marking {_paths(tiers)} as the run's",
@@ -136,7 +132,6 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
         report=lambda seen: seen,
         # Two runs may have begun at once: each sees what is there now.
         decide=lambda reports: _refuse_others(_run_of(root, copies)[0], root, reports),
-        deadline_seconds=deadline_seconds,
     )
 
 

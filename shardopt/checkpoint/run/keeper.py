@@ -17,7 +17,7 @@ from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
-from shardopt.ranks import Group, ranks_of
+from shardopt.ranks import SharedGroup
 from shardopt.world import Thread, world
 
 _MANY_RANKS = 64  # have so many files that their removal is not waited for
@@ -38,7 +38,7 @@ class Keeper:
         rules: which checkpoints stay.
         mirror: whose copies are under way, if there is one.
         promoting: returns the names of checkpoints that come to the root from a tier.
-        group: the ranks of the run; None for the whole job.
+        group: of the ranks of the run.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Keeper:
         rules: Retention,
         mirror: Mirror | None,
         promoting: Callable[[], frozenset[str]],
-        group: Group | None = None,
+        group: SharedGroup,
     ) -> None:
         self._group = group
         self._history = history
@@ -96,7 +96,7 @@ class Keeper:
         """
         self._saved = place
         self._metrics[place] = metrics
-        ranks = ranks_of(self._group)
+        ranks = self._group.ranks
         if ranks.rank == 0 and (self._root.storage.is_remote or ranks.size > _MANY_RANKS):
             self._tidy_beside()
         else:
@@ -196,7 +196,7 @@ class Keeper:
                 root.storage.remove(record_name(place.name))
 
     def _say_removed(self, damaged: Collection[str]) -> None:
-        if damaged and ranks_of(self._group).rank == 0:
+        if damaged and self._group.ranks.rank == 0:
             _log.warning("what is damaged there makes way for what is saved now: %s", ", ".join(damaged))
 
     def _warn_of_later(self, newest: int) -> None:
@@ -210,7 +210,7 @@ class Keeper:
             )
 
     def _on_rank_0(self, root: Root, remove: Callable[[Root], None]) -> None:
-        if ranks_of(self._group).rank == 0:
+        if self._group.ranks.rank == 0:
             try:
                 remove(root)
             except (OSError, CheckpointError) as error:

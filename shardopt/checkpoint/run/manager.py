@@ -45,7 +45,7 @@ from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.writing.pending import PendingSave
-from shardopt.ranks import Group, ranks_of
+from shardopt.ranks import Group, SharedGroup
 from shardopt.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
 from shardopt.stopping import Stop
 
@@ -122,23 +122,34 @@ class Manager:
             **{each.name: getattr(options, each.name) for each in fields(SaveOptions)}, group=group, renamed=()
         )
         terms = replace(terms, base_required=False)
-        rank = ranks_of(group).rank  # refused where it is not in the group
-        deadline_seconds = options.deadline_seconds
-        self._group, self._tied, self._deadline_seconds = group, options.tied, deadline_seconds
-        self._due = Due(every, group, deadline_seconds)
+        self._tied, self._deadline_seconds = options.tied, options.deadline_seconds
+        self._group = SharedGroup(group, options.deadline_seconds)
+        rank = self._group.ranks.rank  # refused where it is not in the group
+        self._due = Due(every, self._group)
         self._stop: Stop | None = None
         if preemption is not None:
             self._stop = Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
         self._root, *of_copies = map(Root, roots)
         copies = of_copies[0] if of_copies else None
-        copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
-        self._tiers = Tiers(tiers, self._root, deadline_seconds, group, copies)
-        self._history = History(self._root, copies, copier, deadline_seconds, group)
-        self._keeper = Keeper(self._history, self._root, copies, rules, copier, self._tiers.promoting, group)
+        copier = (
+            None if mirror is None else Mirror(root, mirror, deadline_seconds=options.deadline_seconds, group=group)
+        )
+        self._tiers = Tiers(tiers, self._root, self._group, copies)
+        self._history = History(self._root, copies, copier, self._group)
+        self._keeper = Keeper(self._history, self._root, copies, rules, copier, self._tiers.promoting, self._group)
         self._exporter = None if export is None or rank else Exporter(export)
         slow = SlowSaves(None if preemption is None or rank else preemption.seconds)
         self._behind = Behind(
-            self._root, self._due, self._history, self._tiers, copier, copies, self._exporter, self._keeper, slow, terms
+            self._root,
+            self._due,
+            self._history,
+            self._tiers,
+            copier,
+            copies,
+            self._exporter,
+            self._keeper,
+            slow,
+            self._group,
         )
         self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, terms)
         self._closed = self._warned_of_step = False
@@ -193,7 +204,7 @@ class Manager:
         self._require_open()
         check_step(step)
         refuse_within(f"adding metrics to step {step} of {self._root.url}")
-        with ranks_of(self._group).beating(self._deadline_seconds):
+        with self._group.ranks.beating():
             self._saver.background.wait()
             self._behind.add_metrics(self._branches().place(int(step)), metrics)
 
@@ -212,7 +223,7 @@ class Manager:
         self._require_open()
         check_step(step)
         refuse_within(f"removing step {step} of {self._root.url}")
-        with ranks_of(self._group).beating(self._deadline_seconds):
+        with self._group.ranks.beating():
             self._saver.delete(self._branches().place(int(step)))
 
     def should_save(self, step: int) -> bool:
@@ -259,7 +270,7 @@ class Manager:
         if not (force or self.should_save(step)):
             return None
         refuse_within(f"saving step {step} of {self._root.url}", app)
-        with ranks_of(self._group).beating(self._deadline_seconds):
+        with self._group.ranks.beating():
             if self._stops_after(step):
                 self._save_and_leave(step, app, metrics)
             self._saver.raise_failure_of_copy()
@@ -342,11 +353,11 @@ class Manager:
                 init_state=True,
                 progress=progress,
                 deadline_seconds=self._deadline_seconds,
-                group=self._group,
+                group=self._group.group,
                 tied=self._tied,
             )
 
-        with ranks_of(self._group).beating(self._deadline_seconds):
+        with self._group.ranks.beating():
             return self._restore(load_from, step, branch, beyond, required, select, rename)
 
     def _restore(
@@ -359,7 +370,7 @@ class Manager:
         select: str | None,
         rename: Mapping[str, str] | None,
     ) -> int:
-        rank = ranks_of(self._group).rank
+        rank = self._group.ranks.rank
         self._saver.background.wait()
         self._tiers.finish()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
@@ -395,7 +406,7 @@ class Manager:
         """
         self._require_open()
         refuse_within(f"waiting for saves of {self._root.url}")
-        with ranks_of(self._group).beating(self._deadline_seconds):
+        with self._group.ranks.beating():
             self._saver.wait()
 
     def close(self) -> None:
@@ -438,7 +449,7 @@ class Manager:
     def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
         """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
         counted = app.get("step") if isinstance(app, Mapping) else None
-        if type(counted) is not int or counted == step or self._warned_of_step or ranks_of(self._group).rank:
+        if type(counted) is not int or counted == step or self._warned_of_step or self._group.ranks.rank:
             return
         self._warned_of_step = True
         _log.warning(
@@ -448,7 +459,7 @@ class Manager:
         )
 
     def _stops_after(self, step: int) -> bool:
-        return self._stop is not None and self._stop.after(step, ranks_of(self._group), self._deadline_seconds)
+        return self._stop is not None and self._stop.after(step, self._group.ranks)
 
     def _branches(self) -> Branches:
         """Returns the branches as all ranks know them. Collective the first time."""
@@ -460,11 +471,9 @@ class Manager:
     def _take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
         self._history.take_back(step, seen_from, beyond, self._tiers.candidates())
         if beyond == "remove":
-            ranks_of(self._group).agree(  # in a round, so that no rank is taken for dead meanwhile
+            self._group.ranks.on_rank_0(  # in a round, so that no rank is taken for dead meanwhile
                 f"removing what is beyond step {step} from {self._root.url}",
-                work=lambda: None,
-                decide=lambda _: self._keeper.remove_beyond(),
-                deadline_seconds=self._deadline_seconds,
+                self._keeper.remove_beyond,
             )
 
     def _save_and_leave(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> NoReturn:
@@ -475,11 +484,11 @@ class Manager:
             place = self._branches().place(int(step))
             if not self._saver.has(place, at_root=True):
                 self._warn_of_other_step(step, app)
-                self._saver.save_last(place, app, metrics, self._stop.deadline_seconds)
+                self._saver.save_last(place, app, metrics, self._stop.grace_seconds)
         finally:
             for failure in earlier:
                 _log.error("before the job was told to stop, this had failed: %s", failure)
-        if ranks_of(self._group).rank == 0:
+        if self._group.ranks.rank == 0:
             _log.warning("told to stop: saved step %d, and leaving", step)
         self._stop.leave()
 

@@ -21,7 +21,7 @@ from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SideRanks, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
 from shardopt.world import Thread, world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -64,9 +64,8 @@ class Mirror:
         deadline_seconds: float = DEADLINE_SECONDS,
         group: Group | None = None,
     ) -> None:
-        self._group = group
+        self._group = SharedGroup(group, deadline_seconds)
         self._local, self._remote = storage_of(local), storage_of(remote)
-        self._deadline_seconds = deadline_seconds
         self._side = SideRanks("copies of checkpoints")
         self._lock = world().lock()
         self._waiting: list[str] = []
@@ -77,7 +76,7 @@ class Mirror:
 
     def prepare(self) -> None:
         """Opens the ranks' side channel for copies, as `upload` does where there is none yet. Collective then."""
-        self._side.of(ranks_of(self._group), self._deadline_seconds)
+        self._side.of(self._group.ranks)
 
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
@@ -103,7 +102,7 @@ class Mirror:
 
     def begin(self, name: str, afterwards: Callable[[Storage], None]) -> None:
         """Does the same, and leaves the failure of an earlier one to be taken. Collective; does not wait."""
-        side_ranks = self._side.of(ranks_of(self._group), self._deadline_seconds)
+        side_ranks = self._side.of(self._group.ranks)
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
@@ -134,12 +133,11 @@ class Mirror:
         Raises:
             CheckpointError: one of the roots cannot be read. The newest cannot be known then.
         """
-        _, (local, remote) = ranks_of(self._group).agree(
+        _, (local, remote) = self._group.ranks.agree(
             f"looking for checkpoints in {self._local.url} and {self._remote.url}",
             work=lambda: _committed(self._local),
             report=lambda names: names,
             decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self._remote)],
-            deadline_seconds=self._deadline_seconds,
         )
         both = sorted({*local, *remote}, key=by_numbers, reverse=True)
         places = ((self._local, local), (self._remote, remote))
@@ -172,7 +170,7 @@ class Mirror:
     ) -> None:
         """Copies one checkpoint once the upload before it is done; the thread of an upload."""
         try:
-            with ranks.beating(self._deadline_seconds):
+            with ranks.beating():
                 if before is not None:
                     before.join()
                 report = self._copy(ranks, name)
@@ -192,17 +190,10 @@ class Mirror:
         begin = world().monotonic()
         source, target = self._local.child(name), self._remote.child(name)
         what = f"copying {source.url} to {target.url}"
-        _, is_wanted = ranks.agree(
-            what,
-            work=lambda: None,
-            decide=lambda _: self._is_newest_waiting(name) and not is_copied(source, target),
-            deadline_seconds=self._deadline_seconds,
-        )
+        is_wanted = ranks.on_rank_0(what, lambda: self._is_newest_waiting(name) and not is_copied(source, target))
         if not is_wanted:
             return None
-        manifest, nbytes = copy_over_ranks(
-            ranks, source, target, lambda: self._read_manifest(source), self._deadline_seconds
-        )
+        manifest, nbytes = copy_over_ranks(ranks, source, target, lambda: self._read_manifest(source))
         total = sum(file.nbytes for file in manifest.own_files)
         report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
         emit_report("upload", report)

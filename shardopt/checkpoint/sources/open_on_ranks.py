@@ -26,7 +26,6 @@ def opener_of(
     what: str,
     url: str | os.PathLike[str],
     base_root: str | os.PathLike[str] | None,
-    deadline_seconds: float,
 ) -> Callable[[], CheckpointReader]:
     """Makes a function by which each rank opens a checkpoint, as `open_checkpoint` does. Collective.
 
@@ -60,7 +59,6 @@ def opener_of(
         report=lambda _: None,
         decide=lambda _: read(),
         section_of=lambda _: 0,
-        deadline_seconds=deadline_seconds,
     )
     sections = [section]
     del section

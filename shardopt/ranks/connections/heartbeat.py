@@ -18,9 +18,9 @@ _LONGEST_INTERVAL_SECONDS = 5.0
 _LONGEST_LOOK_SECONDS = 1.0
 
 
-def interval_seconds(deadline_seconds: float) -> float:
-    """Returns how often a rank shows life, whom others give up after a deadline."""
-    return min(deadline_seconds / 5, _LONGEST_INTERVAL_SECONDS)
+def beat_interval(seconds: float) -> float:
+    """Returns how often a rank shows life, in seconds, whom others give up after a deadline of so many seconds."""
+    return min(seconds / 5, _LONGEST_INTERVAL_SECONDS)
 
 
 class Silence:

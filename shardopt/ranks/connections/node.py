@@ -17,7 +17,7 @@ from itertools import count
 from shardopt.ranks.connections.address import Network, network_of
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import Kind, Message
-from shardopt.ranks.connections.heartbeat import interval_seconds
+from shardopt.ranks.connections.heartbeat import beat_interval
 from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, leader_key, publish, read, unreached_key
 from shardopt.ranks.connections.leaving import LINGER_SECONDS, take_leave
 from shardopt.ranks.connections.link import Broken, Closed, Ended, Link
@@ -128,9 +128,13 @@ class Node:
                 wake[1].send(b"\0")
 
     @contextmanager
-    def beating(self, name: bytes, deadline_seconds: float) -> Iterator[None]:
-        """Shows life in a session until the end of the block; blocks may overlap, also in several threads."""
-        interval = interval_seconds(deadline_seconds)
+    def beating(self, name: bytes, seconds: float) -> Iterator[None]:
+        """Shows life in a session until the end of the block; blocks may overlap, also in several threads.
+
+        Args:
+            seconds: after which others would give this rank up.
+        """
+        interval = beat_interval(seconds)
         with self.changed:
             self.start()
             session = self.centre.session(name)
@@ -145,14 +149,14 @@ class Node:
             with self.changed:
                 session.intervals.remove(interval)
 
-    def wait_until_handed_over(self, deadline_seconds: float) -> None:
+    def wait_until_handed_over(self, seconds: float) -> None:
         """Waits until the ranks below have all that is queued for them, or get it from the system, or they are gone.
 
         A process may end after that, in whatever way. Who takes nothing for some seconds is not waited for, nor before
         it takes something again: it is stopped or cut off, and must not stop this rank too. Its messages stay queued.
         """
         now = world().monotonic()
-        end, patience = now + deadline_seconds, min(deadline_seconds, _TAKES_NOTHING_SECONDS)
+        end, patience = now + seconds, min(seconds, _TAKES_NOTHING_SECONDS)
         with self.changed:
             links = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
             waited_for = {link: (link.mark, link.moved_bytes, now) for link in links}

@@ -26,10 +26,9 @@ from shardopt.checkpoint.run.saving.due import Due
 from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.run.tiers.tiers import Tiers
-from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, Problem
-from shardopt.ranks import ranks_of
+from shardopt.ranks import SharedGroup
 from shardopt.world import world
 
 
@@ -45,7 +44,7 @@ class Behind:
         exporter: on rank 0, if there is one.
         keeper: which removes what is no longer wanted.
         slow_saves: which is told how long saves took.
-        options: of saves; the group and the deadline are those of rounds too.
+        group: of the ranks of the run.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class Behind:
         exporter: Exporter | None,
         keeper: Keeper,
         slow_saves: SlowSaves,
-        options: SaveTerms,
+        group: SharedGroup,
     ) -> None:
         self._root, self._due, self._history = root, due, history
         self.tiers, self.mirror, self._copies = tiers, mirror, copies
         self._exporter, self._keeper, self._slow_saves = exporter, keeper, slow_saves
-        self._deadline_seconds, self._group = options.deadline_seconds, options.group
+        self._group = group
         self._copying = [each for each in (tiers, mirror) if each]
         self._known: dict[Place, str] = {}  # what was committed or restored here, and where
         self._save_ids: dict[Place, str] = {}  # of these
@@ -159,7 +158,7 @@ class Behind:
             CheckpointNotFoundError: there is no such checkpoint.
             StateError: something is no number.
         """
-        ranks, checkpoint = ranks_of(self._group), self._root.checkpoint(place)
+        ranks, checkpoint = self._group.ranks, self._root.checkpoint(place)
 
         def add() -> None:
             save_id = self._save_ids.get(place)
@@ -184,7 +183,6 @@ class Behind:
             work=lambda: numbers_of(metrics),
             report=lambda _: None,
             decide=lambda _: add(),
-            deadline_seconds=self._deadline_seconds,
         )
 
     def delete(self, place: Place) -> None:
@@ -200,12 +198,7 @@ class Behind:
             if not self._keeper.delete(place) and not on_tiers:
                 raise _not_found(place, self._root, self._history)
 
-        ranks_of(self._group).agree(
-            f"removing step {place.step} of {self._root.url}",
-            work=lambda: None,
-            decide=lambda _: delete(),
-            deadline_seconds=self._deadline_seconds,
-        )
+        self._group.ranks.on_rank_0(f"removing step {place.step} of {self._root.url}", delete)
         if on_tiers:
             self.tiers.delete(place)
         self._keeper.forget(place)
@@ -225,11 +218,9 @@ class Behind:
         url = self._known.get(place)
         if url is None or (at_root and is_on_hosts(url)):
             return None
-        _, is_there = ranks_of(self._group).agree(
+        is_there = self._group.ranks.on_rank_0(
             f"looking for step {place.step} in {self._root.url}",
-            work=lambda: None,
-            decide=lambda _: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
-            deadline_seconds=self._deadline_seconds,
+            lambda: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
         )
         return url if is_there else None
 
@@ -249,18 +240,17 @@ class Behind:
 
     def raise_failure(self) -> None:
         """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
-        ranks, doing = ranks_of(self._group), f"copying checkpoints of {self._root.url}"
+        ranks, doing = self._group.ranks, f"copying checkpoints of {self._root.url}"
         _, failed = ranks.agree(
             doing,
             work=lambda: [each.failures.newest for each in self._copying],
             report=lambda numbers: numbers,
             decide=lambda reports: [max(numbers) for numbers in zip(*reports, strict=True)],
-            deadline_seconds=self._deadline_seconds,
         )
         for each, number in zip(self._copying, failed, strict=True):
             if number:
                 work = partial(_raise_taken, each.failures, number)
-                ranks.agree(doing, work=work, deadline_seconds=self._deadline_seconds)
+                ranks.agree(doing, work=work)
 
     def close(self) -> None:
         """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from shardopt.ranks import Group, Halt, Ranks, ranks_of
+from shardopt.ranks import Halt, Ranks, SharedGroup
 from shardopt.world import world
 
 _QUESTION = "whether it is time to save"
@@ -18,14 +18,13 @@ class Due:
 
     Args:
         every: a number of steps, or a time.
-        group: the ranks of the run.
-        deadline_seconds: of rounds.
+        group: of the ranks of the run.
     """
 
-    def __init__(self, every: int | timedelta, group: Group | None, deadline_seconds: float) -> None:
+    def __init__(self, every: int | timedelta, group: SharedGroup) -> None:
         self._steps = None if isinstance(every, timedelta) else int(every)
         self._seconds = every.total_seconds() if isinstance(every, timedelta) else 0.0
-        self._group, self._deadline_seconds = group, deadline_seconds
+        self._group = group
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that ask; a new one for each time
         self._next = world().monotonic() + self._seconds
         self._asked, self._asked_for = 0, -1  # questions of this time, and the step of the last one
@@ -49,13 +48,13 @@ class Due:
         return self._steps is None or step % self._steps == 0
 
     def _ask(self, step: int) -> None:
-        ranks = ranks_of(self._group)
+        ranks = self._group.ranks
         if self._is_at is not None and self._asked >= self._is_at:  # it is past: the next time begins
             self._halt, self._asked, self._is_at = None, 0, None
             self._next = world().monotonic() + self._seconds
         if self._is_at is None:
             if self._halt is None or self._halt[0] is not ranks:
-                self._halt, self._asked = (ranks, ranks.halt(_QUESTION, self._deadline_seconds)), 0
+                self._halt, self._asked = (ranks, ranks.halt(_QUESTION)), 0
             is_time = ranks.rank == 0 and world().monotonic() >= self._next
             self._is_at = self._halt[1].at(self._asked + 1, is_time)
         # Not before, as a question that was interrupted is asked again.

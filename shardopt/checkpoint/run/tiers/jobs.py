@@ -49,14 +49,13 @@ class TierQueue:
 
     Args:
         do: does one, and is told how to find out whether a newer one of a tier waits.
-        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Attributes:
         failures: of jobs, but for copies alone: those come with the next save.
     """
 
-    def __init__(self, do: Callable[[Job, Callable[[], bool]], None], deadline_seconds: float) -> None:
-        self._do, self._deadline_seconds = do, deadline_seconds
+    def __init__(self, do: Callable[[Job, Callable[[], bool]], None]) -> None:
+        self._do = do
         self._changed = world().condition()
         self._jobs: deque[tuple[int, Job]] = deque()  # the first is under way
         self._given_up: set[Job] = set()  # on rank 0
@@ -100,7 +99,7 @@ class TierQueue:
                     return
                 number, job = self._jobs[0]
             try:
-                with job.ranks.beating(self._deadline_seconds):
+                with job.ranks.beating():
                     self._do(job, partial(self._is_newest, job))
             except BaseException as error:  # the training goes on meanwhile
                 _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)

@@ -28,7 +28,7 @@ from shardopt.checkpoint.run.tiers.jobs import Job, TierQueue
 from shardopt.checkpoint.run.tiers.tier import Tier
 from shardopt.checkpoint.run.tiers.work import TierWork, clear_shares, clear_spares
 from shardopt.errors import CheckpointError, NoSpaceError
-from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
+from shardopt.ranks import Ranks, SharedGroup, SideRanks
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -40,16 +40,14 @@ class Tiers:
         self,
         tiers: Sequence[Tier],
         root: Root,
-        deadline_seconds: float,
-        group: Group | None = None,
+        group: SharedGroup,
         copies: Root | None = None,
     ) -> None:
         self._tiers, self._root, self._group, self._copies = tuple(tiers), root, group, copies
-        self._deadline_seconds = deadline_seconds
         self._side = SideRanks("the tiers of a run")
         self._alone: Ranks | None = None
-        self._work = TierWork(self._tiers, root, deadline_seconds)
-        self._queue = TierQueue(self._work.do, deadline_seconds)
+        self._work = TierWork(self._tiers, root)
+        self._queue = TierQueue(self._work.do)
         self._met: list[Hosts] = []  # whose directories are known to be of no other run
         self._own: list[Hosts] = []  # and are marked as the run's
         self._led: list[str] = []  # directories of the hosts that this rank leads
@@ -64,10 +62,10 @@ class Tiers:
             CheckpointError: a host's directory cannot be used, or belongs to another run.
         """
         self._forget_removed()
-        self._side.of(self._ranks, self._deadline_seconds)
+        self._side.of(self._ranks)
         hosts = self._all_hosts()
         if hosts != self._met:
-            refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
+            refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies)
             self._met = hosts
             self._led = [each.directory.path for each in hosts if each.is_leader]
 
@@ -86,7 +84,7 @@ class Tiers:
     def _claim(self) -> None:
         """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
         if self._met != self._own:
-            claim_tiers(self._ranks, self._met, self._root, self._copies, self._deadline_seconds)
+            claim_tiers(self._ranks, self._met, self._root, self._copies)
             self._own = self._met
             if self._ranks.rank == 0:
                 self._note()
@@ -124,11 +122,8 @@ class Tiers:
         """
         self.prepare()
         self._claim()
-        _, superseded = self._ranks.agree(
-            "making room on tiers",
-            work=lambda: None,
-            decide=lambda _: [(job.tier, *job.place) for job in self._queue.supersede()],
-            deadline_seconds=self._deadline_seconds,
+        superseded = self._ranks.on_rank_0(
+            "making room on tiers", lambda: [(job.tier, *job.place) for job in self._queue.supersede()]
         )
         for number, *place in superseded:
             clear_shares(self._hosts(number), Place(*place).__eq__)
@@ -170,7 +165,7 @@ class Tiers:
         self.prepare()
         found = []
         for hosts in self._all_hosts():
-            places = [place_of(name) for name in whole_on(self._ranks, hosts, self._deadline_seconds)]
+            places = [place_of(name) for name in whole_on(self._ranks, hosts)]
             found += [Candidate(place, hosts.url(place.name)) for place in places if place is not None]
         return found
 
@@ -180,7 +175,7 @@ class Tiers:
             self.prepare()
         found: dict[int, dict[str, int]] = {}
         for tier, hosts in zip(self._tiers, self._all_hosts(), strict=True):
-            for name, survives in whole_on(self._ranks, hosts, self._deadline_seconds).items():
+            for name, survives in whole_on(self._ranks, hosts).items():
                 place = place_of(name)
                 if place is not None and branches.has(place):
                     found.setdefault(place.step, {})[tier.path] = survives
@@ -217,7 +212,7 @@ class Tiers:
         if place is not None:
             self._claim()
         what = f"clearing what is newer than step {max(step, 0)}"
-        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+        self._ranks.agree(what, work=clear)
         self.failures.take()  # of what came to nothing before, and was logged
         self._work.begin_from(place)
         number = None if url is None else self._number_of(url)
@@ -237,7 +232,7 @@ class Tiers:
                 clear_shares(hosts, place.__eq__)
 
         what = f"removing step {place.step} from tiers"
-        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+        self._ranks.agree(what, work=clear)
 
     def finish(self) -> None:
         """Waits until all that was begun is done. Local; a failure stays to be raised."""
@@ -255,7 +250,7 @@ class Tiers:
 
     @property
     def _ranks(self) -> Ranks:
-        ranks = ranks_of(self._group)
+        ranks = self._group.ranks
         if ranks.has_group:
             return ranks
         # Without a group each call has made others: their hosts, which are theirs, would meet again and again.
@@ -264,7 +259,7 @@ class Tiers:
 
     def _hosts(self, number: int) -> Hosts:
         tier = self._tiers[number]
-        return hosts_of(self._ranks, tier.path, self._deadline_seconds, tier.domain)
+        return hosts_of(self._ranks, tier.path, tier.domain)
 
     def _all_hosts(self) -> list[Hosts]:
         return [self._hosts(number) for number in range(len(self._tiers))]
@@ -275,7 +270,7 @@ class Tiers:
     def _begin(
         self, place: Place, number: int | None, to_root: bool, then: Callable[[], None], is_restored: bool = False
     ) -> None:
-        ranks = self._side.of(self._ranks, self._deadline_seconds)  # made by `prepare`
+        ranks = self._side.of(self._ranks)  # made by `prepare`
         onto = [] if number is None else [other for other in self._due(place.step) if other > number]
         self._queue.begin(Job(place, ranks, self._all_hosts(), number, onto, to_root, then, is_restored))
 

@@ -33,11 +33,10 @@ class TierWork:
     Args:
         tiers: of the run, the fastest first.
         root: of the run.
-        deadline_seconds: of rounds.
     """
 
-    def __init__(self, tiers: Sequence[Tier], root: Root, deadline_seconds: float) -> None:
-        self._tiers, self._root, self._deadline_seconds = tiers, root, deadline_seconds
+    def __init__(self, tiers: Sequence[Tier], root: Root) -> None:
+        self._tiers, self._root = tiers, root
         self.begin_from(None)
 
     def begin_from(self, restored: Place | None) -> None:
@@ -55,11 +54,8 @@ class TierWork:
             job.then()
             return
         ranks, place, source = job.ranks, job.place, job.hosts[job.tier]
-        _, wanted = ranks.agree(
-            f"copying {place.name} on {source.root}",
-            work=lambda: None,
-            decide=lambda _: job.promotes or job.is_restored or is_newest(),
-            deadline_seconds=self._deadline_seconds,
+        wanted = ranks.on_rank_0(
+            f"copying {place.name} on {source.root}", lambda: job.promotes or job.is_restored or is_newest()
         )
         if not wanted:  # a newer one is there, and is copied next
             clear_shares(source, place.__eq__)
@@ -84,25 +80,23 @@ class TierWork:
     def _mend(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
         """Has each host verify what it has of a checkpoint, and fetch anew what is damaged, where another has it."""
         what = f"verifying {place.name} on {hosts.root}"
-        whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
+        whole = find(ranks, hosts, place.name, what)
         _, damaged = ranks.agree(
             what,
             work=lambda: damaged_files(hosts, whole) if hosts.is_leader else [],
             report=lambda names: names,
             decide=lambda reports: [reports[leader] for leader in hosts.leaders],
-            deadline_seconds=self._deadline_seconds,
         )
         ranks.agree(
             what,
             work=lambda: replace_damaged(hosts, whole, damaged) if hosts.is_leader else None,
-            deadline_seconds=self._deadline_seconds,
         )
 
     def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
         """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
         begin = world().monotonic()
         what = f"copying {place.name} on {hosts.root}"
-        whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
+        whole = find(ranks, hosts, place.name, what)
         tier = self._tiers[number]
 
         def fetch() -> bool:
@@ -110,7 +104,7 @@ class TierWork:
                 return True
             return fetch_copies(hosts, whole, tier.copies, tier.most_per_second)
 
-        _, copied = ranks.agree(what, work=fetch, report=bool, decide=all, deadline_seconds=self._deadline_seconds)
+        _, copied = ranks.agree(what, work=fetch, report=bool, decide=all)
         if copied:
             self._copied[number].add(place)
             nbytes = sum(file.nbytes for file in whole.manifest.files)
@@ -164,17 +158,14 @@ class TierWork:
                     share.keep_record(whole.record, {name: file.nbytes for name, file in own.items()})
 
         for work in (copy, record):
-            ranks.agree(what, work=work, deadline_seconds=self._deadline_seconds)
+            ranks.agree(what, work=work)
 
     def _promote_to_root(self, ranks: Ranks, whole: WholeCheckpoint, target: Storage) -> None:
-        _, copied = ranks.agree(
-            f"promoting {target.url.rstrip('/').rpartition('/')[2]} to the root",
-            work=lambda: None,
-            decide=lambda _: is_copied(whole, target),
-            deadline_seconds=self._deadline_seconds,
+        copied = ranks.on_rank_0(
+            f"promoting {target.url.rstrip('/').rpartition('/')[2]} to the root", lambda: is_copied(whole, target)
         )
         if not copied:
-            copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record), self._deadline_seconds)
+            copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record))
 
 
 def clear_shares(hosts: Hosts, unwanted: Callable[[Place], bool]) -> None:
