@@ -30,13 +30,13 @@ from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, save_described
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import Ranks
-from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import MAIN, Kind, Message
-from shardopt.ranks.connections.gathering import pack_reports
 from shardopt.ranks.connections.join import Entry, leader_key, read
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.meeting import CONNECT_SECONDS, meet
+from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.proof import Meeting
+from shardopt.ranks.connections.session import pack_reports
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
 from shardopt.world import READ, WRITE, using, world
 
@@ -88,13 +88,13 @@ def run_real(
     save_module._write = write_nothing
     place_module.publish_checkpoint = lambda *unused: None  # which would miss the files
     if reports is not None:
-        report, told = Centre.report, reports
+        report, told = MessageHub.report, reports
 
-        def telling(centre: Centre, name: bytes, number: int, data: bytes) -> None:
+        def telling(hub: MessageHub, name: bytes, number: int, data: bytes) -> None:
             told.send((number, data))
-            report(centre, name, number, data)
+            report(hub, name, number, data)
 
-        Centre.report = telling  # type: ignore[method-assign]  # to be counted
+        MessageHub.report = telling  # type: ignore[method-assign]  # to be counted
     found = []
     kept: Kept = {}
     with using(CountedWorld()):

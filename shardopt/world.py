@@ -157,7 +157,7 @@ class World:
         """Returns a thread that is not started; the program waits at its end for those that are no daemons."""
         return threading.Thread(target=target, name=name, daemon=daemon)
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """Has the calling thread, and those that it starts, run after those of the training, where that is possible.
 
         Beside one thread of the training it still gets a thirtieth of a core: it may hold what the training waits for.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt.errors import LayoutError, Problem
 from shardopt.ranks import Ranks
-from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
+from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 from shardopt.sharding.box import overlap_faults
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
@@ -74,13 +74,13 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
         whole = {layout: _with_holders(layout, everyone) for layout in set(known.values())}
         layouts = {name: whole[layout] for name, layout in known.items()}
         return _shares(ranks.rank, names, views, layouts, _number_shared(layouts))
-    own_kind = number_of_kind(kinds, ranks.rank)
+    kind_of = kind_by_rank(kinds)
     answer, section = exchange(
         ranks,
         _WHAT,
-        describe=(lambda: _table(known)) if kinds[own_kind][0] == ranks.rank else None,
+        describe=(lambda: _table(known)) if kinds[kind_of[ranks.rank]][0] == ranks.rank else None,
         merge=lambda tables: _merge(kinds, list(tables.values())),
-        section_of=lambda answer: int(answer["section_of"][own_kind]),
+        section_of=lambda answer, rank: int(answer["section_of"][kind_of[rank]]),
     )
 
     def shares() -> tuple[list[CountedParameter], int]:

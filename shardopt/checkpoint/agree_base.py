@@ -54,9 +54,9 @@ class BaseOnRanks:
             return None, []
         return [self._url, self._base.digest, is_handed_on], [] if data is None else [zlib.compress(data, 1)]
 
-    def section_of(self, begun: list[Any] | None) -> int | None:
-        """Returns the section that this rank needs of what rank 0 has found; None for none."""
-        return 0 if begun is not None and begun[2] and self._base is None else None
+    def section_of(self, begun: list[Any] | None, rank: int) -> int | None:
+        """Returns the section that a rank needs of what rank 0 has found; None for none."""
+        return 0 if begun is not None and begun[2] and rank > 0 else None
 
     def take(self, begun: list[Any] | None, section: bytes) -> None:
         """Takes what rank 0 has found."""

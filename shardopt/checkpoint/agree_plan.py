@@ -26,7 +26,7 @@ from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import Call, Ranks
-from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
+from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 
 _MOST_KEPT = 2
 _LATER = "later"  # in the place of the name of a plan, by which hashes are grouped: they come with what is written
@@ -309,8 +309,8 @@ class Planning:
     def _exchange_geometry(self) -> tuple[SavePlan, Values]:
         """Returns the plan of this rank's component, on rank 0 that of the job; and the values of the job there."""
         kinds = unpack_kinds(self.comparison.kinds)
-        own_kind = number_of_kind(kinds, self.ranks.rank)
-        is_first = kinds[own_kind][0] == self.ranks.rank
+        kind_of = kind_by_rank(kinds)
+        is_first = kinds[kind_of[self.ranks.rank]][0] == self.ranks.rank
         on_rank_0: list[tuple[SavePlan, Values]] = []
 
         def describe() -> list[Any]:
@@ -335,7 +335,7 @@ class Planning:
             self.call,
             describe if is_first or self._sends_values else None,
             merge,
-            lambda sections: sections[own_kind],
+            lambda sections, rank: sections[kind_of[rank]],
         )
         if on_rank_0:
             return on_rank_0[0]

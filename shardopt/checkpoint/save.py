@@ -260,7 +260,7 @@ def _save_to(
         work=describe_here,
         report=lambda done: report_state(done[0].state, done[1], ranks.rank, kept),
         decide=lambda reports: _begin(place, reports, bases),
-        section_of=lambda decision: bases.section_of(decision["base"]),
+        section_of=lambda decision, rank: bases.section_of(decision["base"], rank),
     )
     bases.take(decision["base"], section)
     del section

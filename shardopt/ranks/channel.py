@@ -28,6 +28,7 @@ from shardopt.ranks.connections.join import (
     withdraw,
     within,
 )
+from shardopt.ranks.connections.message_hub import Share
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
 from shardopt.ranks.files.client import FileClient
@@ -36,6 +37,8 @@ from shardopt.ranks.lost import Lost, Witness, lost_text
 from shardopt.world import Store, StoreError, world
 
 T = TypeVar("T")
+Decide = Callable[[list[Any]], tuple[Any, Sequence[Share]]]
+"""Gets the reports of all ranks; returns the decision, and what only some ranks get of it."""
 
 _TOGETHER_SECONDS = 0.1
 _STORE_SECONDS = 5.0  # for what the store is asked only once something has failed
@@ -126,11 +129,12 @@ class Channel:
         self.reported = False
         self.call, self.deadline_seconds = call, deadline_seconds
 
-    def decide(self, message: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    def decide(self, message: dict[str, Any], decide: Decide) -> dict[str, Any]:
         """Rank 0: gathers, decides, answers. An interrupt is raised once the others have the answer."""
         interrupt: BaseException | None = None
+        shares: Sequence[Share] = ()
         try:
-            answer = self._decided(message, decide)
+            answer, shares = self._decided(message, decide)
             data = pack(answer)
         except StoreError as error:
             lost = RankError(f"{self.call}: the job's store is lost: {error}")
@@ -142,7 +146,7 @@ class Channel:
             answer = {"error": merge(str(self.call), [(self._members[0], failure)], self.size)}
             data = pack(answer)
         with self.node.changed:
-            self.node.centre.answer(self._session, self._round, data)
+            self.node.hub.answer(self._session, self._round, data, shares)
             if answer.get("broken") and self._session == MAIN:
                 self.node.refuse()
             self.node.wake()
@@ -162,7 +166,7 @@ class Channel:
         except Exception as error:  # a report that is not JSON
             data = pack({"error": describe(error, self.size), **extra})
         with self.node.changed:
-            self.node.centre.report(self._session, self._round, data)
+            self.node.hub.report(self._session, self._round, data)
             self.node.wake()
         self.reported = True
         # Rank 0 waits up to a deadline for the others, and shows life all the while.
@@ -174,45 +178,12 @@ class Channel:
         self.node.wait_until_handed_over(self.deadline_seconds)
         return answer
 
-    def put_section(self, number: int, data: bytes) -> None:
-        """Rank 0, while it decides: keeps what only some ranks need of the answer; not empty."""
+    def take_section(self) -> bytes:
+        """Any rank but 0 that has the answer: returns the section of it that this rank got; b"" for none."""
         with self.node.changed:
-            self.node.centre.keep_section(self._session, self._round, number, data)
-
-    def get_section(self, number: int) -> bytes:
-        """Any rank but 0 that has the answer: gets a section of it, until the next round is decided."""
-        key = (self._round, number)
-
-        def take() -> bytes | None:
-            return centre.session(self._session).got.pop(key, None)
-
-        def look(watch: Silence) -> None:
-            with self.node.changed:
-                link = centre.links.get(centre.tree.leader or 0)
-                heard = 0 if link is None else link.heard
-            if watch.silent({0: heard}):
-                raise Silent(lost_text([Lost(self._members[0])], self.deadline_seconds))
-
-        centre = self.node.centre
-        with self.node.changed:
-            centre.pull(self._session, self._round, number)
-            self.node.wake()
-        try:
-            section = self._wait(take, look)
-        except _CutOff as cut:
-            raise Silent(self._why_others_left(cut.args[0])) from None
-        if not section:
-            raise Silent("another call was decided before this rank had its section of the one before")
-        return section
-
-    def _why_others_left(self, above: int) -> str:
-        """Returns what the others were told in the round after this one, where it came before the end of the way."""
-        with self.node.changed:
-            data = self.node.centre.session(self._session).answers.get(self._round + 1)
-        answer = {} if data is None else unpack(data)
-        if answer.get("broken"):
-            return str(answer["error"]["message"])
-        return lost_text([Lost(self._members[above], ended=True)], 0.0)
+            session = self.node.hub.session(self._session)
+            (number, section), session.section = session.section, (0, b"")
+        return section if number == self._round else b""
 
     def halts_at(self, place: int, wanted: bool) -> int | None:
         """Any rank, before it passes a place: where all stop; None where that is not known, and this one is passed.
@@ -222,7 +193,7 @@ class Channel:
         Args:
             wanted: whether this rank does.
         """
-        centre = self.node.centre
+        hub = self.node.hub
 
         def look(watch: Silence) -> None:
             if watch.silent({0: 0}):
@@ -233,11 +204,11 @@ class Channel:
 
         with self.node.changed:
             # Under the lock, as all else: two threads that begin a session at once would have one each.
-            halting = centre.session(self._session).halting
+            halting = hub.session(self._session).halting
             if not wanted and halting.passes(place):
                 return halting.at
             if wanted:
-                centre.halt(self._session)
+                hub.halt(self._session)
                 self.node.wake()
         try:
             at = self._wait(lambda: halting.at, look)
@@ -250,34 +221,35 @@ class Channel:
 
     # Rank 0.
 
-    def _decided(self, message: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    def _decided(self, message: dict[str, Any], decide: Decide) -> tuple[dict[str, Any], Sequence[Share]]:
         reports, lost = self._gather()
         reports[0] = {**message, "call": self.call.same}
         ranks = sorted(reports)
         others = [(self._members[rank], reports[rank]["call"]) for rank in ranks]
         if any(call != self.call.same for _, call in others):
-            return {"error": different_calls(others).to_json()}
+            return {"error": different_calls(others).to_json()}, ()
         failures = [(self._members[rank], reports[rank]["error"]) for rank in ranks if "error" in reports[rank]]
         if lost:
             also = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
-            return {"error": RankError(f"{self.call}: {lost}{also}").to_json(), "broken": True}
+            return {"error": RankError(f"{self.call}: {lost}{also}").to_json(), "broken": True}, ()
         if failures:
-            return {"error": merge(str(self.call), failures, self.size)}
-        return {"decision": decide([reports[rank]["report"] for rank in ranks])}
+            return {"error": merge(str(self.call), failures, self.size)}, ()
+        decision, shares = decide([reports[rank]["report"] for rank in ranks])
+        return {"decision": decision}, shares
 
     def _gather(self) -> tuple[dict[int, dict[str, Any]], str]:
         """Gathers the reports of the other ranks, by rank; and an error text for those that were lost, "" for none.
 
         Reports are missing where ranks were lost, or where one is in another call, for which nobody has to wait.
         """
-        centre, first = self.node.centre, self._round == 1 and self._session == MAIN
+        hub, first = self.node.hub, self._round == 1 and self._session == MAIN
         reports: dict[int, dict[str, Any]] = {}
         others = range(1, self.size)
 
         def read() -> bool:
             """Reads reports that have come; returns whether one is of another call."""
             with self.node.changed:
-                came = centre.session(self._session).gathering(self._round).take()
+                came = hub.session(self._session).gathering(self._round).take()
             differs = False
             # All at once: where every rank has a report of its own, to begin to decode takes longer than to decode.
             decoded = unpack(b"[" + b",".join(data for data, _ in came) + b"]")
@@ -288,14 +260,14 @@ class Channel:
 
         def behind(rank: int) -> Sequence[int]:
             """Returns the ranks that can report no more without this one: a leader's own report may have come first."""
-            block = centre.tree.block_of(rank)
+            block = hub.tree.block_of(rank)
             return block if block[0] == rank else (rank,)
 
         def have() -> str | None:
-            reported = centre.session(self._session).gathering(self._round).reported
+            reported = hub.session(self._session).gathering(self._round).reported
             if len(reported) == len(others):
                 return ""
-            ended = sorted(rank for rank in centre.ended if not reported.issuperset(behind(rank)))
+            ended = sorted(rank for rank in hub.ended if not reported.issuperset(behind(rank)))
             return lost_text([Lost(self._members[rank], ended=True) for rank in ended], 0.0) if ended else None
 
         def look(watch: Silence) -> str | None:
@@ -303,13 +275,13 @@ class Channel:
             if read() and not first:
                 return ""
             with self.node.changed:
-                missing = centre.session(self._session).missing(self._round, others)
-                centre.ask(self._session, self._round, missing)
+                missing = hub.session(self._session).missing(self._round, others)
+                hub.ask(self._session, self._round, missing)
                 self.node.wake()
             if silent := self._witness.silent(watch, missing):
                 found = self._witness.ask(self._round, silent, self.deadline_seconds)
                 with self.node.changed:  # looked at once more: some may have come meanwhile
-                    session = centre.session(self._session)
+                    session = hub.session(self._session)
                     silent = [rank for rank in silent if session.missing(self._round, behind(rank))]
                 if silent:
                     unreached = self._unreached(silent) if first else {}
@@ -331,7 +303,7 @@ class Channel:
         read()
         session = self.node.session
         if first and not lost and session is not None:
-            tree = centre.tree
+            tree = hub.tree
             keys = [leader_key(session.name, rank) for rank in tree.children if rank not in tree.members]
             with suppress(TimeoutError):
                 within(_STORE_SECONDS, lambda: withdraw(self.store, keys, session, self._is_last))
@@ -384,25 +356,25 @@ class Channel:
 
     def _take_answer(self) -> dict[str, Any] | None:
         """With the lock held: returns the answer, where it has come."""
-        session = self.node.centre.session(self._session)
+        session = self.node.hub.session(self._session)
         for number in [number for number in session.answers if number < self._round]:
             del session.answers[number]  # of a round in which this rank was interrupted
         answer = session.answers.pop(self._round, None)
         return None if answer is None else dict(unpack(answer))
 
     def _look_for_rank_0(self, watch: Silence) -> dict[str, Any] | None:
-        node, centre = self.node, self.node.centre
+        node, hub = self.node, self.node.hub
         with node.changed:
-            signs = centre.session(self._session).signs.get(0, 0)
+            signs = hub.session(self._session).signs.get(0, 0)
             left = node.left
         if left is not None and (answer := self._recorded(left.name)):
             return answer  # rank 0 had taken this rank, and has found another dead
         if not watch.silent({0: signs}):
             return None
-        session = node.session if node.tree.leader or not centre.answered else None
+        session = node.session if node.tree.leader or not hub.answered else None
         if session is not None and (answer := self._recorded(session.name)):
             return answer
-        if not centre.answered:
+        if not hub.answered:
             lost = Lost(self._members[node.reached], ended=node.was_taken)
             if node.unreached:
                 lost = replace(lost, unreached=(lost.member, self._members[self.rank], node.unreached))
@@ -426,7 +398,7 @@ class Channel:
         """Returns the answer if it has come after all; else raises Silent."""
         with self.node.changed:
             answer = self._take_answer()
-            if not self.node.centre.answered:
+            if not self.node.hub.answered:
                 self.node.stop()  # not to report after all, in a round that this rank does not wait for
         if answer is not None:
             return answer
@@ -477,7 +449,7 @@ class Channel:
                 return found
 
     def _check_node(self) -> None:
-        above, failure = self.node.centre.above, self.node.failure
+        above, failure = self.node.hub.above, self.node.failure
         if above is not None:
             raise _CutOff(above)
         if failure is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardopt.ranks.calls import Call
-from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.tree import pack_runs, unpack_runs
 from shardopt.ranks.ranks import Ranks
 
 Kinds = Sequence[tuple[int, ...]]
@@ -42,9 +42,9 @@ def unpack_kinds(wire: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return [tuple(unpack_runs(runs)) for runs in wire]
 
 
-def number_of_kind(kinds: Kinds, rank: int) -> int:
-    """Returns which of the kinds a rank is of."""
-    return next(number for number, ranks in enumerate(kinds) if rank in ranks)
+def kind_by_rank(kinds: Kinds) -> dict[int, int]:
+    """Returns which of the kinds each rank is of."""
+    return {rank: number for number, ranks in enumerate(kinds) for rank in ranks}
 
 
 def exchange(
@@ -52,7 +52,7 @@ def exchange(
     what: str | Call,
     describe: Callable[[], Any] | None,
     merge: Callable[[Mapping[int, Any]], tuple[Any, Sequence[Any]]],
-    section_of: Callable[[Any], int],
+    section_of: Callable[[Any, int], int],
 ) -> tuple[Any, bytes]:
     """Merges the descriptions of some ranks on rank 0, and gives each rank the section that it needs. Collective.
 
@@ -60,7 +60,7 @@ def exchange(
         what: as for `Ranks.agree`.
         describe: makes this rank's description, as JSON; None where another of its kind sends it.
         merge: runs on rank 0 only; gets descriptions by rank, and returns the JSON that every rank gets, and sections.
-        section_of: gets that JSON; returns the number of this rank's section.
+        section_of: runs on rank 0 only; gets that JSON and a rank, and returns the number of its section.
 
     Returns:
         The JSON that every rank gets, and this rank's section, which `decompress` decodes.

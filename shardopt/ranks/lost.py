@@ -71,15 +71,15 @@ class Witness:
         never come, the members are not known: one that comes late is not to find its members given up in its place, so
         their time begins with it.
         """
-        centre, tree = self._node.centre, self._node.tree
+        hub, tree = self._node.hub, self._node.tree
         with self._node.changed:
-            signs = centre.session(self._session).signs
+            signs = hub.session(self._session).signs
             counts: dict[int, int] = {}
             for rank in missing:
                 leader = tree.block_of(rank)[0]
                 if leader not in (0, rank):
-                    counts[-leader] = centre.links[leader].heard if leader in centre.links else 0
-                if leader in (0, rank) or leader in centre.links:
+                    counts[-leader] = hub.links[leader].heard if leader in hub.links else 0
+                if leader in (0, rank) or leader in hub.links:
                     counts[rank] = signs.get(rank, 0)
         silent = watch.silent(counts)
         cut = {-each for each in silent if each < 0}
@@ -90,26 +90,26 @@ class Witness:
 
         Who has ended is not waited for, and nobody longer than so many seconds.
         """
-        centre = self._node.centre
+        hub = self._node.hub
         end = world().monotonic() + min(_ASK_SECONDS, seconds)
         with self._node.changed:
             asked = [rank for rank in dict.fromkeys(ranks) if self._was_connected(rank)][:_MOST_ASKED]
             keys = [(self._session, number, rank) for rank in asked]
-            for late in [key for key in centre.here if key[0] == self._session]:
-                del centre.here[late]
+            for late in [key for key in hub.here if key[0] == self._session]:
+                del hub.here[late]
             for key in keys:
-                centre.ask_where(*key)
+                hub.ask_where(*key)
             self._node.wake()
-            while any(key not in centre.here and not self._has_ended(key[2]) for key in keys):
+            while any(key not in hub.here and not self._has_ended(key[2]) for key in keys):
                 left = end - world().monotonic()
-                if left <= 0 or centre.above is not None:
+                if left <= 0 or hub.above is not None:
                     break
                 self._node.changed.wait(left)
-            return {key[2]: centre.here.pop(key, "") for key in keys}
+            return {key[2]: hub.here.pop(key, "") for key in keys}
 
     def _has_ended(self, rank: int) -> bool:
-        return not self._node.centre.ended.isdisjoint((rank, self._node.tree.block_of(rank)[0]))
+        return not self._node.hub.ended.isdisjoint((rank, self._node.tree.block_of(rank)[0]))
 
     def _was_connected(self, rank: int) -> bool:
-        centre = self._node.centre
-        return centre.answered or rank in centre.links
+        hub = self._node.hub
+        return hub.answered or rank in hub.links

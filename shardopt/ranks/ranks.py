@@ -15,9 +15,10 @@ from torch import Tensor
 
 from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
-from shardopt.ranks.channel import Channel, Silent
+from shardopt.ranks.channel import Channel, Decide, Silent
 from shardopt.ranks.collectives import Exchange, Sum, accelerator_of, begin_exchange, begin_sum
 from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
+from shardopt.ranks.connections.message_hub import Share
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer, OpenFile
@@ -250,7 +251,68 @@ class Ranks:
         if self.channel is None:
             result = work()
             return result, decide([report(result)])
-        channel = self.channel
+        return self._round(self.channel, what, work, report, lambda reports: (decide(reports), ()))
+
+    def on_rank_0(self, what: str | Call, decide: Callable[[], Any]) -> Any:
+        """Calls a function on rank 0, for whose result all wait; every rank gets it, as JSON. Collective.
+
+        Raises:
+            ShardoptError, RankError: as `agree`.
+        """
+        if self.channel is None:
+            return decide()
+        return self.agree(what, work=lambda: None, decide=lambda _: decide())[1]
+
+    def agree_in_sections(
+        self,
+        what: str | Call,
+        work: Callable[[], T],
+        report: Callable[[T], Any],
+        decide: Callable[[list[Any]], tuple[Any, Sequence[bytes]]],
+        section_of: Callable[[Any, int], int | None],
+    ) -> tuple[T, Any, bytes]:
+        """Agrees as `agree` does on a decision that has sections, of which each rank gets one at most. Collective.
+
+        Args:
+            what, work, report: as for `agree`.
+            decide: returns the JSON that every rank gets, and the sections.
+            section_of: runs on rank 0 only; gets that JSON and a rank; returns the number of the section for it, None
+                for none.
+
+        Returns:
+            What `work` returned on this rank, the JSON, and the section; b"" for none.
+
+        Raises:
+            ShardoptError, RankError: as `agree`.
+        """
+        own = [b""]
+
+        def share(reports: list[Any]) -> tuple[Any, list[Share]]:
+            decision, sections = decide(reports)
+            receivers: dict[int, list[int]] = {}
+            for rank in range(self.size):
+                number = section_of(decision, rank)
+                if number is not None:
+                    receivers.setdefault(number, []).append(rank)
+            own[0] = next((sections[number] for number, ranks in receivers.items() if ranks[0] == 0), b"")
+            return decision, [(sections[number], [*filter(None, ranks)]) for number, ranks in receivers.items()]
+
+        if self.channel is None:
+            result = work()
+            decision, _ = share([report(result)])
+        else:
+            result, decision = self._round(self.channel, what, work, report, share)
+        return result, decision, own[0] if self.rank == 0 or self.channel is None else self.channel.take_section()
+
+    def _round(
+        self,
+        channel: Channel,
+        what: str | Call,
+        work: Callable[[], T],
+        report: Callable[[T], Any],
+        decide: Decide,
+    ) -> tuple[T, Any]:
+        """One round of several ranks, as `agree` says."""
         if channel.broken is not None:
             raise RankError(f"{what}: ranks lost step in an earlier failure ({channel.broken}); restart the job")
         outcome: list[T] = []
@@ -278,58 +340,6 @@ class Ranks:
                 channel.broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
-
-    def on_rank_0(self, what: str | Call, decide: Callable[[], Any]) -> Any:
-        """Calls a function on rank 0, for whose result all wait; every rank gets it, as JSON. Collective.
-
-        Raises:
-            ShardoptError, RankError: as `agree`.
-        """
-        return self.agree(what, work=lambda: None, decide=lambda _: decide())[1]
-
-    def agree_in_sections(
-        self,
-        what: str | Call,
-        work: Callable[[], T],
-        report: Callable[[T], Any],
-        decide: Callable[[list[Any]], tuple[Any, Sequence[bytes]]],
-        section_of: Callable[[Any], int | None],
-    ) -> tuple[T, Any, bytes]:
-        """Agrees as `agree` does on a decision that has sections, of which each rank needs one at most. Collective.
-
-        Args:
-            what, work, report: as for `agree`.
-            decide: returns the JSON that every rank gets, and the sections, none of them empty.
-            section_of: gets that JSON; returns the number of the section that this rank needs, None for none.
-
-        Returns:
-            What `work` returned on this rank, the JSON, and the section; b"" for none.
-
-        Raises:
-            ShardoptError, RankError: as `agree`.
-        """
-        sections: list[bytes] = []
-
-        def post(reports: list[Any]) -> Any:
-            decision, made = decide(reports)
-            sections.extend(made)
-            if self.channel is not None:
-                for number, section in enumerate(sections):
-                    self.channel.put_section(number, section)
-            return decision
-
-        result, decision = self.agree(what, work, report, post)
-        number = section_of(decision)
-        if number is None:
-            return result, decision, b""
-        if self.channel is None or self.rank == 0:
-            return result, decision, sections[number]
-        try:
-            return result, decision, self.channel.get_section(number)
-        except (Silent, StoreError) as error:
-            broken = str(error) if isinstance(error, Silent) else f"the job's store is lost: {error}"
-            self.channel.broken = broken
-            raise RankError(f"{what}: {broken}") from error
 
     def _process_group(self) -> dist.ProcessGroup | None:
         """Returns the group; None for this process alone.

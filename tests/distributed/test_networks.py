@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
-from shardopt.ranks.connections import strangers
+from shardopt.ranks.connections import unauthenticated
 from tests.support.hosts import Hosts, ip, namespaces_are_allowed
 from tests.unit.test_ranks import Group, together
 
@@ -149,7 +149,7 @@ def test_ranks_find_each_other(tmp_path, network):
 
 
 def test_a_silent_stranger_on_another_host_holds_nobody_up(hosts, tmp_path, monkeypatch):
-    monkeypatch.setattr(strangers, "_MOST_UNPROVEN", 64)
+    monkeypatch.setattr(unauthenticated, "_MOST_UNPROVEN", 64)
     job = Job(hosts, tmp_path, DEBIAN)
     assert job.results() == [[0, 1]] * 2
     port = {at[0]: at[1] for at in job.ranks[0].channel.node.session.at}["10.80.0.1"]
@@ -157,7 +157,7 @@ def test_a_silent_stranger_on_another_host_holds_nobody_up(hosts, tmp_path, monk
         hosts, "b", job.files[1], lambda: [socket.create_connection(("10.80.0.1", port)) for _ in range(1024)]
     ).result(60)
     assert together(list(job.ranks.values()), agree) == [[0, 1]] * 2
-    assert len(job.ranks[0].channel.node._strangers.links()) <= 64 + 8
+    assert len(job.ranks[0].channel.node._unauthenticated.links()) <= 64 + 8
     for each in silent:
         each.close()
     job.end()
@@ -167,7 +167,7 @@ def reset(here, peer):
     """Resets the connection with a peer, as the system does it that is told to."""
     node = here.channel.node
     nobody = struct.pack("H14x", socket.AF_UNSPEC)
-    call(_libc.connect, node.centre.links[peer].socket.fileno(), nobody, len(nobody))
+    call(_libc.connect, node.hub.links[peer].socket.fileno(), nobody, len(nobody))
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -184,12 +184,12 @@ def test_a_reset_between_hosts_goes_unnoticed(hosts, tmp_path, who):
 def test_a_reset_of_which_one_host_hears_nothing_goes_unnoticed(hosts, tmp_path):
     job = Job(hosts, tmp_path, DEBIAN)
     assert job.results() == [[0, 1]] * 2
-    before = job.ranks[1].channel.node.centre.links[0].socket
+    before = job.ranks[1].channel.node.hub.links[0].socket
     ip("-n", hosts.names["a"], "link", "set", "cable", "down")
     reset(job.ranks[0], 1)
     ip("-n", hosts.names["a"], "link", "set", "cable", "up")
     end = time.monotonic() + 4.5
-    while job.ranks[1].channel.node.centre.links[0].socket is before:  # in no call, so that it says nothing
+    while job.ranks[1].channel.node.hub.links[0].socket is before:  # in no call, so that it says nothing
         assert time.monotonic() < end
         time.sleep(0.05)
     assert together([job.ranks[0], job.ranks[1]], agree) == [[0, 1]] * 2

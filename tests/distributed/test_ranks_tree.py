@@ -39,10 +39,10 @@ def rounds_of_six():
     connected = [heard(here, "x") for _ in range(3)]
     sections = [bytes([block]) * (1 + (3 << 20) * (block == 1)) for block in range(3)]
     _, _, section = here.agree_in_sections(
-        "y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _: here.rank // 2
+        "y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _, rank: rank // 2
     )
     side = heard(here.side_channel("beside"), "z")
-    links = here.channel.node.centre.links
+    links = here.channel.node.hub.links
     return connected, side, section == sections[here.rank // 2], sorted(links)
 
 
@@ -192,31 +192,27 @@ def test_an_answer_is_with_all_when_rank_0_and_leaders_are_gone(nbytes):
     assert [outcome.value for outcome in outcomes if outcome.rank not in (0, LEADER)] == [nbytes] * 4
 
 
-def one_comes_late_for_its_section(late):
-    """One rank dies; its leader and others are told so in the next call, and leave, before one has its section."""
+def one_is_late_after_its_section(late):
+    """One rank dies; its leader and others are told so in the next call, and leave, before one comes to it."""
     here = of_three_blocks()
-
-    def section_of(_):
-        if here.rank == 1:
-            kill()
-        if here.rank == late:
-            time.sleep(2.0)
-        return here.rank // 2
-
     sections = [b"a", b"b", b"c"]
-    try:
-        here.agree_in_sections("x", lambda: None, lambda _: None, lambda _: (None, sections), section_of)
-        return heard(here, "y")[0]
-    except RankError as error:
-        return str(error)
+    got = here.agree_in_sections(
+        "x", lambda: None, lambda _: None, lambda _: (None, sections), lambda _, rank: rank // 2
+    )[2]
+    if here.rank == 1:
+        kill()
+    if here.rank == late:
+        time.sleep(2.0)
+    return got, heard(here, "y")[0]
 
 
 @pytest.mark.parametrize("late", [pytest.param(LEADER, marks=pytest.mark.exhaustive), MEMBER])
-def test_who_is_late_for_its_section_hears_why_the_others_left(late):
-    outcomes = run_ranks_outcomes(SIZE, one_comes_late_for_its_section, late)
-    for rank in set(range(SIZE)) - {1, late}:
-        assert outcomes[rank].value == "y: rank 1 died, or ended before this call"
-    assert "rank 1 died" in outcomes[late].value
+def test_who_is_late_has_its_section_and_hears_why_the_others_left(late):
+    outcomes = run_ranks_outcomes(SIZE, one_is_late_after_its_section, late)
+    for rank in set(range(SIZE)) - {1}:
+        got, text = outcomes[rank].value
+        assert got == [b"a", b"b", b"c"][rank // 2] and "rank 1 died" in text
+        assert rank == late or text == "y: rank 1 died, or ended before this call"
 
 
 def many_sessions(count, settled):
@@ -230,7 +226,7 @@ def many_sessions(count, settled):
                 time.sleep(0.001)
             dist.barrier()
             left = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
-            seen.append((*left, job.get_group_store().num_keys(), len(here.channel.node.centre.sessions)))
+            seen.append((*left, job.get_group_store().num_keys(), len(here.channel.node.hub.sessions)))
             dist.barrier()
     return seen
 
@@ -283,7 +279,7 @@ def many_managers(root, count, settled):
                 time.sleep(0.001)
             dist.barrier()
             left = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
-            seen.append((*left, job.get_group_store().num_keys(), len(here.channel.node.centre.sessions)))
+            seen.append((*left, job.get_group_store().num_keys(), len(here.channel.node.hub.sessions)))
             dist.barrier()
     return seen
 

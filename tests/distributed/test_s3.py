@@ -373,14 +373,14 @@ def load_from_all(options, root, local):
     """Loads from all that `put_all` has put, and more; returns what came of it by name."""
     retry.RETRY_POLICY = IMPATIENT
     found = {}
-    get_section = Channel.get_section
+    take_section = Channel.take_section
     with reached(options):
         for name in [*CHANGES, "nothing"]:
             app = {key: value for key, value in zeros().items() if key in ("rows", "both")}
             if name == "altered" and dist.get_rank() == 1:
-                Channel.get_section = lambda self, number: get_section(self, number)[:-1] + b"?"
+                Channel.take_section = lambda self: take_section(self)[:-1] + b"?"
             found[name] = load_from(f"{root}/{name}", app)
-            Channel.get_section = get_section
+            Channel.take_section = take_section
             if found[name][1] is None:
                 assert all(torch.equal(app[key].to_local(), state(1)[key].to_local()) for key in app)
         for name in FOREIGN:

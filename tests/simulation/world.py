@@ -19,7 +19,6 @@ import torch.distributed as dist
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.storage import LocalStorage, RemoteStorage
 from shardopt.checkpoint.storage.retry import RetryPolicy
-from shardopt.ranks.connections.strangers import Unproven
 from shardopt.world import World, using
 from tests.simulation.files import FileSystem, SimulatedOs
 from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
@@ -81,7 +80,7 @@ class SimulatedWorld(World):
     def thread(self, target: Callable[[], object], name: str | None = None, daemon: bool = False) -> SimulatedThread:
         return SimulatedThread(self._process(), target, name or "thread", daemon)
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         pass  # whose turn it is follows from the seed
 
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> SimulatedThread:
@@ -188,7 +187,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.async_save", "_of_members", dict),
     ("shardopt.ranks.groups", "_of_group", weakref.WeakKeyDictionary),
     ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),
-    ("shardopt.ranks.connections.strangers", "_unproven", Unproven),
+    ("shardopt.ranks.connections.unauthenticated", "_in_process", dict),
     ("shardopt.ranks.connections.tree", "RANKS_PER_BLOCK", lambda: 128),
 ]
 """Modules, and the names under which they keep something once for each process."""

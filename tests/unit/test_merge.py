@@ -16,7 +16,7 @@ from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import LayoutError, StateError
-from shardopt.ranks.kinds import compress, decompress, kinds_of, number_of_kind, pack_kinds, unpack_kinds
+from shardopt.ranks.kinds import compress, decompress, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import components_of
@@ -195,7 +195,7 @@ def test_a_rank_plans_its_component_as_it_would_all(seed, cut_plain):
     whole = SavePlan(geometry, made.size, cut_plain)
     section_of, sections = sections_of(merged, len(kinds), whole.assigned)
     for rank in range(made.size):
-        section = sections[section_of[number_of_kind(kinds, rank)]]
+        section = sections[section_of[kind_by_rank(kinds)[rank]]]
         own, known = read_section(decompress(compress(section)))
         assert {key for key in (geometry.members | geometry.tied) if key in made.tensors[rank]} <= {
             *own.members,
@@ -266,7 +266,7 @@ def test_kinds_come_back_from_the_wire(numbers):
     assert unpack_kinds(over_the_wire(pack_kinds(kinds))) == kinds
     assert sorted(rank for ranks in kinds for rank in ranks) == list(range(len(numbers)))
     assert all(numbers[rank] == numbers[ranks[0]] for ranks in kinds for rank in ranks)
-    assert [number_of_kind(kinds, rank) for rank in range(len(numbers))] == [
+    assert [kind_by_rank(kinds)[rank] for rank in range(len(numbers))] == [
         [numbers[ranks[0]] for ranks in kinds].index(number) for number in numbers
     ]
 

@@ -19,7 +19,7 @@ from shardopt.ranks.collectives import accelerator_of
 from shardopt.ranks.connections import heartbeat
 from shardopt.ranks.connections.frames import MAIN
 from shardopt.ranks.connections.node import Node
-from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind
+from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, kinds_of
 from shardopt.world import using
 from tests.support.worlds import FakeClock
 
@@ -153,7 +153,7 @@ def test_every_rank_reads_the_section_that_it_needs(any_job):
                 lambda: here.rank,
                 lambda rank: rank,
                 lambda reports: ([rank % 2 for rank in reports], sections),
-                lambda section_of: section_of[here.rank],
+                lambda section_of, rank: section_of[rank],
             )
             for _ in range(2)
         ]
@@ -166,17 +166,21 @@ def test_every_rank_reads_the_section_that_it_needs(any_job):
         for result, decision, section in outcome:
             assert (result, decision) == (rank, [0, 1, 0])
             assert section == (b"\1" * (1 + (9 << 20)) if rank == 1 else b"\0")
-    assert all(not here.channel.node.centre.session(MAIN).sections for here in job)
+    assert all(here.channel.node.hub.session(MAIN).section == (0, b"") for here in job)
 
 
 def test_one_process_alone_has_a_section():
-    outcome = ranks_of().agree_in_sections("x", lambda: 3, lambda n: n, lambda reports: (reports, [b"a"]), lambda _: 0)
+    outcome = ranks_of().agree_in_sections(
+        "x", lambda: 3, lambda n: n, lambda reports: (reports, [b"a"]), lambda _, rank: 0
+    )
     assert outcome == (3, [3], b"a")
 
 
 def test_sections_that_cannot_be_made_are_everybodys_error(job):
     def fails(here):
-        here.agree_in_sections("x", lambda: 1, lambda n: n, lambda _: fail(StateError("no sections", [])), lambda _: 0)
+        here.agree_in_sections(
+            "x", lambda: 1, lambda n: n, lambda _: fail(StateError("no sections", [])), lambda _, rank: 0
+        )
 
     ranks = job.start()
     assert "no sections" in alike(together(ranks, fails), StateError)
@@ -186,14 +190,14 @@ def test_sections_that_cannot_be_made_are_everybodys_error(job):
 def exchanged(here):
     """Ranks of two kinds send numbers, and get the sum of them, and the product with their kind."""
     kinds = kinds_of(["a", "b", "b", "a"])
-    own = number_of_kind(kinds, here.rank)
+    own = kind_by_rank(kinds)[here.rank]
     describe = (lambda: here.rank + 10) if kinds[own][0] == here.rank else None
     answer, section = exchange(
         here,
         "x",
         describe,
         lambda sent: ({"sent": sorted(map(list, sent.items()))}, [number * sum(sent.values()) for number in range(2)]),
-        lambda _: own,
+        lambda _, rank: kind_by_rank(kinds)[rank],
     )
     return answer, decompress(section)
 
@@ -509,7 +513,7 @@ class Beats:
     def __init__(self):
         self.node = Node(dist.HashStore(), 0, 2)
         self.count = 0
-        self.node.centre.beat = self.beat
+        self.node.hub.beat = self.beat
 
     def beat(self, name):
         self.count += 1

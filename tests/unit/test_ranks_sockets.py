@@ -27,7 +27,6 @@ from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.connections import address, join, tree
 from shardopt.ranks.connections.address import Network
-from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import (
     MAIN,
     MOST_FRAME_BYTES,
@@ -37,16 +36,17 @@ from shardopt.ranks.connections.frames import (
     Frame,
     Kind,
     Message,
+    Sealer,
+    Unsealer,
     encode,
 )
-from shardopt.ranks.connections.gathering import Gathering, pack_reports, unpack_reports
 from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
 from shardopt.ranks.connections.link import Broken, Link
+from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.connections.proof import Connecting, Forgotten, Listening, Meeting, Refused
-from shardopt.ranks.connections.runs import pack_runs, unpack_runs
-from shardopt.ranks.connections.sealing import Sealer, Unsealer
-from shardopt.ranks.connections.tree import Tree
+from shardopt.ranks.connections.session import Gathering, pack_reports, unpack_reports
+from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using, world
 from tests.support.source import ROOT
 from tests.support.wire import Wire
@@ -174,7 +174,7 @@ def test_what_is_no_handshake_is_refused(data):
         Listening("s", KEY, 0).take(Message(Kind.HELLO, data=data))
 
 
-# Strangers on the port of a job.
+# UnauthenticatedPeers on the port of a job.
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
     reports = lambda here: here.agree("x", lambda: None, lambda _: here.rank, lambda reports: reports)[1]  # noqa: E731
     assert together(ranks, reports) == [[0, 1, 2]] * 3
     node = ranks[0].channel.node
-    session, own = node.session, dict(node.centre.links)
+    session, own = node.session, dict(node.hub.links)
     (host, port) = session.at[0]
     said = {
         "garbage": lambda link: link.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10),
@@ -241,16 +241,16 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
             act(link)
             assert is_closed(link), what
     assert together(ranks, reports) == [[0, 1, 2]] * 3
-    assert node.centre.links == own and all(link.open for link in own.values())
+    assert node.hub.links == own and all(link.open for link in own.values())
     for link in (*silent, half):
         link.close()
-    while node._strangers.links():
+    while node._unauthenticated.links():
         time.sleep(0.001)
 
 
 def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
-    monkeypatch.setattr("shardopt.ranks.connections.strangers._UNPROVEN_SECONDS", 0.2)
-    monkeypatch.setattr("shardopt.ranks.connections.strangers._MOST_UNPROVEN", 3)
+    monkeypatch.setattr("shardopt.ranks.connections.unauthenticated._UNPROVEN_SECONDS", 0.2)
+    monkeypatch.setattr("shardopt.ranks.connections.unauthenticated._MOST_UNPROVEN", 3)
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
     at = ranks[0].channel.node.session.at[0]
@@ -315,10 +315,10 @@ def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monk
     together(ranks, lambda here: here.agree("x", lambda: None))
     node = ranks[2].channel.node
     with node.changed:
-        node.centre.links[0].put(list(nonsense))
-        node.centre.to_flush[0] = node.centre.links[0]
+        node.hub.links[0].put(list(nonsense))
+        node.hub.to_flush[0] = node.hub.links[0]
         node.wake()
-    while 2 in ranks[0].channel.node.centre.links:  # before it can report
+    while 2 in ranks[0].channel.node.hub.links:  # before it can report
         time.sleep(0.001)
     outcomes = together(ranks, lambda here: here.with_deadline(60).agree("y", lambda: None))
     assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
@@ -327,19 +327,19 @@ def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monk
 
 
 def test_nobody_looks_at_sessions_without_the_lock(job, monkeypatch):
-    without, of_name = [], Centre.session
+    without, of_name = [], MessageHub.session
 
-    def session(centre, name):
-        if not centre.changed._is_owned():
+    def session(hub, name):
+        if not hub.changed._is_owned():
             without.append(traceback.format_stack()[-2])
-        return of_name(centre, name)
+        return of_name(hub, name)
 
-    monkeypatch.setattr(Centre, "session", session)
+    monkeypatch.setattr(MessageHub, "session", session)
 
     def all_there_is(here):
         here.agree("x", lambda: None)
         sections = [b"a", b"b", b"c"]
-        here.agree_in_sections("y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _: here.rank)
+        here.agree_in_sections("y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _, rank: rank)
         here.side_channel("z").agree("z", lambda: None)
         halt = here.halt("stopping")
         return halt.at(1, False) or halt.at(2, True)
@@ -355,7 +355,7 @@ def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
     together(ranks, lambda here: here.agree("x", lambda: None))
     node = ranks[0].channel.node
     with node.changed:
-        gone, there = (node.centre.links[rank] for rank in (1, 2))
+        gone, there = (node.hub.links[rank] for rank in (1, 2))
         gone.socket.shutdown(socket.SHUT_WR)  # as if its peer was gone
         gone.put([Frame([b"x"])] * 1000)
         before = there.sent_bytes
@@ -370,9 +370,9 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
     above, below = (here.channel.node for here in ranks)
     answer = bytes(1 << 20)
     with below.changed:  # so that it does not read
-        link = below.centre.links[0]
+        link = below.hub.links[0]
         with above.changed:
-            above.centre.answer(MAIN, 2, answer)
+            above.hub.answer(MAIN, 2, answer)
             above.wake()
         above.wait_until_handed_over(0.1)
         above.stop()
@@ -383,9 +383,9 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
             time.sleep(0.05)
     above.join(10.0)
     with below.changed:
-        while below.centre.above is None:
+        while below.hub.above is None:
             below.changed.wait(10.0)
-        assert below.centre.session(MAIN).answers == {2: answer}
+        assert below.hub.session(MAIN).answers == {2: answer}
 
 
 def test_a_long_answer_has_come_once_it_is_handed_over(job):
@@ -395,10 +395,10 @@ def test_a_long_answer_has_come_once_it_is_handed_over(job):
     above, below = (here.channel.node for here in ranks)
     for number in range(2, 6):
         with above.changed:
-            above.centre.answer(MAIN, number, bytes(number << 20))
+            above.hub.answer(MAIN, number, bytes(number << 20))
             above.wake()
         above.wait_until_handed_over(60.0)
-        assert number in below.centre.session(MAIN).answers
+        assert number in below.hub.session(MAIN).answers
 
 
 def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
@@ -410,39 +410,29 @@ def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
     with below.changed:  # so that it does not read, as if it was stopped
         for number in (2, 3):
             with above.changed:
-                above.centre.answer(MAIN, number, bytes(64 << 20))  # more than sockets hold
+                above.hub.answer(MAIN, number, bytes(64 << 20))  # more than sockets hold
                 above.wake()
             begin = time.monotonic()
             above.wait_until_handed_over(60.0)
             seconds.append(time.monotonic() - begin)
-            assert above.centre.links[1].stuck_at == above.centre.links[1].moved_bytes
+            assert above.hub.links[1].stuck_at == above.hub.links[1].moved_bytes
     assert max(seconds) < 30.0
     with below.changed:
-        while 3 not in below.centre.session(MAIN).answers:
+        while 3 not in below.hub.session(MAIN).answers:
             assert below.changed.wait(30.0)
 
 
-def test_who_leaves_with_sections_that_others_are_to_ask_for_gives_them_first(job):
+def test_who_leaves_gives_the_others_their_sections_first(job):
     ranks = job.start(3)
-    gone = threading.Event()
-
-    def section_of(here):
-        if here.rank != 0:
-            gone.wait(10.0)
-        return here.rank
+    sections = [bytes([number]) * (3 << 20) for number in range(3)]
 
     def call(here):
-        sections = [b"a", b"b", b"c"]
-        got = here.agree_in_sections(
-            "x", lambda: None, lambda _: 0, lambda _: (0, sections), lambda _: section_of(here)
-        )
+        got = here.agree_in_sections("x", lambda: None, lambda _: 0, lambda _: (0, sections), lambda _, rank: rank)
         if here.rank == 0:
             here.channel.node.stop()
-            time.sleep(0.1)
-            gone.set()
         return got[2]
 
-    assert together(ranks, call) == [b"a", b"b", b"c"]
+    assert together(ranks, call) == sections
     ranks[0].channel.node.join(10.0)
 
 
@@ -537,13 +527,10 @@ def test_a_rank_0_of_an_older_job_that_is_stopped_holds_nobody_up(job):
 def test_ranks_get_sections_as_one_piece_of_memory(job):
     ranks = job.start(5)
     together(ranks, lambda here: here.agree("x", lambda: None))
-    centre = ranks[0].channel.node.centre
-    with centre.changed:  # the thread sends nothing meanwhile
-        centre.session(MAIN).sections.clear()
-        centre.keep_section(MAIN, 9, 1, bytes(4 << 20))
+    hub, section = ranks[0].channel.node.hub, bytes(4 << 20)
+    with hub.changed:  # the thread sends nothing meanwhile
         tracemalloc.start()
-        for rank in range(1, 5):
-            centre.take(rank, Message(Kind.PULL, MAIN, 9, struct.pack("!I", 1)))
+        hub.answer(MAIN, 2, b'{"decision":0}', [(section, [1, 2, 3, 4])])
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < 1 << 20
@@ -612,7 +599,7 @@ def test_a_connection_that_is_reset_between_rounds_comes_back_unnoticed(job, wir
         for pair in pairs:
             pair.reset()
         assert together(ranks, numbers) == [[0, 1, 2, 3]] * 4
-    links = [link for here in ranks for link in here.channel.node.centre.links.values()]
+    links = [link for here in ranks for link in here.channel.node.hub.links.values()]
     assert len(links) == 6 and all(link.open and not link.suspended for link in links)
     end_all(ranks)
 
@@ -639,7 +626,7 @@ def test_rounds_are_whole_however_often_connections_are_reset(job, wire, monkeyp
             _, told = here.agree("y", lambda: None, lambda _, said=said: said, lambda reports: reports)
             sections = [bytes([number, rank]) * (1 << 18) for rank in range(4)]
             decide = lambda _, sections=sections: (0, sections)  # noqa: E731
-            section = here.agree_in_sections("z", lambda: 0, lambda _: 0, decide, lambda _: here.rank)[2]
+            section = here.agree_in_sections("z", lambda: 0, lambda _: 0, decide, lambda _, rank: rank)[2]
             got.append(told == [[number, rank, large] for rank in range(4)] and section == sections[here.rank])
         return got
 
@@ -675,8 +662,8 @@ def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
     node = ranks[1].channel.node
     with node.changed:
         node._come_back = lambda link: None  # as if its process was no more
-        node.centre.links[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        node._end(node.centre.links[0], Broken("reset"))
+        node.hub.links[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        node._end(node.hub.links[0], Broken("reset"))
     begin = time.monotonic()
     outcomes = together(ranks, numbers, absent=[1])
     assert "x: rank 1 died, or ended before this call" in str(outcomes[0]) == str(outcomes[2])
@@ -701,7 +688,7 @@ def test_who_is_cut_off_before_any_answer_names_who_is_gone(job, monkeypatch):
         outcomes: list = []
         thread = threading.Thread(target=lambda: outcomes.extend(together(ranks, call, absent=[0, 1, 2])))
         thread.start()
-        while 3 not in nodes[2].centre.links:
+        while 3 not in nodes[2].hub.links:
             time.sleep(0.001)
         end_all([ranks[0], ranks[2]])
         thread.join(30.0)

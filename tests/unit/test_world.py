@@ -159,12 +159,12 @@ def in_a_thread(function):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 def test_a_thread_that_gives_way_takes_no_other_with_it():
-    def give_way():
-        world().give_way()
+    def lower_priority():
+        world().lower_priority()
         return os.getpriority(os.PRIO_PROCESS, 0), in_a_thread(lambda: os.getpriority(os.PRIO_PROCESS, 0))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    ((mine, [started]),) = in_a_thread(give_way)
+    ((mine, [started]),) = in_a_thread(lower_priority)
     assert mine == started == max(before, 15)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 

@@ -61,7 +61,7 @@ def find(ranks: Ranks, hosts: Hosts, name: str, what: str) -> WholeCheckpoint:
         work=look,
         report=lambda share: share,
         decide=decide,
-        section_of=lambda _: 0,
+        section_of=lambda _, rank: 0,
     )
     return WholeCheckpoint(hosts, name, record, decode_manifest(record, hosts.url(name)), holders)
 

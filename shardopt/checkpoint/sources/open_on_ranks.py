@@ -58,7 +58,7 @@ def opener_of(
         work=lambda: storage_of(url),
         report=lambda _: None,
         decide=lambda _: read(),
-        section_of=lambda _: 0,
+        section_of=lambda _, rank: 0,
     )
     sections = [section]
     del section

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardopt.errors import Problem
 from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, refuse_unmatched
 from shardopt.ranks import Ranks
-from shardopt.ranks.kinds import exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
+from shardopt.ranks.kinds import exchange, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, local_tensors
 
@@ -71,13 +71,13 @@ def differences(
     def in_job(kind: Alike) -> Alike:
         return tuple(sorted(ranks.members[rank] for rank in kind))
 
-    is_first = alike[number_of_kind(alike, ranks.rank)][0] == ranks.rank
+    is_first = alike[kind_by_rank(alike)[ranks.rank]][0] == ranks.rank
     problems, _ = exchange(
         ranks,
         _WHAT,
         describe=(lambda: json.loads(report)) if is_first else None,
         merge=lambda reports: (_compare({in_job(kind): reports[kind[0]] for kind in alike}), [None]),
-        section_of=lambda _: 0,
+        section_of=lambda _, rank: 0,
     )
     return [Problem(*problem) for problem in problems]
 

@@ -10,17 +10,24 @@ session  8 bytes
 round    8 bytes
 data
 
-Once both peers have proved themselves each frame ends with a seal (`sealing.py`): how many frames this end has taken,
-and 16 bytes that nobody else can make.
+Once both peers have proved themselves each frame ends with a seal, so that nobody but the peer can send one, drop one,
+or send one again, without being noticed.
+
+seal     8 bytes: how many frames the sender has taken of its peer, which need not be kept any more
+         16 bytes: keyed BLAKE2b over the number of this frame, those 8 bytes, and the SHA-256 of the frame
+
+Each direction of each connection has a key of its own (`proof.py`). Numbers of frames go on where a peer comes back
+over another connection.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 MOST_FRAME_BYTES = 1 << 20
 MOST_UNPROVEN_BYTES = 4 << 10
@@ -31,10 +38,13 @@ MAIN = bytes(8)
 _COPIED_BYTES = 64 << 10  # beside their header; of more, messages to several ranks have one copy
 _HEADER = struct.Struct("!IBB8sQ")
 _AFTER_LENGTH = _HEADER.size - 4
+_TAKEN = struct.Struct("!Q")
+_NUMBERS = struct.Struct("!QQ")
+_TAG_BYTES = 16
 
 
 class Kind(IntEnum):
-    """What a message is; see `centre.py` for what is done with it."""
+    """What a message is; see `message_hub.py` for what is done with it."""
 
     HELLO = 1  # these four as two peers meet: `proof.py`
     CHALLENGE = 2
@@ -52,9 +62,9 @@ class Kind(IntEnum):
     CUT_OFF = 17
     WHERE = 18
     HERE = 19
-    PULL = 20
+    RECEIVERS = 20
     SECTION = 21
-    HALT = 22  # these four: `halting.py`
+    HALT = 22  # these four: `session.py`
     FREEZE = 23
     PASSED = 24
     HALT_AT = 25
@@ -100,13 +110,54 @@ class Frame:
         return self._digest
 
 
-class Opener(Protocol):
-    """Looks at the seals of one peer's frames; `sealing.py` has the one that does."""
+class Sealer:
+    """Makes seals. `number` is of the next frame."""
 
-    nbytes: int
+    def __init__(self, key: bytes, number: int) -> None:
+        self._key, self.number = key, number
+
+    def seal(self, frame: Frame, taken: int) -> bytes:
+        """Returns the seal of the next frame."""
+        tag = _tag(self._key, self.number, taken, frame.digest())
+        self.number += 1
+        return _TAKEN.pack(taken) + tag
+
+
+class Unsealer:
+    """Looks at seals.
+
+    Args:
+        number: of the frame that comes next.
+        taken: how many have been taken already; those that come once more are dropped.
+        confirm: gets how many frames the peer has taken.
+
+    Attributes:
+        unconfirmed_bytes: of the frames that came since the peer was last told how many have; whoever tells it sets 0.
+    """
+
+    nbytes = _TAKEN.size + _TAG_BYTES
+
+    def __init__(self, key: bytes, number: int, taken: int, confirm: Callable[[int], None]) -> None:
+        self._key, self._number, self.taken, self._confirm = key, number, taken, confirm
+        self.unconfirmed_bytes = 0
 
     def open(self, frame: memoryview, seal: bytes) -> bool:
         """Returns whether a frame is new, and has not come before. Raises BadFrame where it is not the peer's."""
+        (taken,) = _TAKEN.unpack_from(seal)
+        tag = _tag(self._key, self._number, taken, hashlib.sha256(frame).digest())
+        if not hmac.compare_digest(tag, seal[_TAKEN.size :]):
+            raise BadFrame("a seal that is not the peer's")
+        self._number += 1
+        self.unconfirmed_bytes += len(frame)
+        self._confirm(taken)
+        if self._number <= self.taken:
+            return False
+        self.taken = self._number
+        return True
+
+
+def _tag(key: bytes, number: int, taken: int, digest: bytes) -> bytes:
+    return hashlib.blake2b(_NUMBERS.pack(number, taken) + digest, digest_size=_TAG_BYTES, key=key).digest()
 
 
 def encode(message: Message) -> list[Frame]:
@@ -137,19 +188,19 @@ class Decoder:
     def __init__(self) -> None:
         self.most_bytes, self.trusts = MOST_UNPROVEN_BYTES, False
         self.error: BadFrame | None = None
-        self._opener: Opener | None = None
+        self._unsealer: Unsealer | None = None
         self._buffer = bytearray()
         self._head: tuple[int, bytes, int] | None = None  # of a message that goes on
         self._parts: list[bytes] = []
         self._nbytes = 0
 
-    def trust(self, opener: Opener | None = None) -> None:
+    def trust(self, unsealer: Unsealer | None = None) -> None:
         """Takes what only a peer sends that has proved itself.
 
         Args:
-            opener: looks at the seals of the frames that come from now on; None where they have none.
+            unsealer: looks at the seals of the frames that come from now on; None where they have none.
         """
-        self.most_bytes, self.trusts, self._opener = MOST_FRAME_BYTES, True, opener
+        self.most_bytes, self.trusts, self._unsealer = MOST_FRAME_BYTES, True, unsealer
 
     def begin_again(self, unread: bytes = b"") -> None:
         """Goes on with what comes over another connection, of which some bytes were read; the frames so far stay."""
@@ -184,8 +235,8 @@ class Decoder:
         return messages  # though what follows is bad: they were confirmed, and do not come again
 
     def _decode(self, messages: list[Message]) -> None:
-        at, opener = 0, self._opener
-        sealed = 0 if opener is None else opener.nbytes
+        at, unsealer = 0, self._unsealer
+        sealed = 0 if unsealer is None else unsealer.nbytes
         try:
             while len(self._buffer) - at >= _HEADER.size:
                 length, kind, more, session, number = _HEADER.unpack_from(self._buffer, at)
@@ -194,7 +245,7 @@ class Decoder:
                 end = at + 4 + length
                 if len(self._buffer) < end + sealed:
                     return
-                if opener is None or self._is_new(opener, at, end):
+                if unsealer is None or self._is_new(unsealer, at, end):
                     part = bytes(self._buffer[at + _HEADER.size : end])
                     self._append((kind, session, number), part, bool(more), messages)
                 at = end + sealed
@@ -203,9 +254,9 @@ class Decoder:
         finally:
             del self._buffer[:at]
 
-    def _is_new(self, opener: Opener, at: int, end: int) -> bool:
+    def _is_new(self, unsealer: Unsealer, at: int, end: int) -> bool:
         with memoryview(self._buffer) as view, view[at:end] as frame:
-            return opener.open(frame, bytes(view[end : end + opener.nbytes]))
+            return unsealer.open(frame, bytes(view[end : end + unsealer.nbytes]))
 
     def _append(self, head: tuple[int, bytes, int], part: bytes, more: bool, messages: list[Message]) -> None:
         if self._head not in (None, head):

@@ -5,8 +5,7 @@ session                   the last session that a rank 0 has begun: its name, it
 <name>/unreached/<rank>   why a rank does not reach the one that it is to be connected with, while it does not
 <name>/broken/<session>   the error by which a session ended
 
-Where the store is a file, which everybody may read, the key lies beside it in one that is its owner's alone
-(`secrets.py`).
+Where the store is a file, which everybody may read, the key stands beside it in one that is its owner's alone.
 
 Once all ranks have an answer nothing stands under `session`, and the leaders' keys are deleted. Until then nothing says
 that a session is of this job: whoever is refused, or cut off, reads `session` again.
@@ -15,11 +14,13 @@ that a session is of this job: whoever is refused, or cut off, reads `session` a
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from shardopt.ranks.connections.secrets import forget_secret, has_secrets, keep_secret, read_secret
 from shardopt.world import Store, world
 
 T = TypeVar("T")
@@ -138,3 +139,53 @@ def withdraw(store: Store, keys: Sequence[str], session: Entry, is_last: bool) -
     forget_secret(store, session.name)
     for key in keys:
         store.delete_key(key)
+
+
+def has_secrets(store: Store) -> bool:
+    """Whether what others must not read lies beside the store, and not in it."""
+    return world().store_file(store) is not None
+
+
+def keep_secret(store: Store, name: str, key: str) -> None:
+    """Writes the key of a session that has just begun, for this user alone, where it lies beside the store.
+
+    Raises:
+        OSError: that cannot be done there.
+    """
+    path = _path(store, name)
+    if path is None:
+        return
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "w") as file:
+        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
+            os.unlink(path)
+            raise PermissionError(
+                f"{path}: this file system lets others read what is made for its owner alone; use a store that is "
+                "no file there (init_method env:// or tcp://)"
+            )
+        file.write(key)
+
+
+def read_secret(store: Store, name: str) -> str | None:
+    """Reads the key of a session; None where it is over by now. Raises OSError: it is another user's."""
+    path = _path(store, name)
+    if path is None:
+        return ""
+    try:
+        with open(path) as file:
+            return file.read(1 << 10)
+    except FileNotFoundError:
+        return None
+
+
+def forget_secret(store: Store, name: str) -> None:
+    """Removes the key of a session that all have joined, where it lies beside the store."""
+    path = _path(store, name)
+    if path is not None:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def _path(store: Store, name: str) -> str | None:
+    file = world().store_file(store)
+    return None if file is None else f"{file}.{name}.key"

@@ -15,16 +15,15 @@ from contextlib import contextmanager, suppress
 from itertools import count
 
 from shardopt.ranks.connections.address import Network, network_of
-from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.ranks.connections.heartbeat import beat_interval
 from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, leader_key, publish, read, unreached_key
-from shardopt.ranks.connections.leaving import LINGER_SECONDS, take_leave
-from shardopt.ranks.connections.link import Broken, Closed, Ended, Link
+from shardopt.ranks.connections.link import LINGER_SECONDS, Broken, Closed, Ended, Link, take_leave
 from shardopt.ranks.connections.meeting import CONNECT_SECONDS, NotMet, Place, meet, text_of
+from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.proof import Listening, Meeting, Refused, Side
-from shardopt.ranks.connections.strangers import Strangers
 from shardopt.ranks.connections.tree import Tree
+from shardopt.ranks.connections.unauthenticated import UnauthenticatedPeers
 from shardopt.world import READ, WRITE, Selector, Socket, Store, Thread, world
 
 _CLOSE_SECONDS = 1.0
@@ -54,7 +53,7 @@ class Node:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.tree = store, Tree(rank, size)
         self.changed = world().condition()
-        self.centre = Centre(self.tree, self.changed)
+        self.hub = MessageHub(self.tree, self.changed)
         self.session: Entry | None = None
         self.reached = 0
         self.unreached = ""
@@ -65,7 +64,7 @@ class Node:
         self._selector: Selector | None = None
         self._wake: tuple[Socket, Socket] | None = None
         self._listeners: list[Socket] = []
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedPeers()
         self._network: Network | None = None
         self._above_at: Place | None = None  # where the rank above was found
         self._broken: dict[Link, float] = {}  # connections that broke, with the times until which they may come back
@@ -137,7 +136,7 @@ class Node:
         interval = beat_interval(seconds)
         with self.changed:
             self.start()
-            session = self.centre.session(name)
+            session = self.hub.session(name)
             if not session.intervals:
                 session.beaten = world().monotonic()
             session.intervals.append(interval)
@@ -158,7 +157,7 @@ class Node:
         now = world().monotonic()
         end, patience = now + seconds, min(seconds, _TAKES_NOTHING_SECONDS)
         with self.changed:
-            links = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
+            links = [self.hub.links[rank] for rank in self.tree.children if rank in self.hub.links]
             waited_for = {link: (link.mark, link.moved_bytes, now) for link in links}
             self._handing_over += 1
             try:
@@ -171,7 +170,7 @@ class Node:
                             link.stuck_at = moved
                         if not link.open or link.is_handed_over(mark) or link.moved_bytes == link.stuck_at:
                             del waited_for[link]
-                        other = self.centre.links.get(link.rank or 0)
+                        other = self.hub.links.get(link.rank or 0)
                         if not link.open and other is not None and other.open:  # its peer has begun anew
                             waited_for[other] = other.mark, other.moved_bytes, now
                     if not waited_for or now >= end or self.failure is not None or self._stopping:
@@ -188,7 +187,7 @@ class Node:
     def exchanged_bytes(self) -> tuple[int, int]:
         """Returns how many bytes were sent and received over the connections that there are."""
         with self.changed:
-            links = self.centre.links.values()
+            links = self.hub.links.values()
             return sum(link.sent_bytes for link in links), sum(link.received_bytes for link in links)
 
     # The thread.
@@ -199,7 +198,6 @@ class Node:
                 self._meet()
                 self._serve(lambda: not (self._stopping or self._meets_again))
             until = world().monotonic() + _CLOSE_SECONDS
-            self._serve(lambda: self.centre.owes_sections() and world().monotonic() < until, LINGER_SECONDS)
             self._leave(until)
         except BaseException as error:
             self.failure = error
@@ -208,13 +206,13 @@ class Node:
                 self._close(_CLOSE_SECONDS)
                 for end in self._wake or ():
                     end.close()
-                self.centre.notify()
+                self.hub.notify()
 
     def _meet(self) -> None:
         """Connects with the leader, and listens for those below; returns once that is done, or this rank has gone."""
         with self.changed:
             self._close(0.0)
-            self.centre.begin()
+            self.hub.begin()
             self._meets_again = False
             self._selector = world().selector()
             assert self._wake is not None
@@ -265,8 +263,8 @@ class Node:
         with self.changed:
             assert self._selector is not None
             self._selector.register(link.socket, READ, link)
-            self.centre.links[self.tree.leader] = link
-            self.centre.repeat()
+            self.hub.links[self.tree.leader] = link
+            self.hub.repeat()
             self._take_rest(link)
         if self.tree.has_listener:
             publish(self.store, leader_key(session.name, self.tree.rank), Entry(session.name, "", self._listen()))
@@ -304,11 +302,11 @@ class Node:
                     return
                 now = world().monotonic()
                 while self.forgotten:
-                    self.centre.forget(self.forgotten.popleft())
+                    self.hub.forget(self.forgotten.popleft())
                 self._beat(now)
                 self._flush()
                 late = [link for link, end in self._broken.items() if end <= now and link.rank != self.tree.leader]
-                for link in [*self._strangers.silent(now), *late]:
+                for link in [*self._unauthenticated.silent(now), *late]:
                     self._drop(link)
                 self._sleeps_until = self._next_due()
                 selector, above = self._selector, self._broken_above()
@@ -329,7 +327,7 @@ class Node:
 
     def _attend(self, link: Link, mask: int) -> None:
         if link.open and mask & WRITE and link.rank is not None:
-            self.centre.to_flush[link.rank] = link
+            self.hub.to_flush[link.rank] = link
         if link.open and not link.suspended and mask & READ:
             self._take(link, link.receive)
 
@@ -345,12 +343,12 @@ class Node:
                 if link.rank is None:
                     self._prove(link, message)
                 else:
-                    self.centre.take(link.rank, message)
+                    self.hub.take(link.rank, message)
             if link.rank is not None:
                 if link.session_under_way is not None:
-                    self.centre.sign(link.rank, link.session_under_way)
+                    self.hub.sign(link.rank, link.session_under_way)
                 if not link.is_empty:
-                    self.centre.to_flush[link.rank] = link  # it confirms what has come
+                    self.hub.to_flush[link.rank] = link  # it confirms what has come
             link.check()
         except (Ended, Refused) as error:
             self._end(link, error)
@@ -361,7 +359,7 @@ class Node:
         Who listens is told the end of a process by its system, which closes the connection: so that one is lost at
         once. Whoever has connected tries to come back each time: where that process has ended nobody listens.
         """
-        is_link = link.rank is not None and self.centre.links.get(link.rank) is link
+        is_link = link.rank is not None and self.hub.links.get(link.rank) is link
         may_return = isinstance(error, Broken) or (
             isinstance(error, Closed) and link.rank == self.tree.leader and not link.left
         )
@@ -413,7 +411,7 @@ class Node:
             self._drop(link)
             return
         assert link.rank is not None
-        self.centre.to_flush[link.rank] = link
+        self.hub.to_flush[link.rank] = link
         self._take_rest(link)
 
     def _accept(self, listener: Socket) -> None:
@@ -422,30 +420,30 @@ class Node:
         except BlockingIOError:
             return
         except OSError:
-            self._strangers.make_room()
+            self._unauthenticated.make_room()
             world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
             return
         assert self._selector is not None and self.session is not None
         link = Link(socket)
-        self._strangers.add(link, Listening(self.session.name, self.session.key, self.tree.rank, self._known))
+        self._unauthenticated.add(link, Listening(self.session.name, self.session.key, self.tree.rank, self._known))
         self._selector.register(socket, READ, link)
 
     def _known(self, rank: int) -> Link | None:
         """Returns the connection of a rank below, which may come back."""
-        return self.centre.links.get(rank) if rank in self.tree.children else None
+        return self.hub.links.get(rank) if rank in self.tree.children else None
 
     def _prove(self, link: Link, message: Message) -> None:
-        side = self._strangers.prove(link, message)
+        side = self._unauthenticated.prove(link, message)
         if side is None:
             return
         before = self._known(side.rank)
-        is_waited_for = side.rank in self.tree.children and side.rank not in self.centre.came and not self._refuses
+        is_waited_for = side.rank in self.tree.children and side.rank not in self.hub.came and not self._refuses
         # Its connection may have broken before it knew that it was taken.
         begins_anew = before is not None and before.suspended and before.taken == 0
         is_waited_for = is_waited_for or begins_anew
         if before is None if side.returns else not is_waited_for:
             raise Refused("nobody is waited for under this number")
-        self._strangers.forget(link)
+        self._unauthenticated.forget(link)
         link.put_message(Message(Kind.WELCOME))
         if side.returns and before is not None:
             self._take_over(before, link, side)
@@ -453,12 +451,12 @@ class Node:
         link.rank = side.rank
         link.seal(side.key, side.from_above, side.from_below)
         if before is None:
-            self.centre.welcome(side.rank, link)
+            self.hub.welcome(side.rank, link)
             return
         link.take_over(before)
         self._broken.pop(before, None)
         before.close()
-        self.centre.links[side.rank] = self.centre.to_flush[side.rank] = link
+        self.hub.links[side.rank] = self.hub.to_flush[side.rank] = link
 
     def _take_over(self, link: Link, other: Link, side: Side) -> None:
         """Goes on with a rank below that has come back, whether or not this end has noticed that it was gone."""
@@ -478,19 +476,19 @@ class Node:
         self._broken.pop(link, None)
         if not link.suspended:
             self._selector.unregister(link.socket)
-        self._strangers.forget(link)
+        self._unauthenticated.forget(link)
         link.close()
         rank = link.rank
-        if rank is None or self.centre.links.get(rank) is not link:
+        if rank is None or self.hub.links.get(rank) is not link:
             return
-        if rank == self.tree.leader and not self.centre.answered:
+        if rank == self.tree.leader and not self.hub.answered:
             self._meets_again, self.left = True, self.session  # it may have been an older job's
         else:
-            self.centre.lose(rank)
+            self.hub.lose(rank)
 
     def _flush(self) -> None:
-        while self.centre.to_flush:
-            links, self.centre.to_flush = self.centre.to_flush, {}
+        while self.hub.to_flush:
+            links, self.hub.to_flush = self.hub.to_flush, {}
             for link in links.values():
                 if not link.open or link.suspended:
                     continue
@@ -504,20 +502,18 @@ class Node:
                     assert self._selector is not None
                     self._selector.modify(link.socket, READ | WRITE if link.waits_to_write else READ, link)
         if self._handing_over:
-            self.centre.notify()
+            self.hub.notify()
 
     def _beat(self, now: float) -> None:
-        for name, session in self.centre.sessions.items():
+        for name, session in self.hub.sessions.items():
             if session.intervals and session.beaten + min(session.intervals) <= now:
                 session.beaten = now
-                self.centre.beat(name)
+                self.hub.beat(name)
 
     def _next_due(self) -> float:
-        beats = [
-            session.beaten + min(session.intervals) for session in self.centre.sessions.values() if session.intervals
-        ]
+        beats = [session.beaten + min(session.intervals) for session in self.hub.sessions.values() if session.intervals]
         returns = [self._returns_at if link.rank == self.tree.leader else end for link, end in self._broken.items()]
-        return min([*beats, self._strangers.due(), *returns])
+        return min([*beats, self._unauthenticated.due(), *returns])
 
     def _drain_wake(self) -> None:
         self._woken = False
@@ -530,7 +526,7 @@ class Node:
         with self.changed:
             if self._selector is None:
                 return
-            links = dict(self.centre.links)
+            links = dict(self.hub.links)
             broken = take_leave([*links.values()], max(0.0, until - world().monotonic()))
             until = world().monotonic() + _LEAVING_SECONDS
             for rank, link in links.items():
@@ -541,7 +537,7 @@ class Node:
                 elif not link.suspended or rank == self.tree.leader:
                     link.close()
                     self._broken.pop(link, None)
-                    del self.centre.links[rank]
+                    del self.hub.links[rank]
         self._serve(
             lambda: any(not link.is_confirmed for link in self._broken) and world().monotonic() < until, LINGER_SECONDS
         )
@@ -550,14 +546,14 @@ class Node:
         """Closes all connections, when their peers have all that was queued for them, or so much time has passed."""
         self._broken.clear()
         if self._selector is not None:
-            take_leave([*self.centre.links.values()], seconds)
-        for link in (*self.centre.links.values(), *self._strangers.links()):
-            self._strangers.forget(link)
+            take_leave([*self.hub.links.values()], seconds)
+        for link in (*self.hub.links.values(), *self._unauthenticated.links()):
+            self._unauthenticated.forget(link)
             link.close()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedPeers()
         if self._selector is not None:
             self._selector.close()
             self._selector = None

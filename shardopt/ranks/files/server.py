@@ -12,7 +12,7 @@ from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.proof import Listening, Refused
-from shardopt.ranks.connections.strangers import Strangers
+from shardopt.ranks.connections.unauthenticated import UnauthenticatedPeers
 from shardopt.ranks.files.asking import (
     FOUND,
     LENGTH,
@@ -37,8 +37,8 @@ _NEVER = float("inf")
 class FileServer:
     """Listens for ranks of a session, in threads of its own: one until they have proved themselves, then one for each.
 
-    Strangers share the first thread, are given 10 seconds and 4 KiB, and of too many in this process the oldest is
-    dropped: none of them holds up a rank.
+    Unauthenticated peers share the first thread, are given 10 seconds and 4 KiB, and of too many in this process the
+    oldest is dropped: none of them holds up a rank.
 
     Args:
         session: its name and key; `at` is ignored.
@@ -57,7 +57,7 @@ class FileServer:
         self._session, self._rank, self._open_file = session, rank, open_file
         self._lock = world().lock()
         self._clients: dict[Socket, Thread] = {}
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedPeers()
         self._stopping = False
         self._listeners = network.listen()
         self.at = tuple((listener.getsockname()[0], listener.getsockname()[1]) for listener in self._listeners)
@@ -83,8 +83,8 @@ class FileServer:
     def abandon(self) -> None:
         """In a child that was forked: closes its descriptors of what stays the parent's."""
         self._stopping = True
-        strangers = [link.socket for link in self._strangers.links()]
-        for socket in (*self._listeners, *self._wake, *self._clients, *strangers):
+        peers = [link.socket for link in self._unauthenticated.links()]
+        for socket in (*self._listeners, *self._wake, *self._clients, *peers):
             with suppress(OSError):
                 socket.close()
 
@@ -94,15 +94,15 @@ class FileServer:
             for listener in self._listeners:
                 selector.register(listener, READ, listener)
             while not self._stopping:
-                due = self._strangers.due()
+                due = self._unauthenticated.due()
                 for key, _ in selector.select(None if due == _NEVER else max(0.0, due - world().monotonic())):
                     if isinstance(key.data, Link):
                         self._attend(key.data, selector)
                     elif key.data is not None:
                         self._accept(key.data, selector)
-                for link in self._strangers.silent(world().monotonic()):
+                for link in self._unauthenticated.silent(world().monotonic()):
                     self._drop(link, selector)
-            for link in self._strangers.links():
+            for link in self._unauthenticated.links():
                 self._drop(link, selector)
         for socket in (*self._listeners, *self._wake):
             socket.close()
@@ -113,31 +113,31 @@ class FileServer:
         except BlockingIOError:
             return
         except OSError:
-            self._strangers.make_room()
+            self._unauthenticated.make_room()
             world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
             return
-        self._strangers.add(link, Listening(self._session.name, self._session.key, self._rank))
+        self._unauthenticated.add(link, Listening(self._session.name, self._session.key, self._rank))
         selector.register(link.socket, READ, link)
 
     def _drop(self, link: Link, selector: Selector) -> None:
-        if link in self._strangers:
+        if link in self._unauthenticated:
             selector.unregister(link.socket)
-            self._strangers.forget(link)
+            self._unauthenticated.forget(link)
             link.close()
 
     def _attend(self, link: Link, selector: Selector) -> None:
-        if link not in self._strangers:
+        if link not in self._unauthenticated:
             return
         try:
             for message in link.receive():
-                if self._strangers.prove(link, message) is not None:
+                if self._unauthenticated.prove(link, message) is not None:
                     self._welcome(link, selector)
                     return
         except (Ended, Refused):
             self._drop(link, selector)
 
     def _welcome(self, link: Link, selector: Selector) -> None:
-        self._strangers.forget(link)
+        self._unauthenticated.forget(link)
         selector.unregister(link.socket)
         link.put_message(Message(Kind.WELCOME))
         try:

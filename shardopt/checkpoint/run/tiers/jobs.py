@@ -91,7 +91,7 @@ class TierQueue:
                 self._changed.wait()
 
     def _work(self) -> None:
-        world().give_way()
+        world().lower_priority()
         while True:
             with self._changed:
                 if not self._jobs:

@@ -1,4 +1,4 @@
-"""What a rank does with messages: nothing but counting, keeping and passing on. JSON of reports is not looked at.
+"""Counts and forwards messages without parsing them: what a rank does with those of its neighbours.
 
 message    from          to            what
 BEAT       any           its leader    shows life in a session
@@ -12,33 +12,35 @@ ENDED      leader        rank 0        connections that have closed
 CUT_OFF    leader        members       the connection to rank 0 has closed
 WHERE      any           any           what is your main thread in?
 HERE       any           any           this
-PULL       any           rank 0        wants a section; a leader asks once, and keeps it until the next answer
-SECTION    rank 0        any           this
+RECEIVERS  rank 0        leaders       who gets the section that follows, where it is not the leader alone
+SECTION    rank 0        some          what only some ranks need of an answer, before the answer itself
 
-HALT, FREEZE, PASSED and HALT_AT: `halting.py`.
+HALT, FREEZE, PASSED and HALT_AT: `session.py`.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from shardopt.ranks.connections.frames import MAIN, Kind, Message, encode
-from shardopt.ranks.connections.gathering import Session, pack_reports, unpack_reports
+from shardopt.ranks.connections.frames import MAIN, Frame, Kind, Message, encode
 from shardopt.ranks.connections.link import Ended, Link
-from shardopt.ranks.connections.runs import pack_runs, unpack_runs
-from shardopt.ranks.connections.tree import Tree
+from shardopt.ranks.connections.session import Session, pack_reports, unpack_reports
+from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import Condition, world
 
-_NUMBER = struct.Struct("!I")
 _PLACE = struct.Struct("!Q")
 _STACK_LINES = 20
 _MOST_FORGOTTEN = 256  # names of sessions; beats are late by seconds
 
 
-class Centre:
-    """The state of this rank's connections and sessions. All of it is guarded by `changed`.
+Share = tuple[bytes, Sequence[int]]
+"""A section of an answer, and the ranks that get it."""
+
+
+class MessageHub:
+    """Counts and forwards messages, and keeps what came in each session. All of it is guarded by `changed`.
 
     Attributes:
         links: connections with others that have proved who they are, by rank.
@@ -105,10 +107,20 @@ class Centre:
         else:
             self._send_up(Message(Kind.REPORT, name, number, report))
 
-    def answer(self, name: bytes, number: int, answer: bytes) -> None:
-        """Rank 0: tells all."""
+    def answer(self, name: bytes, number: int, answer: bytes, shares: Iterable[Share] = ()) -> None:
+        """Rank 0: tells all, and gives some of them sections before. Raises ValueError: a section is too large."""
+        shared = [(encode(Message(Kind.SECTION, name, number, section)), ranks) for section, ranks in shares]
         self.answered = True
         self.session(name).pass_answer(number)
+        for section, ranks in shared:
+            of_child: dict[int, list[int]] = {}
+            for rank in ranks:
+                of_child.setdefault(self.tree.next_towards(rank) or 0, []).append(rank)
+            for child, receivers in of_child.items():
+                if receivers != [child]:
+                    runs = json.dumps(pack_runs(receivers)).encode()
+                    self._send([child], Message(Kind.RECEIVERS, name, number, runs))
+            self._put(of_child, section)
         self._send_answer(Message(Kind.ANSWER, name, number, answer))
 
     def _send_answer(self, answer: Message) -> None:
@@ -142,30 +154,6 @@ class Centre:
         """Asks another rank where it is; the answer comes to `here`, if it can answer."""
         question = json.dumps([self.tree.rank, rank]).encode()
         self._route(rank, Message(Kind.WHERE, name, number, question))
-
-    def keep_section(self, name: bytes, number: int, section: int, data: bytes) -> None:
-        """Rank 0: keeps a section of the answer that it is about to give."""
-        self.session(name).sections[number, section] = _NUMBER.pack(section) + data
-
-    def owes_sections(self) -> bool:
-        """Whether ranks below may still ask for sections of the last answer.
-
-        A member asks for one at most; a leader asks for what its block needs, so only its next report shows its end.
-        """
-        for session in self.sessions.values():
-            number = session.answered
-            if session.wanted:
-                return True
-            if any(each == number for each, _ in session.sections):
-                following = session.gatherings.get(number + 1)
-                served = session.served | (set() if following is None else following.reported)
-                if not served.issuperset(rank for rank in self.tree.children if rank in self.links):
-                    return True
-        return False
-
-    def pull(self, name: bytes, number: int, section: int) -> None:
-        """Any rank but 0: wants a section, which comes to `got` of the session."""
-        self._pull(name, number, section, self.tree.rank)
 
     def halt(self, name: bytes) -> None:
         """Wants all ranks to stop at one place."""
@@ -212,9 +200,13 @@ class Centre:
         elif kind == Kind.CUT_OFF:
             self.above = 0
             self.notify()
+        elif kind == Kind.RECEIVERS:
+            session.receivers = unpack_runs(json.loads(data), self.tree.block_of(self.tree.rank))
         elif kind == Kind.SECTION:
-            (section,) = _NUMBER.unpack_from(data)
-            self._got_section(name, number, section, data)
+            receivers, session.receivers = session.receivers or [self.tree.rank], []
+            if self.tree.rank in receivers:
+                session.section = number, data
+            self._send(receivers, message)
         elif kind == Kind.FREEZE:
             self._freeze(name)
         elif kind == Kind.HALT_AT:
@@ -245,9 +237,6 @@ class Centre:
         elif kind == Kind.ENDED and rank not in self.tree.members:
             self.ended.update(unpack_runs(json.loads(data), self.tree.block_of(rank)))
             self.notify()
-        elif kind == Kind.PULL:
-            (section,) = _NUMBER.unpack(data)
-            self._pull(name, number, section, rank)
         elif kind == Kind.HALT:
             self.halt(name)
         elif kind == Kind.PASSED:
@@ -314,34 +303,6 @@ class Centre:
         missing = [[signs, pack_runs(ranks)] for signs, ranks in ranks_with.items()]
         self._send_up(Message(Kind.MISSING, name, number, json.dumps(missing).encode()))
 
-    def _pull(self, name: bytes, number: int, section: int, rank: int) -> None:
-        session, key = self.session(name), (number, section)
-        if number == session.answered and rank in self.tree.members:
-            session.served.add(rank)
-        if self.tree.rank == 0 or key in session.sections:
-            self._give(name, number, session.sections.get(key, _NUMBER.pack(section)), rank)
-        elif key in session.wanted:
-            session.wanted[key].append(rank)
-        else:
-            session.wanted[key] = [rank]
-            self._send_up(Message(Kind.PULL, name, number, _NUMBER.pack(section)))
-
-    def _got_section(self, name: bytes, number: int, section: int, data: bytes) -> None:
-        session, key = self.session(name), (number, section)
-        if self.tree.members and len(data) > _NUMBER.size and number >= session.answered:
-            session.sections[key] = data
-        for rank in session.wanted.pop(key, []):
-            self._give(name, number, data, rank)
-
-    def _give(self, name: bytes, number: int, data: bytes, rank: int) -> None:
-        """Gives a section, as its message has it: a copy for each rank of a block would be hundreds of MiB."""
-        if rank == self.tree.rank:
-            (section,) = _NUMBER.unpack_from(data)
-            self.session(name).got[number, section] = data[_NUMBER.size :]
-            self.notify()
-        else:
-            self._send([rank], Message(Kind.SECTION, name, number, data))
-
     def _freeze(self, name: bytes) -> None:
         halting = self.session(name).halting
         if halting.frozen:
@@ -393,7 +354,10 @@ class Centre:
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
         """Queues a message for neighbours; those that are not connected get nothing."""
-        frames = encode(message)
+        self._put(ranks, encode(message))
+
+    def _put(self, ranks: Iterable[int], frames: Sequence[Frame]) -> None:
+        """Does the same with its frames: a copy of a section for each rank would be hundreds of MiB."""
         for rank in ranks:
             link = self.links.get(rank)
             if link is not None:

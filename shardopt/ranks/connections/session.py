@@ -1,12 +1,24 @@
-"""What a rank knows of one session: reports that came, answers, signs of life, sections."""
+"""What a rank knows of one session: reports that came, answers, signs of life, sections, and where all stop.
+
+Where ranks that count their steps stop together: nobody asks anybody, until one of them wants to.
+
+Each rank notes here which place it has passed. One that wants all to stop says so to rank 0, which has every rank
+freeze: from then on nobody passes another place, and the threads of all ranks say, without the program, how far it has
+come. The place after the foremost is where all stop, and those behind go on up to it.
+
+message    from          to            what
+HALT       any           rank 0        all are to stop
+FREEZE     rank 0        all           wait at the next place, and say which was the last
+PASSED     any           rank 0        that one; leaders send the foremost of their block
+HALT_AT    rank 0        all           where to stop
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardopt.ranks.connections.halting import Halting
-from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.tree import pack_runs, unpack_runs
 
 _TOGETHER_BYTES = 1 << 20  # of reports in one message, or the one that is longer: who joins them has a copy
 
@@ -65,8 +77,43 @@ def unpack_reports(data: bytes, within: range) -> Iterator[tuple[bytes, list[int
         at += nbytes
 
 
+class Halting:
+    """What a rank knows of this in one session, guarded by the lock of its `MessageHub`.
+
+    Attributes:
+        passed: the last place that this rank has passed.
+        wanted: whether this rank or one below has asked for it.
+        frozen: whether nobody may pass any place before it is known where to stop.
+        at: where all stop; None until it is known.
+        foremost: of this rank, and of those below that have answered.
+        waits_for: the ranks below that have not.
+    """
+
+    def __init__(self) -> None:
+        self.passed = self.foremost = 0
+        self.wanted = self.frozen = False
+        self.at: int | None = None
+        self.waits_for: set[int] = set()
+
+    def passes(self, place: int) -> bool:
+        """Whether this rank may pass a place now; notes it then."""
+        if self.frozen:
+            return self.at is not None and place < self.at
+        self.passed = place
+        return True
+
+    def freeze(self, below: Iterable[int]) -> None:
+        """Has this rank wait where it is, and waits for the answers of those below."""
+        self.frozen, self.foremost, self.waits_for = True, self.passed, set(below)
+
+    def answer(self, rank: int, passed: int) -> None:
+        """Notes how far a rank below, with all below it, has come."""
+        self.foremost = max(self.foremost, passed)
+        self.waits_for.discard(rank)
+
+
 class Session:
-    """One session of a rank, guarded by the lock of its `Centre`.
+    """One session of a rank, guarded by the lock of its `MessageHub`.
 
     Attributes:
         answered: the last round whose answer has passed here.
@@ -74,10 +121,8 @@ class Session:
         own: this rank's reports by round, until they are answered.
         answers: by round, for the thread that waits here, or that is still to come.
         signs: how many signs of life came, by rank.
-        sections: of the last answers, by round and number, as messages have them; where they are kept for others.
-        served: the ranks below that have asked for sections of the last answer.
-        wanted: the ranks that wait for a section, by round and number.
-        got: sections for the thread that waits here.
+        section: the last one that came for this rank, with its round: before the answer.
+        receivers: the ranks that get the section which comes next; none where it is this one alone.
         intervals: of all that show life here at present, in seconds.
         beaten: when the last beat was sent.
         halting: where all stop, in sessions for that.
@@ -90,10 +135,8 @@ class Session:
         self.own: dict[int, bytes] = {}
         self.answers: dict[int, bytes] = {}
         self.signs: dict[int, int] = {}
-        self.sections: dict[tuple[int, int], bytes] = {}
-        self.served: set[int] = set()
-        self.wanted: dict[tuple[int, int], list[int]] = {}
-        self.got: dict[tuple[int, int], bytes] = {}
+        self.section: tuple[int, bytes] = (0, b"")
+        self.receivers: list[int] = []
         self.intervals: list[float] = []
         self.beaten = 0.0
         self.halting = Halting()
@@ -109,15 +152,12 @@ class Session:
 
     def pass_answer(self, number: int) -> None:
         """Forgets what was only kept until the answer of a round came by."""
-        if number > self.answered:
-            self.answered = number
-            self.served.clear()
+        self.answered = max(self.answered, number)
         for kept in (self.gatherings, self.own):
             for each in [each for each in kept if each <= number]:
                 del kept[each]
-        # Those of the round before stay: this answer may be that a rank is lost, while others still fetch theirs.
-        for key in [key for key in self.sections if key[0] < number - 1]:
-            del self.sections[key]
+        if self.section[0] < number:
+            self.section = (0, b"")
 
     def missing(self, number: int, ranks: Sequence[int]) -> list[int]:
         """Returns those of some ranks whose report of a round has not come."""

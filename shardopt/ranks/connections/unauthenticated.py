@@ -15,68 +15,37 @@ _MOST_UNPROVEN = 512  # twice as many as can have a reason to come to one rank a
 _SHARE_OF_DESCRIPTORS = 8  # at most so large a part of what the process may have open: the rest is the training's
 
 
-class Unproven:
-    """All strangers of this process, the first of them first. Any thread uses it."""
-
-    def __init__(self) -> None:
-        self._lock = world().lock()
-        self._links: dict[Link, None] = {}
-
-    def add(self, link: Link) -> None:
-        """Takes one more; where that is one too many, the first is cut off, and whoever has it sees its end."""
-        most = min(_MOST_UNPROVEN, max(1, world().most_descriptors() // _SHARE_OF_DESCRIPTORS))
-        with self._lock:
-            self._links[link] = None
-            while len(self._links) > most:
-                self._cut_first()
-
-    def cut_first(self) -> None:
-        """Cuts off the first of them."""
-        with self._lock:
-            self._cut_first()
-
-    def _cut_first(self) -> None:
-        first = next(iter(self._links), None)
-        if first is not None:
-            del self._links[first]
-            with suppress(OSError):  # it has gone by itself
-                first.socket.shutdown(SHUT_RDWR)
-
-    def remove(self, link: Link) -> None:
-        """Drops one, before its socket is closed: nobody else's is cut off in its place."""
-        with self._lock:
-            self._links.pop(link, None)
+_in_process: dict[Link, None] = {}  # of all listeners of this process, guarded by `_lock`
+_lock = world().lock()
 
 
-_unproven = Unproven()
-
-
-def _forget_all() -> None:
-    """In a child that was forked: they are the parent's, and so may be the lock."""
-    global _unproven
-    _unproven = Unproven()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
-class Strangers:
+class UnauthenticatedPeers:
     """Those who have come to the listeners of one thread, the first of them first. It alone uses this.
 
-    How many there are in the whole process is bounded, far below how many descriptors it may have open.
+    How many there are in the whole process is bounded, far below how many descriptors it may have open: one more cuts
+    off the first of all, and whoever has that one sees its end.
     """
 
     def __init__(self) -> None:
         self._of: dict[Link, tuple[Listening, float]] = {}  # with the time until which each may take
 
     def add(self, link: Link, side: Listening) -> None:
-        """Takes a connection; `side` is what this rank says on it. The first one in the process may be cut off."""
+        """Takes a connection; `side` is what this rank says on it."""
         self._of[link] = side, world().monotonic() + _UNPROVEN_SECONDS
-        _unproven.add(link)
+        most = min(_MOST_UNPROVEN, max(1, world().most_descriptors() // _SHARE_OF_DESCRIPTORS))
+        with _lock:
+            _in_process[link] = None
+        while len(_in_process) > most:
+            self.make_room()
 
     def make_room(self) -> None:
-        """Cuts off the first in this process, as there is no descriptor for another one."""
-        _unproven.cut_first()
+        """Cuts off the first in this process, as where there is no descriptor for another one."""
+        with _lock:
+            first = next(iter(_in_process), None)
+            if first is not None:
+                del _in_process[first]
+                with suppress(OSError):  # it has gone by itself
+                    first.socket.shutdown(SHUT_RDWR)
 
     def prove(self, link: Link, message: Message) -> Listening | None:
         """Takes what one of them says, and answers; returns what is known of it, once that is proved.
@@ -92,9 +61,10 @@ class Strangers:
         return None if rank is None else side
 
     def forget(self, link: Link) -> None:
-        """Drops one that is no stranger any more, or before it is closed."""
+        """Drops one that has proved itself, or before it is closed: nobody else's is cut off in its place."""
         if self._of.pop(link, None) is not None:
-            _unproven.remove(link)
+            with _lock:
+                _in_process.pop(link, None)
 
     def silent(self, now: float) -> list[Link]:
         """Returns those whose time has passed."""
@@ -110,3 +80,12 @@ class Strangers:
 
     def __contains__(self, link: Link) -> bool:
         return link in self._of
+
+
+def _forget_all() -> None:
+    """In a child that was forked: they are the parent's, and so may be the lock."""
+    global _in_process, _lock
+    _in_process, _lock = {}, world().lock()
+
+
+os.register_at_fork(after_in_child=_forget_all)
