@@ -11,7 +11,6 @@ A test that wants another one derives from `World`, overrides what it is about, 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import random
@@ -24,11 +23,9 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from ctypes import Structure, c_char_p, c_uint, c_void_p
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
@@ -39,6 +36,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
     ProcessGroup,
     Store,
     TCPStore,
+)
+
+from shardopt.sockets import (
+    OFTEN_SECONDS,
+    addresses_of_interfaces,
+    bind,
+    kept_from_children,
+    pair_kept_from_children,
+    prepare,
 )
 
 __all__ = [
@@ -64,10 +70,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_KEEPALIVE_SECONDS = 60
-_OFTEN_SECONDS = 2  # in which who has connected learns of it where the other end has lost the connection
-_PROBE_SECONDS, _PROBES = 6, 127  # after the first one: a network may be cut for 12 minutes
 
 Socket = socket.socket
 Selector = selectors.BaseSelector
@@ -226,14 +228,10 @@ class World:
             OSError: this host has no such address, or no port or descriptor is free.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = _kept_from_children(lambda: socket.socket(family, socket.SOCK_STREAM))
-        try:
-            _bind(listener, host, ports)
+        with kept_from_children(lambda: socket.socket(family, socket.SOCK_STREAM)) as listener:
+            bind(listener, host, ports)
             listener.listen(backlog)
             listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
         return listener
 
     def begin_connect(self, host: str, port: int) -> socket.socket:
@@ -246,14 +244,10 @@ class World:
             OSError: there is no way there, or no descriptor is free.
         """
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        connecting = _kept_from_children(lambda: socket.socket(family, kind, protocol))
-        try:
+        with kept_from_children(lambda: socket.socket(family, kind, protocol)) as connecting:
             connecting.setblocking(False)
             with suppress(BlockingIOError):
                 connecting.connect(address)
-        except BaseException:
-            connecting.close()
-            raise
         return connecting
 
     def finish_connect(self, connecting: socket.socket) -> None:
@@ -263,7 +257,7 @@ class World:
             raise OSError(error, os.strerror(error))
         if connecting.getsockname() == connecting.getpeername():
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there but this end itself")
-        _prepare(connecting, _OFTEN_SECONDS)
+        prepare(connecting, OFTEN_SECONDS)
 
     def accept(self, listener: socket.socket) -> socket.socket:
         """Returns the connection of the next peer of a listener; it sends without delay, and does not block.
@@ -271,12 +265,8 @@ class World:
         Raises:
             OSError: there is none (BlockingIOError), it has gone again, or no descriptor is free.
         """
-        accepted = _kept_from_children(lambda: listener.accept()[0])
-        try:
-            _prepare(accepted)
-        except BaseException:
-            accepted.close()
-            raise
+        with kept_from_children(lambda: listener.accept()[0]) as accepted:
+            prepare(accepted)
         return accepted
 
     def abort(self, connection: socket.socket) -> None:
@@ -298,20 +288,18 @@ class World:
 
     def interfaces(self) -> list[tuple[str, str]]:
         """Returns the addresses of this host's interfaces that are up, in digits, each with the interface's name."""
-        return _addresses_of_interfaces()
+        return addresses_of_interfaces()
 
     def store_host(self, store: Store) -> str | None:
         """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        store = _without_prefixes(store)
         if isinstance(store, HashStore):
             return ""
         return str(store.host) if isinstance(store, TCPStore) else None
 
     def store_file(self, store: Store) -> str | None:
         """Returns the path of a store that is a file; None for any other."""
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        store = _without_prefixes(store)
         return str(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]  # of a compiled class
 
     def most_descriptors(self) -> int:
@@ -331,117 +319,17 @@ class World:
 
     def socket_pair(self) -> tuple[socket.socket, socket.socket]:
         """Returns two sockets, connected with each other, that do not block: one wakes who waits for the other."""
-        pair = _pair_kept_from_children()
-        for end in pair:
-            end.setblocking(False)
-        return pair
+        return pair_kept_from_children()
 
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
         """Opens the storage at a URL, with the opener that the real world has."""
         return opener(url, durable)
 
 
-_forking = threading.RLock()
-_not_of_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _kept_from_children(make: Callable[[], socket.socket]) -> socket.socket:
-    """Makes a socket that a child which is forked closes: as long as it had it open, no peer would see this end closed.
-
-    A fork by another thread waits until it is known which socket that is; so nothing is done here that may take long.
-    """
-    with _forking:
-        made = make()
-        _not_of_children.add(made)
-    return made
-
-
-def _pair_kept_from_children() -> tuple[socket.socket, socket.socket]:
-    with _forking:
-        one, other = socket.socketpair()
-        _not_of_children.update((one, other))
-    return one, other
-
-
-def _close_in_child() -> None:
-    for each in list(_not_of_children):
-        with suppress(OSError):
-            each.close()  # and nothing else: what waits in it is shared with the parent
-    _forking.release()
-
-
-os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_in_child)
-
-
-def _bind(listener: socket.socket, host: str, ports: range | None) -> None:
-    for port in [0] if ports is None else random.sample(ports, len(ports)):
-        try:
-            listener.bind((host, port))
-            return
-        except OSError as error:
-            if ports is None or error.errno != errno.EADDRINUSE:
-                raise
-    raise OSError(errno.EADDRINUSE, f"none of the ports {ports[0]} to {ports[-1]} is free" if ports else "no ports")
-
-
-def _prepare(connection: socket.socket, seconds: int = _KEEPALIVE_SECONDS) -> None:
-    """Has a socket send without delay, not block, and say something now and then: firewalls forget who is silent."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    connection.setblocking(False)
-
-
-_UP = 0x1
-_OFFSETS = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # of the address in a sockaddr, and its bytes
-
-
-class _Interface(Structure):
-    _fields_ = (
-        ("next", c_void_p),
-        ("name", c_char_p),
-        ("flags", c_uint),
-        ("address", c_void_p),
-        ("rest", c_void_p * 3),
-    )
-
-
-def _addresses_of_interfaces() -> list[tuple[str, str]]:
-    """Returns names and addresses in digits of the interfaces that are up; none where the system cannot tell.
-
-    Addresses that mean nothing without the name of an interface of the host that uses them (IPv6 ones of a link) are
-    left out.
-    """
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-        listed, first = library.getifaddrs, c_void_p()
-    except (OSError, AttributeError):
-        return []
-    if listed(ctypes.byref(first)) != 0:
-        return []
-    try:
-        return _read_addresses(first.value)
-    finally:
-        library.freeifaddrs(first)
-
-
-def _read_addresses(at: int | None) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    while at:
-        interface = _Interface.from_address(at)
-        if interface.address and interface.flags & _UP:
-            # A length and a family of one byte each where the system comes of BSD, elsewhere a family of two.
-            head = ctypes.string_at(interface.address, 2)
-            family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
-            if family in _OFFSETS:
-                offset, nbytes = _OFFSETS[socket.AddressFamily(family)]
-                digits = ctypes.string_at(interface.address + offset, nbytes)
-                if digits[:2] != b"\xfe\x80" or nbytes == 4:
-                    found.append((interface.name.decode(), socket.inet_ntop(family, digits)))
-        at = interface.next
-    return found
+def _without_prefixes(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def utc_text(seconds: float) -> str:

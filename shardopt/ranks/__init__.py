@@ -8,17 +8,15 @@ the only collectives of shardopt itself.
 
 `connections/` moves bytes between ranks and knows who has ended. Of the files here each imports only those before it:
 calls (what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), halt, collectives,
-ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side (ranks for
-threads).
+ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are, also for threads).
 """
 
 from shardopt.ranks.calls import Call, as_call, call_on
-from shardopt.ranks.collectives import Exchange, Sum
+from shardopt.ranks.collectives import Exchange
 from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
-from shardopt.ranks.groups import Group, SharedGroup, ranks_among, ranks_of, refuse_lone_processes
+from shardopt.ranks.groups import Group, SharedGroup, SideRanks, ranks_among, ranks_of, refuse_lone_processes
 from shardopt.ranks.halt import Halt
 from shardopt.ranks.ranks import Ranks
-from shardopt.ranks.side import SideRanks
 
 __all__ = [
     "DEADLINE_SECONDS",
@@ -29,7 +27,6 @@ __all__ = [
     "Ranks",
     "SharedGroup",
     "SideRanks",
-    "Sum",
     "as_call",
     "call_on",
     "ranks_among",

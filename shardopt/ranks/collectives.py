@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardopt.errors import Problem, RankError
+from shardopt.ranks.failures import names_of
+
 
 class Exchange:
-    """An all-to-all under way; it keeps what was sent until it is done."""
+    """A collective under way; it keeps what was sent until it is done."""
 
     def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
         self._got = got
@@ -18,47 +21,127 @@ class Exchange:
         self._work = work
 
     def wait(self) -> Tensor:
-        """Waits for the vector that was received; on an accelerator only the current stream waits, not this process."""
+        """Waits for the numbers; on an accelerator only the current stream waits, not this process."""
         if self._work is not None:
             self._work.wait()
+            self._work = None
         self._sent = None
         return self._got
 
 
-class Sum:
-    """An all-reduce under way, in place; it keeps the numbers until it is done."""
+class Collectives:
+    """The collectives of the ranks of a process group; of this process alone where there is none."""
 
-    def __init__(self, numbers: Tensor, work: dist.Work | None) -> None:
-        self._numbers = numbers
-        self._work = work
+    size: int
+    members: tuple[int, ...]
+    _group: Callable[[], dist.ProcessGroup | None] | None
+    _accelerator: str | None
 
-    def wait(self) -> Tensor:
-        """Waits for the sums; on an accelerator only the current stream waits, not this process."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._numbers
+    @property
+    def has_group(self) -> bool:
+        """Whether these are of a process group; one process without torch.distributed has none."""
+        return self._group is not None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether their process group was destroyed."""
+        return self._group is not None and self._group() is None
 
-def begin_sum(group: dist.ProcessGroup | None, numbers: Tensor) -> Sum:
-    """Begins `Ranks.all_reduce_sum`; without a group there is nothing to add."""
-    if group is None or group.size() == 1:
-        return Sum(numbers, None)
-    return Sum(numbers, dist.all_reduce(numbers, group=group, async_op=True))
+    @property
+    def device(self) -> torch.device:
+        """The device of numbers for `all_reduce_sum`: the accelerator in use where the group communicates there."""
+        if self._accelerator is None:
+            return torch.device("cpu")
+        return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
+    def device_beside(self, device: torch.device) -> torch.device:
+        """Returns the device for numbers that were computed on `device`: that one, where no other rank gets them."""
+        return device if self.size == 1 else self.device
 
-def begin_exchange(
-    group: dist.ProcessGroup | None, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]
-) -> Exchange:
-    """Begins `Ranks.all_to_all`; without a group, what is sent is received."""
-    if group is None or group.size() == 1:
-        return Exchange(sent, sent, None)
-    got = sent.new_empty(sum(got_counts))
-    # As bytes: gloo knows fewer dtypes than there are.
-    got_bytes, sent_bytes = ([n * sent.element_size() for n in counts] for counts in (got_counts, sent_counts))
-    outputs, inputs = got.view(torch.uint8), sent.view(torch.uint8)
-    work = dist.all_to_all_single(outputs, inputs, got_bytes, sent_bytes, group=group, async_op=True)
-    return Exchange(got, sent, work)
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
+        """Sums each number over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
+
+        Args:
+            numbers: on `device`, or `device_beside` another, of the same shape and dtype on every rank.
+        """
+        group = self._process_group()
+        if group is not None and self.size > 1:
+            dist.all_reduce(numbers, group=group)
+        return numbers
+
+    def begin_all_reduce_sum(self, numbers: Tensor) -> Exchange:
+        """Begins to sum each number over the ranks, in place; every rank gets the same bits. Collective.
+
+        It is only begun here: the numbers are not to be touched before `wait` of what this returns.
+
+        Args:
+            numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
+        """
+        group = self._process_group()
+        if group is None or group.size() == 1:
+            return Exchange(numbers, numbers, None)
+        return Exchange(numbers, numbers, dist.all_reduce(numbers, group=group, async_op=True))
+
+    def broadcast(self, numbers: Tensor) -> Tensor:
+        """Gives every rank the numbers of the first, in place. Collective: one broadcast.
+
+        Args:
+            numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
+        """
+        group = self._process_group()
+        if group is not None and group.size() > 1:
+            dist.broadcast(numbers, group=group, group_src=0)
+        return numbers
+
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Takes the largest of each number over the ranks, in place. Collective: one all-reduce.
+
+        Args:
+            numbers: on `device`, of the same shape and dtype on every rank; none may be NaN, which has no order.
+        """
+        group = self._process_group()
+        if group is not None and self.size > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        return numbers
+
+    def all_to_all(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
+        """Sends a section of a vector to each of the ranks, and receives theirs. Collective: one all-to-all.
+
+        It is only begun here: `wait` of what this returns gives the vector that was got.
+
+        Args:
+            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The
+                sections stand in it in the order of the ranks.
+            sent_counts, got_counts: how many elements go to and come from each of them.
+        """
+        group = self._process_group()
+        if group is None or group.size() == 1:
+            return Exchange(sent, sent, None)
+        got = sent.new_empty(sum(got_counts))
+        # As bytes: gloo knows fewer dtypes than there are.
+        got_bytes, sent_bytes = ([n * sent.element_size() for n in counts] for counts in (got_counts, sent_counts))
+        outputs, inputs = got.view(torch.uint8), sent.view(torch.uint8)
+        work = dist.all_to_all_single(outputs, inputs, got_bytes, sent_bytes, group=group, async_op=True)
+        return Exchange(got, sent, work)
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        """Returns the group; None for this process alone.
+
+        Raises:
+            RankError: it was destroyed.
+        """
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            problem = Problem(
+                f"the process group of {names_of(self.members)}",
+                "destroyed",
+                "one that is in use",
+                "make optimizers and what else communicates anew after destroy_process_group",
+            )
+            raise RankError("ranks cannot communicate", [problem])
+        return group
 
 
 def accelerator_of(group: dist.ProcessGroup) -> str | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from shardopt.errors import RankError
-from shardopt.ranks.channel import Channel, Silent
+from shardopt.ranks.channel import Channel, CutOff, Silent
+from shardopt.ranks.connections.heartbeat import Silence
+from shardopt.ranks.failures import names_of
+from shardopt.ranks.lost import Lost, lost_text
 from shardopt.world import StoreError
 
 
@@ -33,6 +36,31 @@ class Halt:
         if self._channel is None:
             return place if wanted else None
         try:
-            return self._channel.halts_at(place, wanted)
+            return self._ask(self._channel, place, wanted)
+        except CutOff as cut:
+            ended = lost_text([Lost(self._channel.members[cut.above], ended=True)], 0.0)
+            raise RankError(f"{self._what}: {ended}") from None
         except (Silent, StoreError) as silent:
             raise RankError(f"{self._what}: {silent}") from silent
+
+    def _ask(self, channel: Channel, place: int, wanted: bool) -> int | None:
+        node = channel.node
+
+        def look(watch: Silence) -> None:
+            if watch.silent({0: 0}):
+                with node.changed:
+                    silent = sorted(channel.members[rank] for rank in halting.waits_for)
+                who = f"{names_of(silent)} did" if silent else "the others did"
+                raise Silent(f"{who} not say for {channel.deadline_seconds:g} s how far they have come")
+
+        with node.changed:
+            # Under the lock, as all else: two threads that begin a session at once would have one each.
+            halting = node.hub.session(channel.session).halting
+            if not wanted and halting.passes(place):
+                return halting.at
+            if wanted:
+                node.hub.halt(channel.session)
+                node.wake()
+        at = channel.wait(lambda: halting.at, look)
+        node.wait_until_handed_over(channel.deadline_seconds)  # this process may end now, and others wait for this yet
+        return at

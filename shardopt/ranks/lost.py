@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from shardopt.ranks.connections.heartbeat import Silence
+from shardopt.ranks.connections.join import STORE_SECONDS, read_record, record, unreached_key, within
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import names_of
-from shardopt.world import world
+from shardopt.world import StoreError, world
 
 _ASK_SECONDS = 2.0
 _MOST_ASKED = 4
+_MOST_NAMED = 8  # of those for whom the store is asked why they do not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,12 @@ def lost_text(lost: Sequence[Lost], silent_seconds: float) -> str:
 
 
 class Witness:
-    """Judges the other ranks by what a node hears of them in one session."""
+    """Judges the other ranks by what a node hears of them in one session, and by what the job's store says."""
 
     def __init__(self, node: Node, session: bytes) -> None:
         self._node, self._session = node, session
+        self._store_error: StoreError | None = None
+        self._asks_store = False
 
     def silent(self, watch: Silence, missing: Sequence[int]) -> list[int]:
         """Rank 0: looks; returns those of the missing that are silent, or in their place the leader that is.
@@ -113,3 +119,53 @@ class Witness:
     def _was_connected(self, rank: int) -> bool:
         hub = self._node.hub
         return hub.answered or rank in hub.links
+
+    def unreached(self, silent: Sequence[int], members: Sequence[int]) -> dict[int, tuple[int, int, str]]:
+        """Rank 0: returns who of the silent could not reach the one above it, as it says in the store; see `Lost`."""
+        session, store, tree = self._node.session, self._node.store, self._node.tree
+        if session is None:
+            return {}
+
+        def ask() -> dict[int, tuple[int, int, str]]:
+            said: dict[int, tuple[int, int, str]] = {}
+            for rank in silent[:_MOST_NAMED]:
+                key, leader = unreached_key(session.name, rank), tree.block_of(rank)[0]
+                if store.check([key]):
+                    above = 0 if leader == rank else leader
+                    said[rank] = members[above], members[rank], store.get(key).decode()
+            return said
+
+        with suppress(TimeoutError, StoreError):
+            return within(STORE_SECONDS, ask)
+        return {}
+
+    def record(self, error: dict[str, Any]) -> None:
+        """Writes down a failure for those ranks that cannot be told."""
+        session = self._node.session
+        if session is not None:
+            with suppress(TimeoutError, StoreError):
+                within(STORE_SECONDS, lambda: record(self._node.store, session.name, self._session, error))
+
+    def recorded(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """Returns the answer to all who could not be told, where there is one; does not wait longer than so."""
+        with suppress(TimeoutError):
+            error = within(min(STORE_SECONDS, seconds), lambda: read_record(self._node.store, name, self._session))
+            return None if error is None else {"error": error, "broken": True}
+        return None
+
+    def look_at_store(self) -> None:
+        """Finds out in a thread of its own whether the job's store is lost; raises StoreError some looks later."""
+        if self._store_error is not None:
+            raise self._store_error
+        if self._asks_store:
+            return
+        self._asks_store = True
+
+        def ask() -> None:
+            try:
+                self._node.store.check(["session"])
+                self._asks_store = False
+            except StoreError as error:
+                self._store_error = error
+
+        world().thread(ask, "shardopt-store", daemon=True).start()

@@ -6,20 +6,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from shardopt.errors import Problem, RankError, ShardoptError
+from shardopt.errors import RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
 from shardopt.ranks.channel import Channel, Decide, Silent
-from shardopt.ranks.collectives import Exchange, Sum, accelerator_of, begin_exchange, begin_sum
+from shardopt.ranks.collectives import Collectives, accelerator_of
+from shardopt.ranks.connections.address import network_of
 from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.connections.message_hub import Share
-from shardopt.ranks.failures import describe, names_of
+from shardopt.ranks.failures import describe
 from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer, OpenFile
 from shardopt.ranks.halt import Halt
@@ -28,7 +28,7 @@ from shardopt.world import StoreError, world
 T = TypeVar("T")
 
 
-class Ranks:
+class Ranks(Collectives):
     """The ranks of one process group, or this process alone where there is none.
 
     Of each the number in the job is in `members`.
@@ -39,7 +39,6 @@ class Ranks:
 
     Args:
         group: None for this process alone.
-
         deadline_seconds: how long a rank may show no sign of life, in all that these ranks do together, before the
             others give up and name it.
     """
@@ -107,7 +106,9 @@ class Ranks:
         Raises:
             OSError: this rank cannot listen.
         """
-        return None if self.channel is None else self.channel.file_server(open_file)
+        if self.channel is None:
+            return None
+        return FileServer(self.channel.session_of_files, self.rank, network_of(self.channel.store), open_file)
 
     def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
         """Returns what asks one of these ranks for files; nothing is connected yet.
@@ -116,7 +117,8 @@ class Ranks:
             at: where its `file_server` listens.
         """
         assert self.channel is not None  # or there is no other
-        return self.channel.file_client(rank, at)
+        places = tuple((host, port) for host, port in at)
+        return FileClient(replace(self.channel.session_of_files, at=places), self.rank, rank)
 
     def beating(self) -> AbstractContextManager[None]:
         """Shows life of this rank while this is open. For calls of several rounds, between which there is work too.
@@ -144,85 +146,9 @@ class Ranks:
         return None if self.members == tuple(range(_job_size())) else self.members
 
     @property
-    def has_group(self) -> bool:
-        """Whether these are of a process group; one process without torch.distributed has none."""
-        return self._group is not None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether their process group was destroyed."""
-        return self._group is not None and self._group() is None
-
-    @property
     def in_step(self) -> bool:
         """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
         return self.channel is None or self.channel.broken is None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of numbers for `all_reduce_sum`: the accelerator in use where the group communicates there."""
-        if self._accelerator is None:
-            return torch.device("cpu")
-        return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
-
-    def device_beside(self, device: torch.device) -> torch.device:
-        """Returns the device for numbers that were computed on `device`: that one, where no other rank gets them."""
-        return device if self.size == 1 else self.device
-
-    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Sums each number over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
-
-        Args:
-            numbers: on `device`, or `device_beside` another, of the same shape and dtype on every rank.
-        """
-        group = self._process_group()
-        if group is not None and self.size > 1:
-            dist.all_reduce(numbers, group=group)
-        return numbers
-
-    def begin_all_reduce_sum(self, numbers: Tensor) -> Sum:
-        """Begins to sum each number over the ranks, in place; every rank gets the same bits. Collective.
-
-        It is only begun here: the numbers are not to be touched before `wait` of what this returns.
-
-        Args:
-            numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
-        """
-        return begin_sum(self._process_group(), numbers)
-
-    def broadcast(self, numbers: Tensor) -> Tensor:
-        """Gives every rank the numbers of the first, in place. Collective: one broadcast.
-
-        Args:
-            numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
-        """
-        group = self._process_group()
-        if group is not None and group.size() > 1:
-            dist.broadcast(numbers, group=group, group_src=0)
-        return numbers
-
-    def all_reduce_max(self, numbers: Tensor) -> Tensor:
-        """Takes the largest of each number over the ranks, in place. Collective: one all-reduce.
-
-        Args:
-            numbers: on `device`, of the same shape and dtype on every rank; none may be NaN, which has no order.
-        """
-        group = self._process_group()
-        if group is not None and self.size > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        return numbers
-
-    def all_to_all(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
-        """Sends a section of a vector to each of the ranks, and receives theirs. Collective: one all-to-all.
-
-        It is only begun here: `wait` of what this returns gives the vector that was got.
-
-        Args:
-            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The
-                sections stand in it in the order of the ranks.
-            sent_counts, got_counts: how many elements go to and come from each of them.
-        """
-        return begin_exchange(self._process_group(), sent, sent_counts, got_counts)
 
     def agree(
         self,
@@ -302,7 +228,9 @@ class Ranks:
             decision, _ = share([report(result)])
         else:
             result, decision = self._round(self.channel, what, work, report, share)
-        return result, decision, own[0] if self.rank == 0 or self.channel is None else self.channel.take_section()
+        if self.channel is not None and self.rank > 0:
+            own[0], self.channel.section = self.channel.section, b""
+        return result, decision, own[0]
 
     def _round(
         self,
@@ -340,25 +268,6 @@ class Ranks:
                 channel.broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
-
-    def _process_group(self) -> dist.ProcessGroup | None:
-        """Returns the group; None for this process alone.
-
-        Raises:
-            RankError: it was destroyed.
-        """
-        if self._group is None:
-            return None
-        group = self._group()
-        if group is None:
-            problem = Problem(
-                f"the process group of {names_of(self.members)}",
-                "destroyed",
-                "one that is in use",
-                "make optimizers and what else communicates anew after destroy_process_group",
-            )
-            raise RankError("ranks cannot communicate", [problem])
-        return group
 
 
 def _no_group() -> None:

@@ -157,7 +157,7 @@ def test_a_silent_stranger_on_another_host_holds_nobody_up(hosts, tmp_path, monk
         hosts, "b", job.files[1], lambda: [socket.create_connection(("10.80.0.1", port)) for _ in range(1024)]
     ).result(60)
     assert together(list(job.ranks.values()), agree) == [[0, 1]] * 2
-    assert len(job.ranks[0].channel.node._unauthenticated.links()) <= 64 + 8
+    assert len(job.ranks[0].channel.node.peers.unauthenticated.links()) <= 64 + 8
     for each in silent:
         each.close()
     job.end()

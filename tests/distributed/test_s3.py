@@ -27,7 +27,6 @@ from shardopt.checkpoint.storage import multipart, remote, retry, storage_of
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, FormatError, RankError
 from shardopt.ranks import Ranks
-from shardopt.ranks.channel import Channel
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.s3 import reached, s3_server
 
@@ -352,20 +351,20 @@ def save_locally(path):
 
 def load_from(url, app):
     """Returns the rounds that a load takes, and the type and text of its error, if there is one."""
-    rounds, agree = [], Ranks.agree
+    rounds, one = [], Ranks._round
 
     def counting(self, *args, **choices):
         rounds.append(args)
-        return agree(self, *args, **choices)
+        return one(self, *args, **choices)
 
-    Ranks.agree = counting
+    Ranks._round = counting
     try:
         checkpoint.load(url, app, strict=False, deadline_seconds=DEADLINE_SECONDS)
     except (CheckpointError, RankError) as error:
         assert not any(torch.count_nonzero(getattr(each, "_local_tensor", each)) for each in app.values())
         return len(rounds), type(error), str(error)
     finally:
-        Ranks.agree = agree
+        Ranks._round = one
     return len(rounds), None, ""
 
 
@@ -373,14 +372,19 @@ def load_from_all(options, root, local):
     """Loads from all that `put_all` has put, and more; returns what came of it by name."""
     retry.RETRY_POLICY = IMPATIENT
     found = {}
-    take_section = Channel.take_section
+    in_sections = Ranks.agree_in_sections
+
+    def altered(self, *args, **choices):
+        result, decision, section = in_sections(self, *args, **choices)
+        return result, decision, section[:-1] + b"?"
+
     with reached(options):
         for name in [*CHANGES, "nothing"]:
             app = {key: value for key, value in zeros().items() if key in ("rows", "both")}
             if name == "altered" and dist.get_rank() == 1:
-                Channel.take_section = lambda self: take_section(self)[:-1] + b"?"
+                Ranks.agree_in_sections = altered
             found[name] = load_from(f"{root}/{name}", app)
-            Channel.take_section = take_section
+            Ranks.agree_in_sections = in_sections
             if found[name][1] is None:
                 assert all(torch.equal(app[key].to_local(), state(1)[key].to_local()) for key in app)
         for name in FOREIGN:

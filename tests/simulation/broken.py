@@ -19,7 +19,7 @@ _manager = _of("shardopt.checkpoint.run.manager").Manager
 _saver = _of("shardopt.checkpoint.async_save").AsyncSaver
 _background = _of("shardopt.checkpoint.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
-_side = _of("shardopt.ranks.side").SideRanks
+_side = _of("shardopt.ranks.groups").SideRanks
 
 
 def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:

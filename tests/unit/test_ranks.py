@@ -362,14 +362,14 @@ def test_an_interrupt_while_waiting_leaves_the_ranks_in_step(job, rank):
     """The usual place to be in when the user interrupts: all do, and then want to save a last time."""
     ranks = job.start()
     channel = ranks[rank].channel
-    wait = channel._wait
+    wait = channel.wait
 
     def interrupted(*args):
         if channel._round == 2:
             raise KeyboardInterrupt
         return wait(*args)
 
-    channel._wait = interrupted
+    channel.wait = interrupted
     together(ranks, lambda here: here.agree("w", lambda: None))
     outcomes = together(
         ranks, lambda here: then_once_more(here, lambda here: here.agree("x", lambda: fail(OSError("?"))))
@@ -382,14 +382,14 @@ def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
     """Who comes later gets the answer that was given without it."""
     ranks = job.start()
     channel = ranks[0].channel
-    wait = channel._wait
+    wait = channel.wait
 
     def interrupted(*args):
         if channel._round < 3:
             raise KeyboardInterrupt
         return wait(*args)
 
-    channel._wait = interrupted
+    channel.wait = interrupted
 
     def call(here):
         if here.rank == 2:

@@ -244,7 +244,7 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
     assert node.hub.links == own and all(link.open for link in own.values())
     for link in (*silent, half):
         link.close()
-    while node._unauthenticated.links():
+    while node.peers.unauthenticated.links():
         time.sleep(0.001)
 
 
@@ -360,7 +360,7 @@ def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
         gone.put([Frame([b"x"])] * 1000)
         before = there.sent_bytes
         there.put_message(Message(Kind.BEAT))
-        node._close(0.05)
+        node.peers.close(0.05)
         assert there.sent_bytes > before and not there.open
 
 
@@ -451,10 +451,8 @@ def test_a_child_has_no_connection_whenever_it_is_forked(monkeypatch):
         children.append(child)
         prepare(connection)
 
-    descriptors, prepare = [], world_module._prepare
-    monkeypatch.setattr(
-        world_module, "_prepare", lambda each, *seconds: (descriptors.append(each.fileno()), fork(each))
-    )
+    descriptors, prepare = [], world_module.prepare
+    monkeypatch.setattr(world_module, "prepare", lambda each, *seconds: (descriptors.append(each.fileno()), fork(each)))
     connected = world().begin_connect(*listener.getsockname())
     select.select([], [connected], [], 5.0)
     world().finish_connect(connected)
@@ -661,9 +659,9 @@ def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
     together(ranks, numbers)
     node = ranks[1].channel.node
     with node.changed:
-        node._come_back = lambda link: None  # as if its process was no more
+        node.peers.come_back = lambda link: None  # as if its process was no more
         node.hub.links[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        node._end(node.hub.links[0], Broken("reset"))
+        node.peers._end(node.hub.links[0], Broken("reset"))
     begin = time.monotonic()
     outcomes = together(ranks, numbers, absent=[1])
     assert "x: rank 1 died, or ended before this call" in str(outcomes[0]) == str(outcomes[2])

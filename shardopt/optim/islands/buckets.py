@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from shardopt.ranks import Ranks, Sum
+from shardopt.ranks import Exchange, Ranks
 
 BUCKET_BYTES = 64 << 20
 
@@ -34,7 +34,7 @@ class Buckets:
         self.flats: list[Tensor] = []
         self.views: list[Tensor] = [*like]
         self._places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(like)  # buffer, begin and end of each view
-        self._sums: list[Sum] = []
+        self._sums: list[Exchange] = []
         self._ranks = 1
         for run in _runs(like, kinds or [None] * len(like), bucket_bytes):
             first = like[run[0]]

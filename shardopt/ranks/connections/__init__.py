@@ -3,5 +3,5 @@
 Each file imports only those before it: tree (who is connected with whom), frames (messages as bytes), link (one
 connection), proof and unauthenticated (who may connect), meeting (how ranks get to each other), address (where to
 listen), join (how ranks find each other in the store), session and message_hub (what is counted, kept and forwarded),
-heartbeat, node (all connections, and the thread that serves them).
+heartbeat, peers (all connections), node (the thread that serves them).
 """

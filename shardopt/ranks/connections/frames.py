@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -160,11 +160,17 @@ def _tag(key: bytes, number: int, taken: int, digest: bytes) -> bytes:
     return hashlib.blake2b(_NUMBERS.pack(number, taken) + digest, digest_size=_TAG_BYTES, key=key).digest()
 
 
+def require_sendable(messages: Iterable[bytes]) -> None:
+    """Raises ValueError where one is too long."""
+    longest = max(map(len, messages))
+    if longest > MOST_MESSAGE_BYTES:
+        raise ValueError(f"a message of {longest} bytes; {MOST_MESSAGE_BYTES} are the most")
+
+
 def encode(message: Message) -> list[Frame]:
     """Encodes a message as frames to be sent one after the other."""
     kind, session, number, data = message
-    if len(data) > MOST_MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes; {MOST_MESSAGE_BYTES} are the most")
+    require_sendable([data])
     if len(data) <= _COPIED_BYTES:
         return [Frame([_HEADER.pack(_AFTER_LENGTH + len(data), kind, 0, session, number) + data])]
     frames: list[Frame] = []

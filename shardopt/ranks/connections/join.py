@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 PAUSE_SECONDS = (0.002, 1.0)
 """Between two looks at the store: the first, and the longest; each is as long as a fourth of what was waited."""
+STORE_SECONDS = 5.0
+"""For what the store is asked only once something has failed."""
 _NOTHING = "-"  # what no entry is: the store answers it where there is no such key, and it stands where one was
 
 

@@ -108,7 +108,7 @@ class MessageHub:
             self._send_up(Message(Kind.REPORT, name, number, report))
 
     def answer(self, name: bytes, number: int, answer: bytes, shares: Iterable[Share] = ()) -> None:
-        """Rank 0: tells all, and gives some of them sections before. Raises ValueError: a section is too large."""
+        """Rank 0: tells all, and gives some of them sections before."""
         shared = [(encode(Message(Kind.SECTION, name, number, section)), ranks) for section, ranks in shares]
         self.answered = True
         self.session(name).pass_answer(number)
