@@ -10,10 +10,10 @@ Another package's class is brought in with a few lines:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -118,46 +118,6 @@ class MakesGlobalState(MakesState, Protocol):
 
     def make_global(self) -> Mapping[str, Tensor]:
         """Returns that state, live, from under `global_name` in `state`; makes it where there is none yet."""
-
-
-@runtime_checkable
-class KeepsLess(Protocol):
-    """The protocol of one that keeps less while it trains than it saves."""
-
-    def complete_state(self, parameter: Tensor) -> None:
-        """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
-
-
-@runtime_checkable
-class StoresNarrow(Protocol):
-    """The protocol of one that stores parameters and state in fewer bits than it computes with."""
-
-    def refuse_parameters(self, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-        """Raises AlgorithmError where one of the parameters, given with names, cannot be stored as its group says."""
-
-    def waits_for_others(self, group: Mapping[str, Any], parameter: Tensor) -> bool:
-        """Whether a step of the parameter needs numbers of other ranks."""
-
-    def step_alone(self, group: Mapping[str, Any], parameter: Tensor) -> None:
-        """Takes one step on a single parameter, of those that need nothing of other ranks."""
-
-    def state_loaded(self, parameter: Tensor) -> None:
-        """Makes the parameter what its state, which was loaded, says that it is."""
-
-    @property
-    def settles_late(self) -> bool:
-        """Whether the first step makes state anew that was made before it."""
-
-    def is_unstepped(self, group: Mapping[str, Any], parameter: Tensor) -> bool:
-        """Whether the parameter never had a step, and its state is as good as none."""
-
-
-@runtime_checkable
-class CutsByOptions(Protocol):
-    """The protocol of one whose state is cut by an option of its group, so that state of another does not fit."""
-
-    def unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields those of a saved group's options that cut the state which is here otherwise: name, stored, own."""
 
 
 class AtFirstStep(Enum):
@@ -314,12 +274,17 @@ def algorithms() -> tuple[AlgorithmSpec, ...]:
     return tuple(sorted(dict.fromkeys(_SPECS.values()), key=lambda spec: spec.name))
 
 
-def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
-    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither."""
+def find_spec(optimizer: type[Optimizer], may_override: bool = False) -> AlgorithmSpec | None:
+    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither.
+
+    Args:
+        may_override: whether the class may have a `step` of its own, with the state of its base.
+    """
     for base in optimizer.__mro__:
         spec = _SPECS.get(base) or _VARIANTS.get(base)
         if spec is not None:
-            return spec if step_without_hooks(optimizer) is step_without_hooks(base) else None
+            same = may_override or step_without_hooks(optimizer) is step_without_hooks(base)
+            return spec if same else None
     return None
 
 

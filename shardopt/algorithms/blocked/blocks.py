@@ -17,9 +17,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, prod
 
-from shardopt.algorithms.muon.assignment import Job
 from shardopt.sharding.box import Box
-from shardopt.sharding.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +76,6 @@ def cost_of(sizes: Sequence[int], dims: Collection[int], refresh_every: int) -> 
     elements = prod(sizes)
     # Three products of all elements with a matrix of each dimension, and about 25 m³ for its eigenvectors.
     return elements + sum(6 * elements * sizes[dim] + 25 * sizes[dim] ** 3 // max(refresh_every, 1) for dim in dims)
-
-
-@lru_cache(maxsize=8192)
-def job_of(layout: Layout, box: Box, cost: int, owner: int) -> Job:
-    """Returns where a block of a parameter lies, in coordinates of its own, and who works on it.
-
-    Args:
-        layout: of the parameter, with the holders of each box.
-        box: the block in the parameter.
-        cost, owner: as of `Job`.
-    """
-    if layout.shape != box.sizes:
-        cut = zip(layout.boxes, layout.holders or (), strict=True)
-        common = ((each.intersect(box), holders) for each, holders in cut)
-        inside = {each.within(box): holders for each, holders in common if each is not None}
-        layout = Layout.from_holders(box.sizes, inside)
-    return Job(layout, cost, owner)
 
 
 def assign(

@@ -17,8 +17,9 @@ from shardopt.algorithms.low_precision.blocks import block_size, blocks_of_row
 from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, chunks_of
 from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, scales_for
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
-from shardopt.algorithms.low_precision.shared_scales import cuts_of_blocks, rows_of
+from shardopt.algorithms.low_precision.shared_scales import rows_of
 from shardopt.algorithms.registry import AlgorithmSpec, Options
+from shardopt.algorithms.shared_rows import cuts_of_rows
 from shardopt.errors import Problem
 from shardopt.param_groups import STORAGE_OPTIONS, UNTOUCHED
 from shardopt.sharding.reduced import blocks_like
@@ -110,7 +111,7 @@ def _convert_master(old: Form, new: Form, parameter: Tensor, made: dict[str, Any
 
 
 def _refuse_cut_rows(entry: Stored, parameter: Tensor) -> None:
-    if not entry.coded or (tells_of_others(parameter) and not cuts_of_blocks(parameter)):
+    if not entry.coded or (tells_of_others(parameter) and not cuts_of_rows(parameter)):
         return
     problem = Problem(
         entry.name,

@@ -19,15 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.registry import Options
 from shardopt.algorithms.row_wise import row_kernels
 from shardopt.algorithms.row_wise.row_kernels import Numbers
 
-Options = Mapping[str, Any]
 State = Mapping[str, Tensor]
 
 CHUNK_ELEMENTS = 1 << 19

@@ -6,28 +6,22 @@ N rows on this rank, k of them touched on any rank. A rank's memory for sums is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import nan, prod
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.reductions import Term
+from shardopt.algorithms.registry import Options
 from shardopt.algorithms.row_wise.row_gradients import RowGradient
-from shardopt.algorithms.row_wise.row_rules import (
-    Options,
-    RowRule,
-    chunks,
-    moment_dtype,
-    prepared,
-    square_sums,
-    update_rows,
-)
+from shardopt.algorithms.row_wise.row_rules import RowRule, chunks, moment_dtype, prepared, square_sums, update_rows
+from shardopt.algorithms.shared_rows import SharedRows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
-from shardopt.sharding.view import device_of, local_tensors, view_of
+from shardopt.sharding.view import local_tensors, view_of
 
 
-class RowShares:
+class RowShares(SharedRows):
     """The step of one parameter whose rows are cut.
 
     Args:
@@ -36,39 +30,24 @@ class RowShares:
     """
 
     def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...]) -> None:
-        view = view_of(parameter)
-        self._parameter, self._cuts = parameter, cuts
-        self._dims = range(1, len(view.shape))
-        self._width = max(prod(view.shape[1:]), 1)
-        dtype = moment_dtype(view.dtype)
-        self._have = torch.zeros(1, dtype=dtype, device=device_of(parameter))
+        shape, dtype = view_of(parameter).shape, moment_dtype(view_of(parameter).dtype)
+        super().__init__(parameter, cuts, dtype)
+        self._dims = range(1, len(shape))
+        self._width = max(prod(shape[1:]), 1)
         self._sums = sum_memory(parameter, self._dims, dtype)
         self._counts = sum_memory(parameter, self._dims, dtype)
 
     def summands(self, gradients: Sequence[RowGradient] | None, options: Options) -> Iterator[Term]:
         """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it has touched."""
         if gradients is not None:
-            self._have += 1
-            sums = local_views(self._parameter, self._dims, self._sums)
-            counts = local_views(self._parameter, self._dims, self._counts)
+            self.flag += 1
+            sums = local_views(self.parameter, self._dims, self._sums)
+            counts = local_views(self.parameter, self._dims, self._counts)
             for local, gradient, into, count in zip(
-                local_tensors(self._parameter), gradients, sums, counts, strict=True
+                local_tensors(self.parameter), gradients, sums, counts, strict=True
             ):
                 _add_squares(local, gradient, into, count, options)
-        yield self._have, self._cuts
-        yield from ((memory, self._cuts) for memory in (*self._sums, *self._counts))
-
-    def refuse(self) -> None:
-        """Marks that this rank cannot step; to be called before `summands`, which carry it to the others."""
-        self._have.fill_(nan)
-
-    def is_refused(self) -> bool:
-        """Whether any rank cannot step; valid once the summands are added up."""
-        return bool(self._have.isnan())
-
-    def is_due(self) -> bool:
-        """Whether any rank has a gradient; valid once the summands are added up."""
-        return bool(self._have > 0)
+        yield from ((memory, self.cuts) for memory in (self.flag, *self._sums, *self._counts))
 
     def apply(
         self,
@@ -88,9 +67,9 @@ class RowShares:
             moved = memory.index_select(0, touched)
             rule.move_moments(moved, sums.index_select(0, touched).div_(self._width), options)
             memory.index_copy_(0, touched, moved)
-        tensors = local_tensors(self._parameter)
-        local_moments = local_views(self._parameter, self._dims, moments)
-        counts = local_views(self._parameter, self._dims, self._counts)
+        tensors = local_tensors(self.parameter)
+        local_moments = local_views(self.parameter, self._dims, moments)
+        counts = local_views(self.parameter, self._dims, self._counts)
         for number, (local, moment, count) in enumerate(zip(tensors, local_moments, counts, strict=True)):
             gradient = RowGradient.nothing(local) if gradients is None else gradients[number]
             touched = _touched(count)

@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import AlgorithmOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
 from shardopt.algorithms.low_precision.conversion import Conversion, converted
 from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
-    CutsByOptions,
-    KeepsLess,
     MakesGlobalState,
     MakesState,
     StepsOn,
-    StoresNarrow,
     find_spec,
     unknown,
 )
@@ -88,8 +86,7 @@ class LocalOptimizer:
             group["params"] = parameters_of(group["params"], owners, bound, names)
         self._drop_stand_ins(bound)
         self.hand_over_parameters(names)
-        # Asked once: the check of a protocol takes as long as the step of a small parameter.
-        self._narrow = self.optimizer if isinstance(self.optimizer, StoresNarrow) else None
+        self._narrow = self.optimizer if isinstance(self.optimizer, LowPrecisionOptimizer) else None
         if self._narrow is not None:
             for group in self.groups:
                 self._narrow.refuse_parameters(group, {each: names[each] for each in group["params"]})
@@ -117,9 +114,7 @@ class LocalOptimizer:
         Args:
             kept: options that a load leaves as they are here.
         """
-        if isinstance(self.optimizer, ScheduleFree):
-            return self.optimizer.unlike(group, options, kept)
-        return self.optimizer.unlike(group, options) if isinstance(self.optimizer, CutsByOptions) else ()
+        return self.optimizer.unlike(group, options, kept) if isinstance(self.optimizer, AlgorithmOptimizer) else ()
 
     @property
     def steps_on_parameters(self) -> bool:
@@ -353,7 +348,7 @@ class LocalOptimizer:
             return {}
         shards = self.shards.get(parameter)
         if shards is None:
-            if self.steps_on_parameters and isinstance(self.optimizer, KeepsLess):
+            if isinstance(self.optimizer, AlgorithmOptimizer):
                 self.optimizer.complete_state(parameter)
             return self.states[parameter]
         assert self.spec is not None  # sharded parameters are refused for an unknown class
@@ -417,11 +412,10 @@ class LocalOptimizer:
         Raises:
             CannotConvert: it cannot be stored so without other ranks.
         """
-        narrow = isinstance(self.optimizer, LowPrecisionOptimizer)
-        spec = self.optimizer.algorithm if isinstance(self.optimizer, LowPrecisionOptimizer) else self.spec
+        spec = self.spec if self._narrow is None else self._narrow.algorithm
         if spec is None or not spec.elementwise:
             return entries, []
-        return converted(spec, group, then, parameter, entries, counts=narrow)
+        return converted(spec, group, then, parameter, entries, counts=self._narrow is not None)
 
     def waiting_for_others(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> list[str]:
         """Returns the names of those parameters whose step needs numbers of other ranks, as those of cut 8-bit state.

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.muon.assignment import BufferLayout, Job, Round, plan
+from shardopt.algorithms.gathering.assignment import BufferLayout, Job, Round, plan
 from shardopt.ranks import Exchange, Ranks
 from shardopt.sharding.box import Box
 
