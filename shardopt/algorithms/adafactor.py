@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, covers_itself
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, uncovered
 from shardopt.algorithms.reductions import Term
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import ShardGroup, is_first_of, local_views, sum_memory
@@ -80,7 +80,7 @@ def unsuitable_for_adafactor(view: View) -> str:
     """Returns why a parameter cannot be optimized with Adafactor; "" where it can."""
     if view.dtype.is_complex:
         return f"elements of {view.dtype}, of which it could not take rows and columns"
-    return covers_itself(view)
+    return uncovered(view)
 
 
 class _Factors:

@@ -292,8 +292,8 @@ def absent(name: str, present: str) -> Problem:
     return Problem(f"{name}.grad", present, "one on all of its ranks, or on none", remedy)
 
 
-def covers_itself(view: View) -> str:
-    """Returns why what ranks have of a parameter cannot be added up; "" where the shards say where the rest lies."""
+def uncovered(view: View) -> str:
+    """Returns why nobody knows the whole of a parameter; "" where its shards say who has the rest."""
     if cover_faults(view.shape, view.layout.boxes):
         return "shards that do not say where the rest of the parameter is"
     return ""

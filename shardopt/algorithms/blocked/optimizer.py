@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt.algorithms.blocked.block_state import WorkingTensor, make_zeros, owners_in
 from shardopt.algorithms.blocked.blocks import Block, assign, blocks_of, cost_of, factor_shape
-from shardopt.algorithms.communicating import covers_itself
+from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
 from shardopt.algorithms.gathering.optimizer import GatheredStep, GatheringOptimizer
 from shardopt.algorithms.registry import Dtype, Options
@@ -246,7 +246,7 @@ def unsuitable_for_blocks(view: View) -> str:
         return f"shape {view.shape} of more than {MOST_DIMENSIONS} dimensions"
     if not view.dtype.is_floating_point:
         return f"dtype {view.dtype}"
-    return covers_itself(view)
+    return uncovered(view)
 
 
 def _having(view: View) -> list[int]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, covers_itself
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, uncovered
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.registry import Kind, Options
 from shardopt.sharding.pieces import View
@@ -108,7 +108,7 @@ def unsuitable_for_norms(view: View) -> str:
     """Returns why the norm of a parameter cannot be taken; "" where it can."""
     if not view.dtype.is_floating_point:
         return f"elements of {view.dtype}"
-    return covers_itself(view)
+    return uncovered(view)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -30,9 +30,7 @@ from shardopt.algorithms.lbfgs.vectors import ParameterVector
 from shardopt.algorithms.registry import GLOBAL_STATE
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import SharedGroup
-from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import local_gradients, requires_gradient
-from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import stack_like
 from shardopt.sharding.view import assemble, is_held, local_tensors
 
@@ -278,13 +276,6 @@ class LBFGS(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # The vector is of these very parameters.
         return {**super().__getstate__(), "names": self.names, "shared_group": self.shared_group, "_vector": None}
-
-
-def unsuitable_for_lbfgs(view: View) -> str:
-    """Returns why a parameter cannot be optimized with L-BFGS; "" where it can."""
-    if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not say where the rest of the parameter is"
-    return ""
 
 
 def _present(gradients: Sequence[Tensor | None]) -> list[bool]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import covers_itself
+from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
 from shardopt.algorithms.gathering.optimizer import GatheredStep, GatheringOptimizer
 from shardopt.algorithms.muon.matrices import cost_of, matrices_in, split_of
@@ -138,4 +138,4 @@ def unsuitable_for_muon(view: View) -> str:
         return f"shape {view.shape}, which is no matrix's, and no stack of matrices"
     if not view.dtype.is_floating_point:
         return f"dtype {view.dtype}"
-    return covers_itself(view)
+    return uncovered(view)
