@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.low_precision.codes import decode
 from shardopt.sharding.box import Box
 
 VECTOR = 64
@@ -94,6 +95,26 @@ class Chunk(NamedTuple):
         if rows > 1:
             index = (torch.arange(0, rows * self.width, self.width, device=device)[:, None] + index).view(-1)
         return index, first + rows * self.width + columns
+
+
+def load(chunk: Chunk, matrix: Tensor, scales: Tensor | None = None, signed: bool = True) -> Tensor:
+    """Returns a chunk's numbers as fp32 scratch memory, flat.
+
+    Args:
+        chunk: of a box.
+        matrix: of the box; of codes where there are scales.
+        scales: of all blocks of the box, [rows, blocks].
+        signed: whether codes are of numbers that may be negative.
+    """
+    flat, scratch = chunk.scratch(matrix.device)
+    inside = scratch[:, chunk.inside]
+    if scales is None:
+        inside.copy_(chunk.of(matrix))
+        return flat
+    decode(chunk.of(matrix), signed, inside)
+    here = scales[chunk.rows, chunk.blocks]
+    scratch.view(*here.shape, chunk.block).mul_(here.unsqueeze(-1))
+    return flat
 
 
 def as_matrix(tensor: Tensor, box: Box, shape: tuple[int, ...], block: int) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.low_precision.blocks import block_size, blocks_of_row
-from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, scales_for
+from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, chunks_of, load
+from shardopt.algorithms.low_precision.codes import as_stored, encode, scales_for
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import rows_of
 from shardopt.algorithms.registry import AlgorithmSpec, Options
@@ -140,7 +140,7 @@ def _recode(
         old_scales = rows_of(entries[before.scale_name], into.box) if before.coded else None
         new_scales = rows_of(made[after.scale_name], into.box) if after.coded else None
         for chunk in chunks_of(into.box, shape, block, new.device.type == "cpu"):
-            values = _load(chunk, before, old, old_scales)
+            values = chunk.of_scratch(load(chunk, old, old_scales, before.signed))
             stored = _store(chunk, after, new, new_scales, values)
             inside = values[:, chunk.inside]
             error = max(error, float((stored - inside).abs().nan_to_num_(nan=0.0).max()))
@@ -148,19 +148,6 @@ def _recode(
         if new.data_ptr() != into.tensor.data_ptr():
             into.tensor.copy_(new.view(into.tensor.shape))
     return made, error / greatest if greatest else 0.0
-
-
-def _load(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None) -> Tensor:
-    """Returns a chunk's numbers as fp32, in scratch memory."""
-    _, scratch = chunk.scratch(matrix.device)
-    inside = scratch[:, chunk.inside]
-    if scales is None:
-        inside.copy_(chunk.of(matrix))
-        return scratch
-    decode(chunk.of(matrix), stored.signed, inside)
-    here = scales[chunk.rows, chunk.blocks]
-    scratch.view(*here.shape, chunk.block).mul_(here.unsqueeze(-1))
-    return scratch
 
 
 def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, values: Tensor) -> Tensor:
@@ -172,7 +159,7 @@ def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, 
         found = scales_for(blocks, stored.maximum)
         scales[chunk.rows, chunk.blocks] = as_stored(found)
         chunk.of(matrix).copy_(encode(blocks, found, stored.signed, None).view(values.shape)[:, chunk.inside])
-    return _load(chunk, stored, matrix, scales)[:, chunk.inside]
+    return chunk.of_scratch(load(chunk, matrix, scales, stored.signed))[:, chunk.inside]
 
 
 def _off(one: Tensor, other: Tensor) -> float:

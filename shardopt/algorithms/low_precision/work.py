@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardopt.algorithms.communicating import CommunicatingOptimizer
 from shardopt.algorithms.low_precision.blocks import block_size
-from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, round_at_random, scales_for
+from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of, load
+from shardopt.algorithms.low_precision.codes import as_stored, encode, round_at_random, scales_for
 from shardopt.algorithms.low_precision.inner import InnerSteps, Stepped
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
@@ -133,19 +133,12 @@ class LowPrecisionStep(RowSharingStep):
 
     def _compute(self, chunk: Chunk, piece: _Piece, state: Mapping[str, Any], steps: int, store: bool) -> Stepped:
         """Takes the step of a chunk; stores the result, or only the largest values in it."""
-        device = piece.matrices[_PARAMETER].device
         source = MASTER if self._form.master and steps else _PARAMETER
-        tensor, gradient = (self._load(chunk, piece.matrices[name], device) for name in (source, _GRADIENT))
-        entries = {}
-        for entry in self._form.entries:
-            entries[entry.name], scratch = chunk.scratch(device)
-            inside = scratch[:, chunk.inside]
-            if entry.coded:
-                decode(chunk.of(piece.matrices[entry.name]), entry.signed, inside)
-                scales = piece.scales[entry.name][chunk.rows, chunk.blocks]
-                scratch.view(*scales.shape, chunk.block).mul_(scales.unsqueeze(-1))
-            else:
-                inside.copy_(chunk.of(piece.matrices[entry.name]))
+        tensor, gradient = (load(chunk, piece.matrices[name]) for name in (source, _GRADIENT))
+        entries = {
+            entry.name: load(chunk, piece.matrices[entry.name], piece.scales.get(entry.name), entry.signed)
+            for entry in self._form.entries
+        }
         stepped = self._step(tensor, gradient, entries, state, steps)
         if store:
             self._store(chunk, piece, tensor, stepped.state, steps)
@@ -155,11 +148,6 @@ class LowPrecisionStep(RowSharingStep):
                 found = piece.shared[entry.name][chunk.rows, chunk.blocks]
                 torch.maximum(found, self._scales(chunk, entry, stepped.state[entry.name]), out=found)
         return stepped
-
-    def _load(self, chunk: Chunk, matrix: Tensor, device: torch.device) -> Tensor:
-        flat, scratch = chunk.scratch(device)
-        scratch[:, chunk.inside].copy_(chunk.of(matrix))
-        return flat
 
     def _scales(self, chunk: Chunk, entry: Stored, flat: Tensor) -> Tensor:
         """Returns the scales of a chunk's new values, [rows, blocks]; as far as this rank has them."""

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.reductions import Term
-from shardopt.algorithms.registry import Options
 from shardopt.algorithms.row_wise.row_gradients import RowGradient
-from shardopt.algorithms.row_wise.row_rules import RowRule, chunks, moment_dtype, prepared, square_sums, update_rows
+from shardopt.algorithms.row_wise.row_kernels import Numbers
+from shardopt.algorithms.row_wise.row_rules import (
+    RowRule,
+    chunks,
+    moment_dtype,
+    move_moments,
+    prepared,
+    square_sums,
+    update_rows,
+)
 from shardopt.algorithms.shared_rows import SharedRows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
 from shardopt.sharding.view import local_tensors, view_of
@@ -37,7 +45,7 @@ class RowShares(SharedRows):
         self._sums = sum_memory(parameter, self._dims, dtype)
         self._counts = sum_memory(parameter, self._dims, dtype)
 
-    def summands(self, gradients: Sequence[RowGradient] | None, options: Options) -> Iterator[Term]:
+    def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
         """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it has touched."""
         if gradients is not None:
             self.flag += 1
@@ -46,7 +54,7 @@ class RowShares(SharedRows):
             for local, gradient, into, count in zip(
                 local_tensors(self.parameter), gradients, sums, counts, strict=True
             ):
-                _add_squares(local, gradient, into, count, options)
+                _add_squares(local, gradient, into, count, numbers)
         yield from ((memory, self.cuts) for memory in (self.flag, *self._sums, *self._counts))
 
     def apply(
@@ -54,8 +62,7 @@ class RowShares(SharedRows):
         rule: RowRule,
         gradients: Sequence[RowGradient] | None,
         state: Mapping[str, Any],
-        options: Options,
-        step: float,
+        numbers: Numbers,
     ) -> None:
         """Updates state and parameter. Rows that another rank has touched are touched here too, with zeros.
 
@@ -65,7 +72,7 @@ class RowShares(SharedRows):
         for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):
             touched = _touched(count)
             moved = memory.index_select(0, touched)
-            rule.move_moments(moved, sums.index_select(0, touched).div_(self._width), options)
+            move_moments(moved, sums.index_select(0, touched).div_(self._width), numbers)
             memory.index_copy_(0, touched, moved)
         tensors = local_tensors(self.parameter)
         local_moments = local_views(self.parameter, self._dims, moments)
@@ -77,13 +84,13 @@ class RowShares(SharedRows):
             values = gradient.values if every and gradient.index is None else gradient.at(touched)
             others = {name: local_tensors(state[name])[number] for name in rule.others}
             here = {rule.moments: moment, **others}
-            update_rows(rule, local, None if every else touched, values, here, options, step, moments_moved=True)
+            update_rows(rule, local, None if every else touched, values, here, numbers, moments_moved=True)
 
 
-def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, options: Options) -> None:
+def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, numbers: Numbers) -> None:
     """Adds the squares of this rank's elements of rows, and 1 for each row that has a gradient."""
     for at in chunks(gradient.values):
-        squares = square_sums(prepared(gradient.values[at], local[at], options))
+        squares = square_sums(prepared(gradient.values[at], local[at], numbers))
         if gradient.index is None:
             sums[at] += squares
             counts[at] += 1

@@ -9,6 +9,7 @@ for bit. Where rows are cut too, the squares of a row are added up over the rank
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from shardopt.algorithms.options import DECAYS, NOT_NEGATIVE, RATE, options_of
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.registry import Options
 from shardopt.algorithms.row_wise.row_gradients import RowGradient, by_rows, refuse_decay_of_sparse
+from shardopt.algorithms.row_wise.row_kernels import Numbers
 from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, RowRule, update_rows
 from shardopt.algorithms.row_wise.row_shares import RowShares
 from shardopt.algorithms.shared_rows import RowSharingOptimizer, RowSharingStep, cuts_of_rows
@@ -45,6 +47,11 @@ class _RowStep(RowSharingStep):
         if across and (self.gradients is not None or requires_gradient(parameter)):
             self.shared = RowShares(parameter, across)
 
+    @cached_property
+    def rule_numbers(self) -> Numbers:
+        """The numbers of this step; to be asked before it is counted."""
+        return self.optimizer.rule.numbers(self.group, float(self.state["step"]) + 1 if self.state else 1.0)
+
     def _read_gradients(self) -> list[Tensor] | None:
         gradients = checked_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo))
         rows = None if gradients is None else [by_rows(gradient) for gradient in gradients]
@@ -61,19 +68,18 @@ class _RowWise(RowSharingOptimizer):
     _step_type = _RowStep
 
     def _terms(self, step: _RowStep) -> Iterable[Term]:
-        return () if step.shared is None else step.shared.summands(step.rows, step.group)
+        return () if step.shared is None else step.shared.summands(step.rows, step.rule_numbers)
 
     def _update(self, step: _RowStep) -> None:
-        rule, state = self.rule, step.counted_state()
-        number = float(state["step"])
+        rule, numbers, state = self.rule, step.rule_numbers, step.counted_state()
         if step.shared is not None:
-            step.shared.apply(rule, step.rows, state, step.group, number)
+            step.shared.apply(rule, step.rows, state, numbers)
             return
         names = (rule.moments, *rule.others)
         state_of_locals = [local_tensors(state[name]) for name in names]
         for local, gradient, *entries in zip(step.local_tensors, step.rows or (), *state_of_locals, strict=True):
             here = dict(zip(names, entries, strict=True))
-            update_rows(rule, local, gradient.index, gradient.values, here, step.group, number)
+            update_rows(rule, local, gradient.index, gradient.values, here, numbers)
 
 
 class RowWiseAdagrad(_RowWise):
