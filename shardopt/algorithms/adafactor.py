@@ -48,9 +48,9 @@ class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
     gradient.
     """
 
-    _exchanges = 2
+    exchanges = 2
 
-    def _rounds(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
+    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
         group, shape = step.group, step.view.shape
         # RMS(θ)², and the counts of gradients.
         numbers = step.numbers(1, torch.promote_types(step.view.dtype, torch.float32))
@@ -60,7 +60,7 @@ class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
         factors = _Factors(step, numbers.dtype, weight) if len(shape) > 1 else None
         yield [(numbers, step.cuts), *(() if factors is None else factors.terms())]
         square, updates = numbers.new_zeros(()), []
-        due = step.is_due() and step.is_held
+        due = step.is_due()
         if due:
             eps = torch.finfo(step.view.dtype).eps if group["eps"][0] is None else group["eps"][0]
             _update_state(step.counted_state(), step, factors, weight, eps)

@@ -6,7 +6,7 @@ has the equations, in one generator for each parameter. What this yields is adde
 parameter is cut, in one all-reduce for each group of ranks and for all parameters together; what comes after the last
 yield is the update:
 
-    def _rounds(self, step):
+    def equations(self, step):
         numbers = step.numbers(1, torch.float64)        # of this rank; and who has a gradient
         numbers[0] = ...
         yield [(numbers, step.cuts)]                    # from here on of all ranks
@@ -158,10 +158,13 @@ class ParameterStep:
         return numbers
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient; valid once its `numbers` were exchanged."""
+        """Whether the parameter has a gradient, and this rank elements of it; valid once its `numbers` were exchanged.
+
+        Of a ShardedTensor other shards of which have one, this rank's gradient is zeros from here on.
+        """
         if not self.all_or_none and self.gradients is None and bool(self.counts[0] > 0):
             self.gradients = [torch.zeros_like(local) for local in self.local_tensors]
-        return self.gradients is not None
+        return self.is_held and self.gradients is not None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -188,13 +191,13 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     names: Mapping[Tensor, str] = MappingProxyType({})
     """Parameter → its FQN, for errors and for the order of parameters in exchanges; a keyed optimizer sets it."""
 
-    _step_type: ClassVar[type[ParameterStep]] = ParameterStep
-    _exchanges: ClassVar[int] = 1
-    """How often `_rounds` yields."""
+    step_type: ClassVar[type[ParameterStep]] = ParameterStep
+    exchanges: ClassVar[int] = 1
+    """How often `equations` yields."""
 
     # --- the equations ---
 
-    def _rounds(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
+    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
         """Yields this rank's summands of each exchange of a parameter's step; updates state and parameter at last.
 
         Each exchange changes the yielded tensors to the sums over the ranks of their cuts, in place. Tensors have the
@@ -222,14 +225,14 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         self._take([self._make_step(group, each) for group in self.param_groups for each in group["params"]])
 
     def _make_step(self, group: Options, parameter: Tensor) -> ParameterStep:
-        return self._step_type(self, group, parameter)
+        return self.step_type(self, group, parameter)
 
     def _take(self, steps: Sequence[Any]) -> None:
         """Takes the step of some parameters."""
         # Those that another rank may have a gradient of as well, so that all ranks add up the same. Where a number
         # stands among others decides in which order ranks add it up, and so its last bit.
         steps = sorted((each for each in steps if each.may_have_gradient), key=lambda step: step.key)
-        rounds = [self._rounds(step) for step in steps]
+        rounds = [self.equations(step) for step in steps]
         self._reduce(chain.from_iterable(map(next, rounds)))
         self._agree(steps)
         while terms := [term for each in rounds for term in next(each, ())]:
@@ -250,7 +253,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
             here = [step for step in shared if step.counts.device == device]
             check = partial(_refuse_absent_late, [(step.name, step.all_or_none) for step in here])
             self.deferred.defer(torch.cat([step.counts for step in here]), check)
-        if self._exchanges == 1:
+        if self.exchanges == 1:
             raise_fault(steps)
 
 

@@ -91,7 +91,7 @@ class RowSharingOptimizer(CommunicatingOptimizer):
                     step.shared.refuse()
         super()._take(steps)
 
-    def _rounds(self, step: Any) -> Iterator[Iterable[Term]]:
+    def equations(self, step: Any) -> Iterator[Iterable[Term]]:
         yield () if step.shared is None else self._terms(step)
         if step.is_due():
             self._update(step)

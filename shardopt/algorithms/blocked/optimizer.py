@@ -87,7 +87,7 @@ class BlockOptimizer(GatheringOptimizer):
     parameter every rank is the owner.
     """
 
-    _step_type = _BlockStep
+    step_type = _BlockStep
 
     @property
     def names(self) -> Mapping[Tensor, str]:

@@ -61,7 +61,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
 
     # --- the step ---
 
-    def _rounds(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
+    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
         """One exchange: the squares of two norms. No device is waited for, but where a parameter is a ShardedTensor:
         then ranks ask each other whether it has a gradient."""
         group, dimensions = step.group, len(step.view.shape)
@@ -74,7 +74,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
                 for place, each in enumerate(pair):
                     numbers[place] += torch.linalg.vector_norm(each, dtype=torch.float64).square_()
         yield [(numbers, step.cuts)]
-        if not (step.is_held and step.is_due()):
+        if not step.is_due():
             return
         number = int(step.counted_state().get("step", 0))
         factor = self._factor(group, dimensions, numbers[:2].sqrt())

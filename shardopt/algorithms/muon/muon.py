@@ -103,7 +103,7 @@ class Muon(GatheringOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _step_type = _MuonStep
+    step_type = _MuonStep
 
     def __init__(
         self,

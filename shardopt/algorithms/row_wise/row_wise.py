@@ -65,7 +65,7 @@ class _RowWise(RowSharingOptimizer):
     which they are; gradients may be on some of its ranks alone, and are zeros on the others."""
 
     rule: ClassVar[RowRule]
-    _step_type = _RowStep
+    step_type = _RowStep
 
     def _terms(self, step: _RowStep) -> Iterable[Term]:
         return () if step.shared is None else step.shared.summands(step.rows, step.rule_numbers)
