@@ -328,9 +328,7 @@ def equations_alone(folder):
     optimizer = shardopt.keyed("normed", parameters)
     checkpoint.load(folder, {"model": parameters, "optimizer": optimizer}, init_state=True)
     train(optimizer, parameters, range(HALF, STEPS), torch.float32)
-    whole = {
-        name: torch.nn.Parameter(value(name, 0)) for name in SHAPES if 0 not in SHAPES[name] and name in parameters
-    }
+    whole = {name: torch.nn.Parameter(value(name, 0)) for name in parameters if 0 not in SHAPES[name]}
     alone = shardopt.keyed("normed", whole)
     train(alone, whole, range(STEPS), torch.float32)
     apart = [name for name in whole if not close(parameters[name], whole[name].detach(), 1e-6)]
