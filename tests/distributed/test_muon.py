@@ -235,7 +235,7 @@ def gradient_on_one_rank():
     optimizer = shardopt.keyed("muon", parameters)
     give_gradient(parameters["rows"], value("rows", 1))
     give_gradient(parameters["columns"], value("columns", 1) if dist.get_rank() == 1 else None)
-    with pytest.raises(GradientError, match=r"columns\.grad: found a gradient on 1 of its 2 ranks"):
+    with pytest.raises(GradientError, match=r"columns\.grad: found one on 1 of its ranks, none on 1"):
         optimizer.step()
     assert all(same(parameter, value(name, 0)) for name, parameter in parameters.items())
 

@@ -18,7 +18,8 @@ from shardopt.algorithms.blocked.block_state import WorkingTensor, make_zeros, o
 from shardopt.algorithms.blocked.blocks import Block, assign, blocks_of, cost_of, factor_shape
 from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
-from shardopt.algorithms.gathering.optimizer import GatheredStep, GatheringOptimizer
+from shardopt.algorithms.gathering.optimizer import GatheringOptimizer
+from shardopt.algorithms.gathering.step import GatheredStep
 from shardopt.algorithms.registry import Dtype, Options
 from shardopt.ranks import ranks_of
 from shardopt.sharding.pieces import View

@@ -44,8 +44,6 @@ class AdEMAMix(ElementwiseOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -71,11 +69,6 @@ class AdEMAMix(ElementwiseOptimizer):
             weight_decay=NOT_NEGATIVE,
         )
         super().__init__(params, options)
-
-    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        wide = torch.get_default_dtype() == torch.float64
-        step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
-        return {"step": step, **super()._initial_state(parameter)}
 
     def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
         state["step"] += 1

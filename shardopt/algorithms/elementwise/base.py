@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import AlgorithmOptimizer
-from shardopt.algorithms.registry import Options
+from shardopt.algorithms.initial_state import made_of
+from shardopt.algorithms.registry import AtFirstStep, Kind, Options
 from shardopt.errors import GradientError, Problem
 
 Numbers = tuple[float, ...]
@@ -33,9 +34,6 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
     parameter. There is no `capturable`, `differentiable` or `fused` implementation.
     """
 
-    _tensors: ClassVar[tuple[str, ...]]
-    """The names of state that lies like the parameter, in the order in which `_update` takes it."""
-
     def _take_step(self) -> None:
         due = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if any(p.grad.layout is not torch.strided for _, parameters in due for p in parameters):
@@ -46,9 +44,14 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
             for numbers, bucket in self._buckets(group, parameters):
                 self._step_bucket(group, numbers, bucket)
 
-    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
+    def _initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
         """Makes the state of a parameter that has its first gradient."""
-        return {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in self._tensors}
+        return {
+            entry.name: parameter.clone(memory_format=torch.preserve_format)
+            if entry.initial is AtFirstStep.PARAMETER
+            else made_of(entry, group, parameter)
+            for entry in self.spec.entries(group, parameter.ndim)
+        }
 
     def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
         """Counts a step in the state of a parameter, and returns the numbers that its update depends on.
@@ -68,7 +71,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
         Args:
             group: the options.
             numbers: as `_count` gave them.
-            weights, gradients, state: N real tensors each, of one device and dtype; state in the order of `_tensors`.
+            weights, gradients, state: N real tensors each, of one device and dtype; state in the order of the spec.
         """
         raise NotImplementedError
 
@@ -81,7 +84,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
         for place, parameter in enumerate(parameters):
             state = self.state[parameter]
             if not state:
-                state.update(self._initial_state(parameter))
+                state.update(self._initial_state(group, parameter))
             numbers = self._count(group, lr, state)
             together = foreach and not _is_narrow(parameter)
             key = (numbers, parameter.device, parameter.dtype) if together else place
@@ -90,7 +93,8 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
 
     def _step_bucket(self, group: Options, numbers: Numbers, parameters: Sequence[Tensor]) -> None:
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-        changed = [list(parameters), *([self.state[p][name] for p in parameters] for name in self._tensors)]
+        names = [entry.name for entry in self.spec.entries(group) if entry.kind is Kind.PARAMETER]
+        changed = [list(parameters), *([self.state[p][name] for p in parameters] for name in names)]
         weights, *state = wide = [[computed_in(tensor) for tensor in column] for column in changed]
         gradients = [computed_in(gradient) for gradient in gradients]
         if group["maximize"]:

@@ -39,8 +39,6 @@ class Lion(ElementwiseOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("exp_avg",)
-
     def __init__(
         self,
         params: Iterable[Any],

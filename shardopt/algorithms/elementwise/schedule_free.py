@@ -91,16 +91,6 @@ class ScheduleFree(ElementwiseOptimizer):
         if is_evaluating(self.param_groups):
             raise refusal_to_step(type(self).__name__)
 
-    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        wide = torch.get_default_dtype() == torch.float64
-        return {
-            "step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu"),
-            "weight_sum": torch.zeros((), dtype=torch.float64, device="cpu"),
-            "lr_max": torch.zeros((), dtype=torch.float64, device="cpu"),
-            **super()._initial_state(parameter),
-            "z": torch.clone(parameter.detach(), memory_format=torch.preserve_format),
-        }
-
     def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
         state["step"] += 1
         step = int(state["step"])
@@ -139,8 +129,6 @@ class ScheduleFreeSGD(ScheduleFree):
     Raises:
         ValueError: an option is out of its range.
     """
-
-    _tensors = ("z",)
 
     def __init__(
         self,
@@ -192,8 +180,6 @@ class ScheduleFreeAdamW(ScheduleFree):
     Raises:
         ValueError: an option is out of its range.
     """
-
-    _tensors = ("exp_avg_sq", "z")
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
-from shardopt.algorithms.gathering.optimizer import GatheredStep, GatheringOptimizer
+from shardopt.algorithms.gathering.optimizer import GatheringOptimizer
+from shardopt.algorithms.gathering.step import GatheredStep
 from shardopt.algorithms.muon.matrices import cost_of, matrices_in, split_of
 from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.options import NOT_NEGATIVE, RATE, Range, one_of, options_of
