@@ -34,7 +34,7 @@ from shardopt.sharding.view import local_tensors
 
 
 class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
-    """torch.optim.Adafactor for parameters of which some or all are sharded.
+    """torch.optim.Adafactor over parameters that may be sharded.
 
     Options, their defaults and their limits are torch's. Where `foreach` is true all updates of a step are in memory at
     once; otherwise those of sharded parameters are computed again once their RMS is known. Where `eps[0]` is None each

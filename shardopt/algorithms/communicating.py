@@ -35,8 +35,9 @@ from shardopt.algorithms.deferred_checks import DeferredChecks
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.initial_state import made_of, restore_dtypes
 from shardopt.algorithms.reductions import Term, all_reduce_terms
-from shardopt.algorithms.registry import AlgorithmSpec, Options, find_spec, spec_of
+from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
 from shardopt.errors import GradientError, Problem, ShardoptError
+from shardopt.ranks import SharedGroup
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
@@ -150,7 +151,7 @@ class ParameterStep:
         return takes_gradient(self.parameter)
 
     def numbers(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Makes zeros for so many numbers of this rank, and behind them its `counts`."""
+        """Makes zeros for so many numbers of this rank, followed by its `counts`."""
         numbers: Tensor = torch.zeros(count + 2, dtype=dtype, device=self.device)
         self.counts = numbers[count:]
         if self.local_tensors:
@@ -160,7 +161,7 @@ class ParameterStep:
     def is_due(self) -> bool:
         """Whether the parameter has a gradient, and this rank elements of it; valid once its `numbers` were exchanged.
 
-        Of a ShardedTensor other shards of which have one, this rank's gradient is zeros from here on.
+        Where other shards of a ShardedTensor have one, this rank's gradient is zeros from here on.
         """
         if not self.all_or_none and self.gradients is None and bool(self.counts[0] > 0):
             self.gradients = [torch.zeros_like(local) for local in self.local_tensors]
@@ -191,6 +192,9 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     names: Mapping[Tensor, str] = MappingProxyType({})
     """Parameter → its FQN, for errors and for the order of parameters in exchanges; a keyed optimizer sets it."""
 
+    shared_group = SharedGroup()
+    """The ranks that train the parameters, for sums over all of them; a keyed optimizer sets it."""
+
     step_type: ClassVar[type[ParameterStep]] = ParameterStep
     exchanges: ClassVar[int] = 1
     """How often `equations` yields."""
@@ -211,6 +215,18 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         """Makes the state of a parameter that has none, as its first step would; changes nothing."""
         entries = self.spec.entries(group, len(view_of(parameter).shape))
         return {entry.name: made_of(entry, group, parameter) for entry in entries}
+
+    def initial_global(self) -> dict[str, Tensor]:
+        """Makes the state that belongs to no parameter as it is before the first step; changes nothing."""
+        return {}
+
+    def make_global(self) -> dict[str, Tensor]:
+        """Returns the state that belongs to no parameter, live; makes it where there is none yet."""
+        by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
+        state: dict[str, Tensor] = by_name[GLOBAL_STATE]
+        if not state:
+            state.update(self.initial_global())
+        return state
 
     @property
     def deferred(self) -> DeferredChecks:

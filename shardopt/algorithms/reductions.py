@@ -1,4 +1,4 @@
-"""All-reduces over the cuts of tensors: one for each process group, whatever the number of tensors."""
+"""All-reduces over the cuts of tensors: one for each process group, for any number of tensors."""
 
 from __future__ import annotations
 

@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.ranks import SharedGroup
 from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
 GLOBAL_STATE = "__global__"
-"""The name under which `state` has the state of no parameter: one per optimizer, whatever parameters a rank has."""
+"""The name under which `state` has the state of no parameter: one per optimizer, also where a rank has no parameters."""
 
 Options = Mapping[str, Any]
 
@@ -101,25 +100,6 @@ class MakesState(Protocol):
         """Makes the state of a parameter that has none, as its first step would; changes nothing."""
 
 
-class MakesGlobalState(MakesState, Protocol):
-    """The protocol of one that also keeps state which belongs to no parameter.
-
-    `shared_group` is set to the ranks that train the parameters.
-    """
-
-    shared_group: SharedGroup
-
-    @property
-    def global_name(self) -> str:
-        """The name under which `state` has it, or will have it."""
-
-    def initial_global(self) -> dict[str, Tensor]:
-        """Makes that state as it is before the first step; changes nothing."""
-
-    def make_global(self) -> Mapping[str, Tensor]:
-        """Returns that state, live, from under `global_name` in `state`; makes it where there is none yet."""
-
-
 class AtFirstStep(Enum):
     """Initial values that are not known before the first step, so that making state early must not fix them."""
 
@@ -146,7 +126,7 @@ class StateEntry:
 
     Args:
         name: key in `optimizer.state[parameter]`.
-        kind: how it lies.
+        kind: its shape and placement.
         dtype: its dtype rule; by default the parameter's for `Kind.PARAMETER` and a counter's for `Kind.SCALAR`.
         initial: the number that every element has before the first step, the name of the option that holds this
             number (of a complex parameter: both of its parts), or what the first step takes it from.

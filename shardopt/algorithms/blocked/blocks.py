@@ -1,9 +1,9 @@
-"""The blocks that a parameter is cut into, where their state lies, and who works on them. Integers only, no tensors.
+"""The blocks that a parameter is cut into, where their state is, and who works on them. Integers only, no tensors.
 
 A parameter of D dimensions is cut into a grid of blocks of at most `size` elements along each dimension, by its global
 shape alone. State of two kinds is kept for them, in tensors whose global shapes follow from that of the parameter:
 
-    like the parameter      a block lies where it lies in the parameter
+    like the parameter      a block is where it is in the parameter
     factors of dimension i  [N_i, n, min(size, N_i)] for a parameter of N_i elements along i, whose grid has n blocks in
                             all other dimensions together: the symmetric matrices [m, m] of the blocks, those along i
                             one behind the other. Of a smaller block at the end, the last columns are padding of zeros.
@@ -71,7 +71,7 @@ def cost_of(sizes: Sequence[int], dims: Collection[int], refresh_every: int) -> 
     Args:
         sizes: of the block.
         dims: those with factors.
-        refresh_every: so many steps factors are decomposed anew.
+        refresh_every: so many steps factors are decomposed again.
     """
     elements = prod(sizes)
     # Three products of all elements with a matrix of each dimension, and about 25 m³ for its eigenvectors.

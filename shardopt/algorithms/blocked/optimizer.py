@@ -8,7 +8,7 @@ So a block's update is the same bits on any mesh. Exchanges, rounds and checks o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -20,7 +20,7 @@ from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
 from shardopt.algorithms.gathering.optimizer import GatheringOptimizer
 from shardopt.algorithms.gathering.step import GatheredStep
-from shardopt.algorithms.registry import Dtype, Options
+from shardopt.algorithms.registry import Dtype, Kind, Options
 from shardopt.ranks import ranks_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import device_of, members_of, view_of
@@ -44,7 +44,7 @@ class _BlockStep(GatheredStep):
         self._owners = optimizer._owners[parameter] or (ranks_of().rank,) * len(self.blocks)
 
     def job(self, number: int) -> Job:
-        """Returns where a block lies, and its owner."""
+        """Returns the layout of a block, its cost and its owner."""
         return job_of(self.layout, self.parts[number], self._costs[number], self._owners[number])
 
     def begin(self) -> tuple[Sequence[Tensor], ...]:
@@ -57,12 +57,12 @@ class _BlockStep(GatheredStep):
         return tensors[0]
 
     def compute(self, number: int, whole: Tensor) -> Tensor:
-        """Computes the update of a block of which this rank is the owner; zeros without a gradient."""
+        """Computes the update of a block that this rank owns; zeros without a gradient."""
         if self.gradients is None:  # then no rank has one
             return whole.zero_()
         block, group, state, optimizer = self.blocks[number], self.group, self.state, self.optimizer
-        working = {name: WorkingTensor(state[name], block.box) for name in optimizer._like_names(group)}
-        for prefix in optimizer._factor_names():
+        working = {name: WorkingTensor(state[name], block.box) for name in optimizer.like_names(group)}
+        for prefix in optimizer.factors:
             for dim in optimizer.factored_dims(group, self.view.shape):
                 name = f"{prefix}_{dim}"
                 working[name] = WorkingTensor(state[name], block.factors[dim], square=True)
@@ -103,13 +103,8 @@ class BlockOptimizer(GatheringOptimizer):
 
     # --- the equations ---
 
-    def _like_names(self, group: Options) -> tuple[str, ...]:
-        """Returns the names of state that is shaped like the parameter."""
-        raise NotImplementedError
-
-    def _factor_names(self) -> tuple[str, ...]:
-        """Returns the beginnings of the names of factors, to which the dimension is added: "left" is "left_0", …"""
-        raise NotImplementedError
+    factors: ClassVar[tuple[str, ...]]
+    """The beginnings of the names of factors, to which the dimension is added: "left" is "left_0", …"""
 
     def _factored_dims(self, group: Options, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the dimensions that have factors.
@@ -127,7 +122,7 @@ class BlockOptimizer(GatheringOptimizer):
             step: the number of this step, from 1.
             gradient: of the block, in the dtype of the state; may be overwritten.
             state: by name; tensors are changed in place, or replaced in the dict by others of their shape.
-            turn: is added to the step to find out whether it is this block's turn to decompose its factors anew.
+            turn: is added to the step to find out whether it is this block's turn to decompose its factors again.
         """
         raise NotImplementedError
 
@@ -152,9 +147,9 @@ class BlockOptimizer(GatheringOptimizer):
         blocks, owners, rank = self.blocks(group, view.shape), self._owners[parameter], ranks_of().rank
         state: dict[str, Any] = {"step": torch.zeros((), dtype=Dtype.COUNTER.of(dtype, group), device="cpu")}
         boxes = [block.box for block in blocks]
-        for name in self._like_names(group):
+        for name in self.like_names(group):
             state[name] = make_zeros(view.shape, boxes, owners, rank, like, view.layout.local)
-        for prefix in self._factor_names():
+        for prefix in self.factors:
             for dim in self.factored_dims(group, view.shape):
                 shape = factor_shape(view.shape, group["block_size"], dim)
                 boxes_of = [block.factors[dim] for block in blocks]
@@ -168,6 +163,10 @@ class BlockOptimizer(GatheringOptimizer):
         shapes = {view_of(parameter).shape for parameter in group["params"] if self.state.get(parameter)}
         if any(blocks_of(shape, stored) != blocks_of(shape, own) for shape in shapes):
             yield "block_size", stored, own
+
+    def like_names(self, group: Options) -> list[str]:
+        """Returns the names of state that is shaped like the parameter: that which one without dimensions has, too."""
+        return [entry.name for entry in self.spec.entries(group, 0) if entry.kind is Kind.BLOCKS]
 
     def blocks(self, group: Options, shape: tuple[int, ...]) -> tuple[Block, ...]:
         """Returns the blocks of a parameter of this shape."""
@@ -227,9 +226,9 @@ class BlockOptimizer(GatheringOptimizer):
 
     def _owners_by_state(self, parameter: Tensor, group: Options, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         state, blocks = self.state.get(parameter, {}), self.blocks(group, shape)
-        boxes_of = {name: [block.box for block in blocks] for name in self._like_names(group)}
+        boxes_of = {name: [block.box for block in blocks] for name in self.like_names(group)}
         for dim in self.factored_dims(group, shape):
-            boxes_of[f"{self._factor_names()[0]}_{dim}"] = [block.factors[dim] for block in blocks]
+            boxes_of[f"{self.factors[0]}_{dim}"] = [block.factors[dim] for block in blocks]
         for name, boxes in boxes_of.items():
             if name in state:
                 return owners_in(f"{self.names.get(parameter, 'a parameter')}.{name}", state[name], boxes)

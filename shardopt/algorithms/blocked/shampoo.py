@@ -45,7 +45,7 @@ class Shampoo(BlockOptimizer):
         betas: (β₁, β₂), β₂ also 1.
         eps: is added to the eigenvalues; more than 0.
         weight_decay: decoupled, at least 0.
-        precondition_frequency: every how many steps inverse roots are computed anew.
+        precondition_frequency: every how many steps inverse roots are computed again.
         block_size: cuts parameters into blocks of at most so many elements along each dimension.
         graft: whose norm an update takes: "adam", or None for its own.
         graft_beta, graft_eps: β_g and what is added to the root.
@@ -55,6 +55,8 @@ class Shampoo(BlockOptimizer):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    factors = ("preconditioner", "root")
 
     def __init__(
         self,
@@ -83,13 +85,6 @@ class Shampoo(BlockOptimizer):
             graft_eps=NOT_NEGATIVE,
         )
         super().__init__(params, options)
-
-    def _like_names(self, group: Options) -> tuple[str, ...]:
-        average = ("exp_avg",) if group["betas"][0] else ()
-        return (*average, "exp_avg_sq") if group["graft"] else average
-
-    def _factor_names(self) -> tuple[str, ...]:
-        return "preconditioner", "root"
 
     def _factored_dims(self, group: Options, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(len(sizes)))

@@ -59,6 +59,8 @@ class SOAP(BlockOptimizer):
         ValueError: an option is out of its range.
     """
 
+    factors = ("GG", "Q")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -85,12 +87,6 @@ class SOAP(BlockOptimizer):
             block_size=optional(COUNT),
         )
         super().__init__(params, options)
-
-    def _like_names(self, group: Options) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
-    def _factor_names(self) -> tuple[str, ...]:
-        return "GG", "Q"
 
     def _factored_dims(self, group: Options, sizes: Sequence[int]) -> tuple[int, ...]:
         if len(sizes) == 1 and not group["precondition_1d"]:

@@ -22,7 +22,7 @@ from shardopt.sharding.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One matrix: where it lies, and the cost of computing on it.
+    """One matrix: its layout, and the cost of computing on it.
 
     Args:
         layout: with the holders of each box.
@@ -50,7 +50,7 @@ def layout_on(shape: tuple[int, ...], box: Box, rank: int) -> Layout:
 
 @lru_cache(maxsize=8192)
 def job_of(layout: Layout, part: Box, cost: int, owner: int | None = None) -> Job:
-    """Returns where a part of a parameter lies, in coordinates of its own, and how much work it is.
+    """Returns the layout of a part of a parameter, in coordinates of its own, with its cost and owner.
 
     Args:
         layout: of the parameter, with the holders of each box.
@@ -67,7 +67,7 @@ def job_of(layout: Layout, part: Box, cost: int, owner: int | None = None) -> Jo
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The boxes that a rank sends or gets in one exchange, one behind the other as they lie in its buffer.
+    """The boxes that a rank sends or gets in one exchange, one behind the other as in its buffer.
 
     Args:
         boxes: the number of the matrix, and the box.
@@ -165,7 +165,7 @@ def _round(
 
 
 def _boxes(layout: Layout) -> Iterable[tuple[Box, tuple[int, ...]]]:
-    assert layout.holders is not None  # a tensor of which it is not said who holds it stays where it is
+    assert layout.holders is not None  # a tensor whose holders are not known stays where it is
     return zip(layout.boxes, layout.holders, strict=True)
 
 

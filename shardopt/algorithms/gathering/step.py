@@ -32,7 +32,7 @@ class GatheredStep(ParameterStep):
     # --- the equations ---
 
     def job(self, number: int) -> Job:
-        """Returns where a part lies, in coordinates of its own, and how much work it is."""
+        """Returns the layout of a part, in coordinates of its own, and its cost."""
         raise NotImplementedError
 
     def begin(self) -> tuple[Sequence[Tensor], ...]:
@@ -56,7 +56,7 @@ class GatheredStep(ParameterStep):
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the parameter lies, with the holders of each box."""
+        """The layout of the parameter, with the holders of each box."""
         layout = self.view.layout
         return layout if layout.holders is not None else layout_on(layout.shape, layout.boxes[0], ranks_of().rank)
 

@@ -25,7 +25,7 @@ from shardopt.sharding.view import local_tensors
 
 
 class LayerWiseOptimizer(CommunicatingOptimizer):
-    """A torch optimizer for parameters of which some or all are sharded, on one or several meshes."""
+    """A torch optimizer over parameters that may be sharded, on one or several meshes."""
 
     # --- the equations ---
 
@@ -38,7 +38,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
             group: the options.
             number: of this step, from 1; 0 where none is counted.
             weight, gradient: local tensors, real, of at least 32 bits; neither is changed.
-            state: that which lies like the parameter, in the order of the spec.
+            state: that which has the parameter's shape, in the order of the spec.
         """
         raise NotImplementedError
 

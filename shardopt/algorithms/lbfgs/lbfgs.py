@@ -29,14 +29,13 @@ from shardopt.algorithms.lbfgs.vectors import ParameterVector
 from shardopt.algorithms.options import COUNT, RATE, one_of, options_of
 from shardopt.algorithms.registry import GLOBAL_STATE, Options
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import local_gradients, requires_gradient
 from shardopt.sharding.reduced import stack_like
 from shardopt.sharding.view import assemble, is_held, local_tensors
 
 
 class LBFGS(CommunicatingOptimizer):
-    """torch.optim.LBFGS for parameters of which some or all are sharded, on one or several meshes.
+    """torch.optim.LBFGS over parameters that may be sharded, on one or several meshes.
 
     State of a parameter: `d`, the last direction, and `prev_flat_grad`, the last gradient, both like the parameter;
     `old_dirs` and `old_stps`, the columns of Y and S, [history_size, *shape of the parameter], cut as it is. They are
@@ -61,9 +60,6 @@ class LBFGS(CommunicatingOptimizer):
         AlgorithmError: there are several groups.
         ValueError: an option is out of its range.
     """
-
-    shared_group = SharedGroup()
-    """The ranks that train the parameters; a keyed optimizer sets it."""
 
     def __init__(
         self,
@@ -182,18 +178,13 @@ class LBFGS(CommunicatingOptimizer):
         vector.add(best.step, direction)
         return best, spent
 
-    @property
-    def global_name(self) -> str:
-        """The name under which `state` has the state that belongs to no parameter."""
-        return GLOBAL_STATE
-
     def complete_state(self, parameter: Tensor) -> None:
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
         state = self.state.get(parameter)
         if state:
             (group,) = self.param_groups
             by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
-            numbers = by_name.get(self.global_name)
+            numbers = by_name.get(GLOBAL_STATE)
             resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
 
     def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
@@ -214,14 +205,6 @@ class LBFGS(CommunicatingOptimizer):
     def initial_global(self) -> dict[str, Tensor]:
         """Makes the state that belongs to no parameter as it is before the first step; changes nothing."""
         return initial_numbers(self.param_groups[0]["history_size"])
-
-    def make_global(self) -> dict[str, Tensor]:
-        """Returns the state that belongs to no parameter, live; makes it where there is none yet."""
-        by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
-        state: dict[str, Tensor] = by_name[self.global_name]
-        if not state:
-            state.update(self.initial_global())
-        return state
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]

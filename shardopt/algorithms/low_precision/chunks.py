@@ -80,7 +80,7 @@ class Chunk(NamedTuple):
         return matrix[self.rows, self.columns]
 
     def clear_outside(self, scratch: Tensor) -> None:
-        """Sets to 0 what lies in scratch memory besides its own elements."""
+        """Sets scratch memory to 0 outside of its own elements."""
         inside = self.inside
         if inside.start:
             scratch[:, : inside.start] = 0

@@ -1,8 +1,8 @@
 """State stored in one form made into another: codes, bf16, fp32; with a master and without.
 
 Widening is exact: codes times their scales, and bf16, are fp32 numbers. So is a master that is made of its parameter.
-Narrowing rounds to nearest, and a master that is dropped leaves what the parameter has of it: how far that is off at
-most, over the largest number of the tensor on this rank, is told.
+Narrowing rounds to nearest, and a master that is dropped leaves what the parameter has of it: the largest error, over
+the largest number of the tensor on this rank, is returned.
 """
 
 from __future__ import annotations

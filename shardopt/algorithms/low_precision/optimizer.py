@@ -56,7 +56,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     State of a parameter: the algorithm's own entries, those like the parameter in `state_dtype`; "<entry>_scale", fp32
     [rows, blocks of a row], for each that is codes; "master", fp32 like the parameter, where it has one; and "step",
-    a number, where the algorithm keeps none. A parameter whose step is 0 never had one: its first makes state anew.
+    a number, where the algorithm keeps none. A parameter whose step is 0 never had one: its first makes state again.
 
     Args:
         params: plain or sharded, or groups of them.
@@ -138,7 +138,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     @property
     def settles_late(self) -> bool:
-        """Whether the first step makes state anew that was made before it."""
+        """Whether the first step makes again what state was made before it."""
         return self.algorithm.settled_at_first_step
 
     def is_unstepped(self, group: Options, parameter: Tensor) -> bool:
@@ -154,7 +154,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     @property
     def inner(self) -> InnerSteps:
-        """The algorithm's own class, which a copy makes anew."""
+        """The algorithm's own class, which a copy makes again."""
         if self._inner is None:
             self._inner = InnerSteps(self.algorithm, self.defaults)
         return self._inner

@@ -44,6 +44,6 @@ class SharedScales(SharedRows):
         self.scales = {e.name: blocks_like(parameter, count, torch.float32) for e in form.entries if e.coded}
 
     def terms(self) -> Iterator[Term]:
-        """Yields the numbers of which the largest count."""
+        """Yields the numbers whose maxima over the ranks are wanted."""
         memory = (each for scales in self.scales.values() for each in local_tensors(scales))
         yield from ((each, self.cuts) for each in (self.flag, *memory))

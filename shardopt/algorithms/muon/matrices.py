@@ -1,4 +1,4 @@
-"""The matrices that a parameter holds, each of which is orthogonalised by itself.
+"""The matrices that a parameter holds. Each is orthogonalised by itself.
 
 [M, N]                 one matrix
 [E, M, N]              E of them, such as the experts of a layer

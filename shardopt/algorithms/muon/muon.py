@@ -49,7 +49,7 @@ class _MuonStep(GatheredStep):
         self.dtype = _DTYPES[group["ns_dtype"]]
 
     def job(self, number: int) -> Job:
-        """Returns where a matrix lies; whoever suits is its owner."""
+        """Returns the layout of a matrix and its cost; any rank may own it."""
         return job_of(self.layout, self.parts[number], cost_of(self.parts[number].sizes, self.group["ns_steps"]))
 
     def begin(self) -> tuple[Sequence[Tensor], ...]:
@@ -87,7 +87,7 @@ class _MuonStep(GatheredStep):
 class Muon(GatheringOptimizer):
     """torch.optim.Muon for parameters that may be sharded, on one or several meshes.
 
-    State of a parameter: `momentum_buffer`, which lies as the parameter does. Every rank of every mesh must call
+    State of a parameter: `momentum_buffer`, placed as the parameter is. Every rank of every mesh must call
     `step` with the same parameters in the same order, and the same of them must have gradients.
 
     Args:

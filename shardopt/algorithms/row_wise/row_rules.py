@@ -1,6 +1,6 @@
 """Update rules with one moment for each row of a table, as functions of rows; no parameter, rank or optimizer is known.
 
-A table is [N rows, ...], of which some are touched: k rows with gradients G of the same shape, θ their values, and one
+A table is [N rows, ...]. Some of these are touched: k rows with gradients G of the same shape, θ their values, and one
 number for each row, [k, 1, ...]. Where a row is shared out by columns, a rank has the columns it holds, and a (which
 needs all of them) is handed in.
 

@@ -1,6 +1,6 @@
 """Adagrad and Adam with one second moment for each row of a table, for tables that are plain or sharded in any way.
 
-A parameter is [N rows, ...]; a row is all that lies under one index of the first dimension, on whichever ranks. Its
+A parameter is [N rows, ...]; a row is all elements with one index of the first dimension, on any ranks. Its
 moment, [N, 1, ...], is cut as the parameter is along the rows, and is the same on all ranks that share a row. The rules
 are in `row_rules.py`. Where only rows are cut, a rank moves its rows by itself and computes what one process would, bit
 for bit. Where rows are cut too, the squares of a row are added up over the ranks that share it.

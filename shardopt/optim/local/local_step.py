@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.communicating import AlgorithmOptimizer
+from shardopt.algorithms.communicating import AlgorithmOptimizer, CommunicatingOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
 from shardopt.algorithms.low_precision.conversion import Conversion, converted
 from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.registry import (
+    GLOBAL_STATE,
     AlgorithmSpec,
-    MakesGlobalState,
     MakesState,
     StepsOn,
     find_spec,
@@ -126,7 +126,7 @@ class LocalOptimizer:
         """The names under which there is, or will be, state that belongs to no parameter."""
         if self.spec is None or not self.spec.has_global_state:
             return frozenset()
-        return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
+        return frozenset([GLOBAL_STATE])
 
     def local_tensors(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that are stepped on in place of a parameter; none on a rank without elements of it."""
@@ -169,7 +169,7 @@ class LocalOptimizer:
     def work_with(self, group: SharedGroup) -> None:
         """Gives an algorithm that sums over all of its parameters the ranks that train them."""
         if self.spec is not None and self.spec.has_global_state:
-            cast(MakesGlobalState, self.optimizer).shared_group = group
+            cast(CommunicatingOptimizer, self.optimizer).shared_group = group
 
     @property
     def evaluating(self) -> bool:
@@ -310,7 +310,7 @@ class LocalOptimizer:
     def make_global_state(self, names: Collection[str]) -> None:
         """Makes the state of these names that belongs to no parameter, where there is none yet."""
         if not set(self.global_names).isdisjoint(names):
-            cast(MakesGlobalState, self.optimizer).make_global()
+            cast(CommunicatingOptimizer, self.optimizer).make_global()
 
     def with_initial_state(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
         """Returns those whose state is there and as `make_state` makes it: without it training goes the same way.
@@ -326,7 +326,7 @@ class LocalOptimizer:
     def _has_initial_state(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
         if isinstance(key, str):
             there = self.optimizer.state.get(cast(Any, key), {})
-            return bool(there) and is_initial(there, cast(MakesGlobalState, self.optimizer).initial_global())
+            return bool(there) and is_initial(there, cast(CommunicatingOptimizer, self.optimizer).initial_global())
         group, tensors = group_of.get(key), self.local_tensors(key)
         if group is None or not all(local in self.states for local in tensors):
             return False

@@ -179,7 +179,7 @@ class OuterOptimizer(OptimizerWrapper):
         super().init_state(sparse_grad_parameter_names, names=self._anchors if names is None else names)
 
     def held_state_names(self) -> set[str]:
-        """Returns the wrapped optimizer's names, the position, and the anchors of which this rank has a share."""
+        """Returns the wrapped optimizer's names, the position, and the anchors that this rank has a share of."""
         return {*self._optimizer.held_state_names(), *self._own_state()}
 
     def __getstate__(self) -> dict[str, Any]:
