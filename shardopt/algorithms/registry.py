@@ -24,7 +24,7 @@ from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
 GLOBAL_STATE = "__global__"
-"""The name under which `state` has the state of no parameter: one per optimizer, also where a rank has no parameters."""
+"""The name under which `state` has what belongs to no parameter: one per optimizer, also on a rank without any."""
 
 Options = Mapping[str, Any]
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.low_precision.blocks import block_size, blocks_of_row
-from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, chunks_of, load
+from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, block_size, blocks_of_row, chunks_of, load
 from shardopt.algorithms.low_precision.codes import as_stored, encode, scales_for
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import rows_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.initial_state import is_initial
-from shardopt.algorithms.low_precision.blocks import blocks_of_row
+from shardopt.algorithms.low_precision.chunks import blocks_of_row
 from shardopt.algorithms.low_precision.codes import code_of_one
 from shardopt.algorithms.low_precision.inner import InnerSteps
 from shardopt.algorithms.low_precision.options import (
@@ -28,7 +28,7 @@ from shardopt.algorithms.low_precision.options import (
     warn_of_lost_changes,
 )
 from shardopt.algorithms.low_precision.work import LowPrecisionStep
-from shardopt.algorithms.reductions import Term, all_reduce_largest
+from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     AtFirstStep,
@@ -43,6 +43,7 @@ from shardopt.algorithms.registry import (
 from shardopt.algorithms.shared_rows import RowSharingOptimizer, cuts_of_rows
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.param_groups import STORAGE_OPTIONS
+from shardopt.ranks import Ranks
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
 
@@ -175,7 +176,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
         return step.shared.terms()
 
     def _reduce(self, terms: Iterable[Term]) -> None:
-        all_reduce_largest(terms)
+        all_reduce_terms(terms, Ranks.all_reduce_max)
 
     def _update(self, step: LowPrecisionStep) -> None:
         step.apply()

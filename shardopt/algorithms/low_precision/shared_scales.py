@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.low_precision.blocks import blocks_of_row
+from shardopt.algorithms.low_precision.chunks import blocks_of_row
 from shardopt.algorithms.low_precision.options import Form
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.shared_rows import SharedRows

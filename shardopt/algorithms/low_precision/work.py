@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import CommunicatingOptimizer
-from shardopt.algorithms.low_precision.blocks import block_size
-from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of, load
+from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, block_size, chunks_of, load
 from shardopt.algorithms.low_precision.codes import as_stored, encode, round_at_random, scales_for
 from shardopt.algorithms.low_precision.inner import InnerSteps, Stepped
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
