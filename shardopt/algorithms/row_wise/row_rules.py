@@ -50,19 +50,19 @@ class RowRule:
 
 def adagrad_numbers(options: Options, step: float) -> Numbers:
     """Returns the numbers of a step: the rate is lr / (1 + (t − 1) lr_decay)."""
-    return Numbers(float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"])), **_common_numbers(options))
+    return Numbers(float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"])), *_common_numbers(options))
 
 
 def adam_numbers(options: Options, step: float) -> Numbers:
     """Returns the numbers of a step: the rate is lr / (1 − β₁ᵗ)."""
     beta1, beta2 = map(float, options["betas"])
     rate, correction = float(options["lr"]) / (1 - beta1**step), 1 - beta2**step
-    return Numbers(rate, **_common_numbers(options), betas=(beta1, beta2), correction=correction)
+    return Numbers(rate, *_common_numbers(options), betas=(beta1, beta2), correction=correction)
 
 
-def _common_numbers(options: Options) -> dict[str, float]:
-    sign = -1.0 if options["maximize"] else 1.0
-    return {"eps": float(options["eps"]), "decay": float(options["weight_decay"]), "sign": sign}
+def _common_numbers(options: Options) -> tuple[float, float, float]:
+    """ε, weight decay, and the sign of the gradient."""
+    return float(options["eps"]), float(options["weight_decay"]), -1.0 if options["maximize"] else 1.0
 
 
 ADAGRAD = RowRule("sum", adagrad_numbers)
