@@ -54,7 +54,7 @@ class GatheringOptimizer(CommunicatingOptimizer):
         teams = _teams(steps)
         counted = [each for team in teams if team.checks_first for each in team.count()]
         unchecked = [step for team in teams if not team.checks_first for step in team.steps]
-        raise_fault(step for step in steps if step not in unchecked)
+        raise_fault(sorted(set(steps).difference(unchecked), key=lambda step: step.key))
         refuse_absent([(step.name, step.all_or_none) for step, _ in counted], [counts for _, counts in counted])
         for step in steps:
             if step.gradients is not None and step.is_held:
