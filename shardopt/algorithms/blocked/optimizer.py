@@ -7,8 +7,9 @@ So a block's update is the same bits on any mesh. Exchanges, rounds and checks o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
 
 import torch
@@ -22,10 +23,20 @@ from shardopt.algorithms.gathering.optimizer import GatheringOptimizer
 from shardopt.algorithms.gathering.step import GatheredStep
 from shardopt.algorithms.registry import Dtype, Kind, Options
 from shardopt.ranks import ranks_of
+from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import device_of, members_of, view_of
 
 MOST_DIMENSIONS = 5
+
+
+class BlockEntry(NamedTuple):
+    """One tensor of state: its global shape, the box of each block in it, and whether these are factors' matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+    is_factor: bool
 
 
 class _BlockStep(GatheredStep):
@@ -36,12 +47,15 @@ class _BlockStep(GatheredStep):
     def __init__(self, optimizer: BlockOptimizer, group: Options, parameter: Tensor) -> None:
         super().__init__(optimizer, group, parameter)
         self.dtype = torch.promote_types(self.view.dtype, torch.float32)
-        self.blocks = optimizer.blocks(group, self.view.shape)
-        self.parts = [block.box for block in self.blocks]
+        self.parts = [block.box for block in optimizer.blocks(group, self.view.shape)]
         self.number = 0
         """Of this step, from 1; 0 without a gradient."""
         self._costs = optimizer._costs(group, self.view.shape)
-        self._owners = optimizer._owners[parameter] or (ranks_of().rank,) * len(self.blocks)
+        self._owners = optimizer._owners[parameter] or (ranks_of().rank,) * len(self.parts)
+
+    @cached_property
+    def _entries(self) -> list[BlockEntry]:
+        return list(self.optimizer.entries(self.group, self.view.shape))
 
     def job(self, number: int) -> Job:
         """Returns the layout of a block, its cost and its owner."""
@@ -60,12 +74,11 @@ class _BlockStep(GatheredStep):
         """Computes the update of a block that this rank owns; zeros without a gradient."""
         if self.gradients is None:  # then no rank has one
             return whole.zero_()
-        block, group, state, optimizer = self.blocks[number], self.group, self.state, self.optimizer
-        working = {name: WorkingTensor(state[name], block.box) for name in optimizer.like_names(group)}
-        for prefix in optimizer.factors:
-            for dim in optimizer.factored_dims(group, self.view.shape):
-                name = f"{prefix}_{dim}"
-                working[name] = WorkingTensor(state[name], block.factors[dim], square=True)
+        group, state, optimizer = self.group, self.state, self.optimizer
+        working = {
+            each.name: WorkingTensor(state[each.name], each.boxes[number], square=each.is_factor)
+            for each in self._entries
+        }
         tensors = {name: each.tensor for name, each in working.items()}
         # By the name alone, so that it is the same on any mesh.
         turn = crc32(self.key.encode()) + number if group["stagger"] else 0
@@ -144,16 +157,10 @@ class BlockOptimizer(GatheringOptimizer):
         view = view_of(parameter)
         dtype = torch.promote_types(view.dtype, torch.float32)
         like = torch.empty(0, dtype=dtype, device=device_of(parameter))
-        blocks, owners, rank = self.blocks(group, view.shape), self._owners[parameter], ranks_of().rank
+        owners, rank, alone = self._owners[parameter], ranks_of().rank, view.layout.local
         state: dict[str, Any] = {"step": torch.zeros((), dtype=Dtype.COUNTER.of(dtype, group), device="cpu")}
-        boxes = [block.box for block in blocks]
-        for name in self.like_names(group):
-            state[name] = make_zeros(view.shape, boxes, owners, rank, like, view.layout.local)
-        for prefix in self.factors:
-            for dim in self.factored_dims(group, view.shape):
-                shape = factor_shape(view.shape, group["block_size"], dim)
-                boxes_of = [block.factors[dim] for block in blocks]
-                state[f"{prefix}_{dim}"] = make_zeros(shape, boxes_of, owners, rank, like, view.layout.local)
+        for each in self.entries(group, view.shape):
+            state[each.name] = make_zeros(each.shape, each.boxes, owners, rank, like, alone)
         return state
 
     def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
@@ -164,9 +171,16 @@ class BlockOptimizer(GatheringOptimizer):
         if any(blocks_of(shape, stored) != blocks_of(shape, own) for shape in shapes):
             yield "block_size", stored, own
 
-    def like_names(self, group: Options) -> list[str]:
-        """Returns the names of state that is shaped like the parameter: that which one without dimensions has, too."""
-        return [entry.name for entry in self.spec.entries(group, 0) if entry.kind is Kind.BLOCKS]
+    def entries(self, group: Options, shape: tuple[int, ...]) -> Iterator[BlockEntry]:
+        """Yields the state of a parameter of this shape, but for its step."""
+        blocks = self.blocks(group, shape)
+        for entry in self.spec.entries(group, 0):  # that which a parameter without dimensions has, too
+            if entry.kind is Kind.BLOCKS:
+                yield BlockEntry(entry.name, shape, [block.box for block in blocks], False)
+        for prefix in self.factors:
+            for dim in self.factored_dims(group, shape):
+                boxes = [block.factors[dim] for block in blocks]
+                yield BlockEntry(f"{prefix}_{dim}", factor_shape(shape, group["block_size"], dim), boxes, True)
 
     def blocks(self, group: Options, shape: tuple[int, ...]) -> tuple[Block, ...]:
         """Returns the blocks of a parameter of this shape."""
@@ -225,13 +239,11 @@ class BlockOptimizer(GatheringOptimizer):
                 self._owners[named[name][0]] = owners_of
 
     def _owners_by_state(self, parameter: Tensor, group: Options, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        state, blocks = self.state.get(parameter, {}), self.blocks(group, shape)
-        boxes_of = {name: [block.box for block in blocks] for name in self.like_names(group)}
-        for dim in self.factored_dims(group, shape):
-            boxes_of[f"{self.factors[0]}_{dim}"] = [block.factors[dim] for block in blocks]
-        for name, boxes in boxes_of.items():
-            if name in state:
-                return owners_in(f"{self.names.get(parameter, 'a parameter')}.{name}", state[name], boxes)
+        state = self.state.get(parameter, {})
+        for each in self.entries(group, shape):
+            if each.name in state:
+                key = f"{self.names.get(parameter, 'a parameter')}.{each.name}"
+                return owners_in(key, state[each.name], each.boxes)
         return None
 
     def _costs(self, group: Options, shape: tuple[int, ...]) -> list[int]:
