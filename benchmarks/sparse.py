@@ -202,7 +202,7 @@ def _rule_on_gpu(
     index = torch.randperm(SIZES[1], device=device)[:touched].sort().values
     gradients = torch.randn(touched, DIMENSION, device=device)
     seconds = _gpu_seconds(
-        lambda: row_rules.update_rows(rule, table, index, gradients, state, options, 1.0), repetitions
+        lambda: row_rules.update_rows(rule, table, index, gradients, state, rule.numbers(options, 1.0)), repetitions
     )
     return touched * (elements * DIMENSION * 4 + 2 * 4 + 8), seconds
 

@@ -1,6 +1,7 @@
 """The registry of optimization algorithms: the state that each keeps, and which of them may step on shards."""
 
 from shardopt.algorithms import builtin as _builtin  # noqa: F401  # registers them
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     AtFirstStep,
@@ -17,9 +18,11 @@ from shardopt.algorithms.registry import (
 __all__ = [
     "AlgorithmSpec",
     "AtFirstStep",
+    "CommunicatingOptimizer",
     "Dtype",
     "Kind",
     "MakesState",
+    "ParameterStep",
     "StateEntry",
     "StepsOn",
     "algorithms",

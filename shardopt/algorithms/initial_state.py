@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Dtype, Kind, MakesState, StateEntry, StepsOn
-from shardopt.sharding.view import local_tensors
+from shardopt.param_groups import PARAMS
+from shardopt.sharding.reduced import sum_like
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.torch_private import can_make_lazy_state, lazy_state
 
 
@@ -33,7 +36,7 @@ def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str,
     state = lazy_state(optimizer, group, local) if can_make_lazy_state(optimizer) else {}
     for entry in spec.entries(group, local.ndim):
         if entry.name not in state:
-            state[entry.name] = _from_entry(entry, group, local)
+            state[entry.name] = made_of(entry, group, local)
     return state
 
 
@@ -58,14 +61,49 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def _from_entry(entry: StateEntry, group: Mapping[str, Any], local: Tensor) -> Any:
-    """Makes one entry of state with the kind, dtype and initial value of its `StateEntry`."""
+def made_of(entry: StateEntry, group: Mapping[str, Any], parameter: Tensor) -> Any:
+    """Makes one entry of state with the kind, dtype and initial value of its `StateEntry`, placed as the parameter.
+
+    Args:
+        entry: of any kind but history, blocks and global state, whose shapes its algorithm alone knows.
+        group: the options.
+        parameter: of any kind, or a local tensor.
+    """
     initial = group[entry.initial] if isinstance(entry.initial, str) else entry.initial
     if isinstance(initial, AtFirstStep):
         initial = group["lr"] if initial is AtFirstStep.LEARNING_RATE else 0.0
     if entry.dtype is Dtype.PLAIN_COUNT:
         return int(initial)
-    dtype = entry.dtype.of(local.dtype, group)
+    view = view_of(parameter)
+    dtype, last = entry.dtype.of(view.dtype, group), len(view.shape) - 1
     if entry.kind is Kind.SCALAR:
-        return torch.tensor(float(initial), dtype=dtype)
-    return torch.full_like(local, float(initial), dtype=dtype)
+        return torch.tensor(float(initial), dtype=dtype, device="cpu")
+    if entry.kind is Kind.PARAMETER:
+        tensors = [torch.full_like(local, float(initial), dtype=dtype) for local in local_tensors(parameter)]
+        return assemble(parameter, tensors)
+    summed = {Kind.ROWS: (last,), Kind.COLUMNS: (last - 1,), Kind.TABLE_ROWS: tuple(range(1, last + 1))}
+    made = sum_like(parameter, *summed[entry.kind], dtype=dtype)
+    if initial:
+        for local in local_tensors(made):
+            local.fill_(float(initial))
+    return made
+
+
+def restore_dtypes(spec: AlgorithmSpec, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Puts back state that torch's `load_state_dict` has cast to the dtype of its parameter, and moved to its device.
+
+    Args:
+        spec: says which entries have a dtype that is not the parameter's.
+        optimizer: has just loaded.
+        state_dict: what it has loaded, by position.
+    """
+    wide = {entry.name: entry for entry in spec.state if entry.dtype in (Dtype.AT_LEAST_SINGLE, Dtype.WIDE)}
+    saved = chain.from_iterable(group[PARAMS] for group in state_dict["param_groups"])
+    loaded = ((group, parameter) for group in optimizer.param_groups for parameter in group[PARAMS])
+    for number, (group, parameter) in zip(saved, loaded, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items() if wide else ():
+            if name in wide and isinstance(value, Tensor):
+                # One without dimensions is kept on the CPU.
+                device = optimizer.state[parameter][name].device if value.ndim else torch.device("cpu")
+                dtype = wide[name].dtype.of(view_of(parameter).dtype, group)
+                optimizer.state[parameter][name] = value.detach().to(device, dtype, copy=True)

@@ -1,4 +1,4 @@
-"""All-reduces over the cuts of tensors: one for each process group, whatever the number of tensors."""
+"""All-reduces over the cuts of tensors: one for each process group, for any number of tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,15 @@ Term = tuple[Tensor, tuple[ShardGroup, ...]]
 """A tensor that holds this rank's share of a sum, and the groups of ranks over which the sum runs."""
 
 
-def all_reduce_terms(terms: Iterable[Term]) -> None:
+def all_reduce_terms(terms: Iterable[Term], reduce: Callable[[Ranks, Tensor], Tensor] = Ranks.all_reduce_sum) -> None:
     """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
 
     All ranks of a group must pass tensors of the same shapes, in the same order.
+
+    Args:
+        terms: tensors and their cuts.
+        reduce: `Ranks.all_reduce_max` takes the largest of each element in place of the sum; then none may be NaN.
     """
-    _all_reduce(terms, Ranks.all_reduce_sum)
-
-
-def all_reduce_largest(terms: Iterable[Term]) -> None:
-    """Takes the largest of each element, as `all_reduce_terms` adds it up; none may be NaN."""
-    _all_reduce(terms, Ranks.all_reduce_max)
-
-
-def _all_reduce(terms: Iterable[Term], reduce: Callable[[Ranks, Tensor], Tensor]) -> None:
     by_group: dict[Any, dict[Any, list[Tensor]]] = {}
     for tensor, cuts in terms:
         for cut in cuts:

@@ -10,22 +10,21 @@ Another package's class is brought in with a few lines:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.ranks import SharedGroup
 from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
 GLOBAL_STATE = "__global__"
-"""The name under which `state` has the state of no parameter: one per optimizer, whatever parameters a rank has."""
+"""The name under which `state` has what belongs to no parameter: one per optimizer, also on a rank without any."""
 
 Options = Mapping[str, Any]
 
@@ -101,65 +100,6 @@ class MakesState(Protocol):
         """Makes the state of a parameter that has none, as its first step would; changes nothing."""
 
 
-class MakesGlobalState(MakesState, Protocol):
-    """The protocol of one that also keeps state which belongs to no parameter.
-
-    `shared_group` is set to the ranks that train the parameters.
-    """
-
-    shared_group: SharedGroup
-
-    @property
-    def global_name(self) -> str:
-        """The name under which `state` has it, or will have it."""
-
-    def initial_global(self) -> dict[str, Tensor]:
-        """Makes that state as it is before the first step; changes nothing."""
-
-    def make_global(self) -> Mapping[str, Tensor]:
-        """Returns that state, live, from under `global_name` in `state`; makes it where there is none yet."""
-
-
-@runtime_checkable
-class KeepsLess(Protocol):
-    """The protocol of one that keeps less while it trains than it saves."""
-
-    def complete_state(self, parameter: Tensor) -> None:
-        """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
-
-
-@runtime_checkable
-class StoresNarrow(Protocol):
-    """The protocol of one that stores parameters and state in fewer bits than it computes with."""
-
-    def refuse_parameters(self, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-        """Raises AlgorithmError where one of the parameters, given with names, cannot be stored as its group says."""
-
-    def waits_for_others(self, group: Mapping[str, Any], parameter: Tensor) -> bool:
-        """Whether a step of the parameter needs numbers of other ranks."""
-
-    def step_alone(self, group: Mapping[str, Any], parameter: Tensor) -> None:
-        """Takes one step on a single parameter, of those that need nothing of other ranks."""
-
-    def state_loaded(self, parameter: Tensor) -> None:
-        """Makes the parameter what its state, which was loaded, says that it is."""
-
-    @property
-    def settles_late(self) -> bool:
-        """Whether the first step makes state anew that was made before it."""
-
-    def is_unstepped(self, group: Mapping[str, Any], parameter: Tensor) -> bool:
-        """Whether the parameter never had a step, and its state is as good as none."""
-
-
-@runtime_checkable
-class CutsByOptions(Protocol):
-    """The protocol of one whose state is cut by an option of its group, so that state of another does not fit."""
-
-    def unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields those of a saved group's options that cut the state which is here otherwise: name, stored, own."""
-
-
 class AtFirstStep(Enum):
     """Initial values that are not known before the first step, so that making state early must not fix them."""
 
@@ -186,7 +126,7 @@ class StateEntry:
 
     Args:
         name: key in `optimizer.state[parameter]`.
-        kind: how it lies.
+        kind: its shape and placement.
         dtype: its dtype rule; by default the parameter's for `Kind.PARAMETER` and a counter's for `Kind.SCALAR`.
         initial: the number that every element has before the first step, the name of the option that holds this
             number (of a complex parameter: both of its parts), or what the first step takes it from.
@@ -314,12 +254,17 @@ def algorithms() -> tuple[AlgorithmSpec, ...]:
     return tuple(sorted(dict.fromkeys(_SPECS.values()), key=lambda spec: spec.name))
 
 
-def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
-    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither."""
+def find_spec(optimizer: type[Optimizer], may_override: bool = False) -> AlgorithmSpec | None:
+    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither.
+
+    Args:
+        may_override: whether the class may have a `step` of its own, with the state of its base.
+    """
     for base in optimizer.__mro__:
         spec = _SPECS.get(base) or _VARIANTS.get(base)
         if spec is not None:
-            return spec if step_without_hooks(optimizer) is step_without_hooks(base) else None
+            same = may_override or step_without_hooks(optimizer) is step_without_hooks(base)
+            return spec if same else None
     return None
 
 

@@ -5,30 +5,26 @@ torch's makes four sparse tensors of them and adds each to a dense one, which ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.communicating import AlgorithmOptimizer
 from shardopt.torch_private import step_without_hooks
 
 
-class SparseAdam(torch.optim.SparseAdam):
+class SparseAdam(AlgorithmOptimizer, torch.optim.SparseAdam):
     """torch.optim.SparseAdam: the same options, state and bits, but faster where gradients are of whole rows."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step; by torch's own method where a gradient is not sparse along its first dimension alone."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _take_step(self) -> None:
+        """Steps by torch's own method where a gradient is not sparse along its first dimension alone."""
         due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all(gradient.is_sparse and gradient.sparse_dim() == 1 for _, _, gradient in due):
             step_without_hooks(torch.optim.SparseAdam)(self)
-            return loss
+            return
         for group, parameter, gradient in due:
             state = self.state[parameter]
             if not state:
@@ -37,7 +33,6 @@ class SparseAdam(torch.optim.SparseAdam):
             gradient = gradient.coalesce()
             if gradient.values().numel():
                 _move_rows(parameter, gradient.indices()[0], gradient.values(), state, group)
-        return loss
 
 
 def _move_rows(

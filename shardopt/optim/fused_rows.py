@@ -1,4 +1,4 @@
-"""The optimizer of parameters of which each backward touches a few rows, and updates them."""
+"""The optimizer of tables: each backward touches a few rows, and updates them."""
 
 from __future__ import annotations
 

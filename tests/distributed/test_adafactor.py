@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.algorithms import adafactor
+from shardopt.algorithms import communicating
 from shardopt.errors import GradientError
 from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.harness import run_ranks, run_ranks_outcomes
@@ -273,7 +273,7 @@ def step_with_a_gradient_that_one_rank_refuses(late):
     reported = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         if late:
-            monkeypatch.setattr(adafactor, "_is_on_host", lambda numbers: False)
+            monkeypatch.setattr(communicating, "is_on_host", lambda numbers: False)
         for step in range(3):
             for parameter in params.values():
                 parameter.grad = shard(torch.ones(4, 6), mesh, Shard(0))

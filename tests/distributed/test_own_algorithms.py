@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.algorithms import AlgorithmSpec, CommunicatingOptimizer, Kind, StateEntry, StepsOn, register
 from shardopt.algorithms.blocked.optimizer import BlockOptimizer
 from shardopt.errors import GradientError, MismatchError
 from shardopt.sharding.pieces import narrowed
@@ -78,10 +79,12 @@ def differing(optimizer, parameters, case, dtype, steps=STEPS):
     return found
 
 
-def close(tensor, wanted):
+def close(tensor, wanted, within=1e-12):
     """Whether what this rank has of a tensor is what it has of `wanted`, up to the last bits of float64."""
     pieces = view_of(tensor).pieces
-    return all((piece.tensor - narrowed(wanted, piece.box)).abs().max() <= 1e-12 for piece in pieces if piece.box.numel)
+    return all(
+        (piece.tensor - narrowed(wanted, piece.box)).abs().max() <= within for piece in pieces if piece.box.numel
+    )
 
 
 def trained(case, dtype):
@@ -289,6 +292,56 @@ def other_blocks(folder):
 
 def test_another_block_size_is_refused_before_anything_changes(tmp_path):
     assert run_ranks(2, other_blocks, str(tmp_path / "saved")) == [True] * 2
+
+
+# --- an algorithm that is its equations and its spec -----------------------------------------------------------------
+
+
+class Normed(CommunicatingOptimizer):
+    """Steps by an average of gradients, each divided by its norm over the whole parameter; that of the tutorial."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def equations(self, step):
+        numbers = step.numbers(1, torch.float64)
+        for each in step.gradients or ():
+            numbers[0] += each.double().square().sum()
+        yield [(numbers, step.cuts)]
+        if not step.is_due():
+            return
+        averages = local_tensors(step.counted_state()["average"])
+        for local, average, each in zip(step.local_tensors, averages, step.gradients, strict=True):
+            average.lerp_(each / numbers[0].sqrt().to(each.dtype), 1 - step.group["momentum"])
+            local.sub_(average, alpha=step.group["lr"])
+
+
+def equations_alone(folder):
+    """Trains on parameters of every layout, through a checkpoint; then a gradient that one rank lacks."""
+    average = StateEntry("average", Kind.PARAMETER)
+    register(AlgorithmSpec(Normed, "normed", elementwise=False, steps_on=StepsOn.PARAMETERS, state=(average,)))
+    parameters = matrices()
+    optimizer = shardopt.keyed("normed", parameters)
+    train(optimizer, parameters, range(HALF), torch.float32)
+    checkpoint.save(folder, {"model": parameters, "optimizer": optimizer})
+    parameters = dict(reversed(matrices().items()))
+    optimizer = shardopt.keyed("normed", parameters)
+    checkpoint.load(folder, {"model": parameters, "optimizer": optimizer}, init_state=True)
+    train(optimizer, parameters, range(HALF, STEPS), torch.float32)
+    whole = {name: torch.nn.Parameter(value(name, 0)) for name in parameters if 0 not in SHAPES[name]}
+    alone = shardopt.keyed("normed", whole)
+    train(alone, whole, range(STEPS), torch.float32)
+    apart = [name for name in whole if not close(parameters[name], whole[name].detach(), 1e-6)]
+    before = [local.clone() for local in local_tensors(parameters["rows"])]
+    for name, parameter in parameters.items():
+        give_gradient(parameter, None if name == "rows" and dist.get_rank() == 1 else value(name, 1))
+    with pytest.raises(GradientError, match=r"rows\.grad: found one on 1 of its ranks, none on 1"):
+        optimizer.step()
+    return apart, all(map(torch.equal, before, local_tensors(parameters["rows"])))
+
+
+def test_an_algorithm_of_equations_and_a_spec_steps_and_resumes_on_shards(tmp_path):
+    assert run_ranks(2, equations_alone, str(tmp_path / "saved")) == [([], True)] * 2
 
 
 # --- norms of whole parameters ---------------------------------------------------------------------------------------

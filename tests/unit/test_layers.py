@@ -42,13 +42,14 @@ FLOORS = {
     "algorithms": 10,
     "algorithms/adafactor": 11,
     "algorithms/sparse_adam": 11,
-    "algorithms/muon": 11,
+    "algorithms/gathering": 11,
+    "algorithms/muon": 12,
     "algorithms/elementwise": 11,
-    "algorithms/lbfgs": 11,
+    "algorithms/lbfgs": 12,
     "algorithms/row_wise": 11,
-    "algorithms/layer_wise": 12,  # over elementwise, whose checks of options it uses
+    "algorithms/layer_wise": 11,
     "algorithms/low_precision": 11,
-    "algorithms/blocked": 12,  # over muon, whose redistribution of whole matrices it uses
+    "algorithms/blocked": 12,
     "algorithms/builtin": 13,
     "algorithms/__init__": 14,
     "optim/state_dict": 20,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.algorithms.muon.assignment import Job, plan
+from shardopt.algorithms.gathering.assignment import Job, plan
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 

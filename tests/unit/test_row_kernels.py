@@ -46,7 +46,7 @@ def compare(shape, rule, dtype, options, monkeypatch, every):
     with monkeypatch.context() as without:
         without.setattr(row_kernels, "triton", None)
         state = dict(zip(names, wanted[1:], strict=True))
-        update_rows(rule, wanted[0], index, gradients, state, options, 3.0)
+        update_rows(rule, wanted[0], index, gradients, state, rule.numbers(options, 3.0))
     average = actual[2] if rule.others else None
     row_kernels.update(actual[0], index, gradients, actual[1], average, rule.numbers(options, 3.0))
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2

@@ -22,7 +22,7 @@ def make_zeros(
     like: Tensor,
     by_itself: bool = False,
 ) -> Tensor:
-    """Makes a tensor of zeros of which each box lies on the rank that owns it. Local: no collective.
+    """Makes a tensor of zeros with each box on the rank that owns it. Local: no collective.
 
     Args:
         shape: of the whole.
@@ -65,7 +65,7 @@ class WorkingTensor:
     Args:
         state: as `make_zeros` made it.
         box: of the block in it.
-        square: whether it is the box of a factor, of which the matrix [m, m] without padding is wanted.
+        square: whether it is the box of a factor; then the tensor is its matrix [m, m] without padding.
     """
 
     def __init__(self, state: Tensor, box: Box, square: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""The blocks that a parameter is cut into, where their state lies, and who works on them. Integers only, no tensors.
+"""The blocks that a parameter is cut into, where their state is, and who works on them. Integers only, no tensors.
 
 A parameter of D dimensions is cut into a grid of blocks of at most `size` elements along each dimension, by its global
 shape alone. State of two kinds is kept for them, in tensors whose global shapes follow from that of the parameter:
 
-    like the parameter      a block lies where it lies in the parameter
+    like the parameter      a block is where it is in the parameter
     factors of dimension i  [N_i, n, min(size, N_i)] for a parameter of N_i elements along i, whose grid has n blocks in
                             all other dimensions together: the symmetric matrices [m, m] of the blocks, those along i
                             one behind the other. Of a smaller block at the end, the last columns are padding of zeros.
@@ -17,9 +17,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, prod
 
-from shardopt.algorithms.muon.assignment import Job
 from shardopt.sharding.box import Box
-from shardopt.sharding.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +71,11 @@ def cost_of(sizes: Sequence[int], dims: Collection[int], refresh_every: int) -> 
     Args:
         sizes: of the block.
         dims: those with factors.
-        refresh_every: so many steps factors are decomposed anew.
+        refresh_every: so many steps factors are decomposed again.
     """
     elements = prod(sizes)
     # Three products of all elements with a matrix of each dimension, and about 25 m³ for its eigenvectors.
     return elements + sum(6 * elements * sizes[dim] + 25 * sizes[dim] ** 3 // max(refresh_every, 1) for dim in dims)
-
-
-@lru_cache(maxsize=8192)
-def job_of(layout: Layout, box: Box, cost: int, owner: int) -> Job:
-    """Returns where a block of a parameter lies, in coordinates of its own, and who works on it.
-
-    Args:
-        layout: of the parameter, with the holders of each box.
-        box: the block in the parameter.
-        cost, owner: as of `Job`.
-    """
-    if layout.shape != box.sizes:
-        cut = zip(layout.boxes, layout.holders or (), strict=True)
-        common = ((each.intersect(box), holders) for each, holders in cut)
-        inside = {each.within(box): holders for each, holders in common if each is not None}
-        layout = Layout.from_holders(box.sizes, inside)
-    return Job(layout, cost, owner)
 
 
 def assign(

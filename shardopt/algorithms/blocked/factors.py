@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,10 +83,3 @@ def _decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(factor[0], torch.nan), torch.full_like(factor, torch.nan)
     lost = torch.where(finite, 1.0, torch.nan).to(factor.dtype)
     return values * lost, vectors * lost
-
-
-def number(lr: Any) -> Any:
-    """Returns a learning rate as a number; one on an accelerator stays there, so that nothing is waited for."""
-    if not isinstance(lr, Tensor):
-        return lr
-    return lr.item() if lr.is_cpu else lr.reshape(())

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.blocked.factors import add_outer, apply_factors, inverse_root, number
-from shardopt.algorithms.blocked.optimizer import BlockOptimizer, Group
-from shardopt.algorithms.elementwise.base import are_decays, is_rate, refuse_options
-
-_GRAFTS = (None, "adam")
+from shardopt.algorithms.blocked.factors import add_outer, apply_factors, inverse_root
+from shardopt.algorithms.blocked.optimizer import BlockOptimizer
+from shardopt.algorithms.options import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, RATE, Range, one_of, options_of, rate_of
+from shardopt.algorithms.registry import Options
 
 
 class Shampoo(BlockOptimizer):
@@ -46,7 +45,7 @@ class Shampoo(BlockOptimizer):
         betas: (β₁, β₂), β₂ also 1.
         eps: is added to the eigenvalues; more than 0.
         weight_decay: decoupled, at least 0.
-        precondition_frequency: every how many steps inverse roots are computed anew.
+        precondition_frequency: every how many steps inverse roots are computed again.
         block_size: cuts parameters into blocks of at most so many elements along each dimension.
         graft: whose norm an update takes: "adam", or None for its own.
         graft_beta, graft_eps: β_g and what is added to the root.
@@ -56,6 +55,8 @@ class Shampoo(BlockOptimizer):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    factors = ("preconditioner", "root")
 
     def __init__(
         self,
@@ -71,46 +72,24 @@ class Shampoo(BlockOptimizer):
         graft_eps: float = 1e-8,
         stagger: bool = True,
     ) -> None:
-        refuse_options(
-            "Shampoo",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("betas", betas, "two numbers, in [0, 1) and [0, 1]", len(betas) == 2 and are_decays(betas[:1])),
-                ("betas", betas, "two numbers, in [0, 1) and [0, 1]", 0 <= betas[1] <= 1),
-                ("eps", eps, "more than 0", eps > 0),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-                ("precondition_frequency", precondition_frequency, "at least 1", precondition_frequency >= 1),
-                ("block_size", block_size, "at least 1", block_size >= 1),
-                ("graft", graft, f"one of {_GRAFTS}", graft in _GRAFTS),
-                ("graft_beta", graft_beta, "in [0, 1)", 0 <= graft_beta < 1),
-                ("graft_eps", graft_eps, "at least 0", graft_eps >= 0),
-            ],
+        options = options_of(
+            locals(),
+            lr=RATE,
+            betas=Range("two numbers, in [0, 1) and [0, 1]", _are_betas),
+            eps=POSITIVE,
+            weight_decay=NOT_NEGATIVE,
+            precondition_frequency=COUNT,
+            block_size=COUNT,
+            graft=one_of(None, "adam"),
+            graft_beta=DECAY,
+            graft_eps=NOT_NEGATIVE,
         )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "block_size": block_size,
-            "graft": graft,
-            "graft_beta": graft_beta,
-            "graft_eps": graft_eps,
-            "stagger": stagger,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
-    def _like_names(self, group: Group) -> tuple[str, ...]:
-        average = ("exp_avg",) if group["betas"][0] else ()
-        return (*average, "exp_avg_sq") if group["graft"] else average
-
-    def _factor_names(self) -> tuple[str, ...]:
-        return "preconditioner", "root"
-
-    def _factored_dims(self, group: Group, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _factored_dims(self, group: Options, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(len(sizes)))
 
-    def _update_block(self, group: Group, step: int, gradient: Tensor, state: dict[str, Tensor], turn: int) -> Tensor:
+    def _update_block(self, group: Options, step: int, gradient: Tensor, state: dict[str, Tensor], turn: int) -> Tensor:
         (beta1, beta2), dims = group["betas"], range(gradient.ndim)
         for dim in dims:
             add_outer(state[f"preconditioner_{dim}"], gradient, dim, beta2, 1 - beta2 if beta2 < 1 else 1.0)
@@ -132,8 +111,12 @@ class Shampoo(BlockOptimizer):
         own = torch.linalg.vector_norm(update)
         return update.mul_(torch.linalg.vector_norm(grafted) / own.clamp(min=torch.finfo(own.dtype).tiny))
 
-    def _apply(self, group: Group, step: int, weight: Tensor, update: Tensor) -> None:
-        lr = number(group["lr"])
+    def _apply(self, group: Options, step: int, weight: Tensor, update: Tensor) -> None:
+        lr = rate_of(group)
         if group["weight_decay"] != 0:
             weight.mul_(1 - lr * group["weight_decay"])
         weight.sub_(update * lr)
+
+
+def _are_betas(betas: Sequence[float]) -> bool:
+    return len(betas) == 2 and 0 <= betas[0] < 1 and 0 <= betas[1] <= 1

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.blocked.factors import add_outer, apply_factors, descending_eigenvectors, number
-from shardopt.algorithms.blocked.optimizer import BlockOptimizer, Group
-from shardopt.algorithms.elementwise.base import are_decays, is_rate, refuse_options
+from shardopt.algorithms.blocked.factors import add_outer, apply_factors, descending_eigenvectors
+from shardopt.algorithms.blocked.optimizer import BlockOptimizer
+from shardopt.algorithms.options import COUNT, DECAY, DECAYS, NOT_NEGATIVE, RATE, optional, options_of, rate_of
+from shardopt.algorithms.registry import Options
 
 
 class SOAP(BlockOptimizer):
@@ -58,6 +59,8 @@ class SOAP(BlockOptimizer):
         ValueError: an option is out of its range.
     """
 
+    factors = ("GG", "Q")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -73,45 +76,24 @@ class SOAP(BlockOptimizer):
         block_size: int | None = None,
         stagger: bool = True,
     ) -> None:
-        refuse_options(
-            "SOAP",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("betas", betas, "two numbers in [0, 1)", len(betas) == 2 and are_decays(betas)),
-                ("shampoo_beta", shampoo_beta, "in [0, 1)", shampoo_beta is None or 0 <= shampoo_beta < 1),
-                ("eps", eps, "at least 0", eps >= 0),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-                ("precondition_frequency", precondition_frequency, "at least 1", precondition_frequency >= 1),
-                ("block_size", block_size, "at least 1, or None", block_size is None or block_size >= 1),
-            ],
+        options = options_of(
+            locals(),
+            lr=RATE,
+            betas=DECAYS,
+            shampoo_beta=optional(DECAY),
+            eps=NOT_NEGATIVE,
+            weight_decay=NOT_NEGATIVE,
+            precondition_frequency=COUNT,
+            block_size=optional(COUNT),
         )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "shampoo_beta": shampoo_beta,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "max_precondition_dim": max_precondition_dim,
-            "precondition_1d": precondition_1d,
-            "correct_bias": correct_bias,
-            "block_size": block_size,
-            "stagger": stagger,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
-    def _like_names(self, group: Group) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
-    def _factor_names(self) -> tuple[str, ...]:
-        return "GG", "Q"
-
-    def _factored_dims(self, group: Group, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _factored_dims(self, group: Options, sizes: Sequence[int]) -> tuple[int, ...]:
         if len(sizes) == 1 and not group["precondition_1d"]:
             return ()
         return tuple(dim for dim, size in enumerate(sizes) if size <= group["max_precondition_dim"])
 
-    def _update_block(self, group: Group, step: int, gradient: Tensor, state: dict[str, Tensor], turn: int) -> Tensor:
+    def _update_block(self, group: Options, step: int, gradient: Tensor, state: dict[str, Tensor], turn: int) -> Tensor:
         beta1, beta2 = group["betas"]
         decay = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
         bases = [state.get(f"Q_{dim}") for dim in range(gradient.ndim)]
@@ -138,11 +120,11 @@ class SOAP(BlockOptimizer):
                     state[f"Q_{dim}"] = torch.linalg.qr(product.index_select(1, order))[0]
         return update
 
-    def _apply(self, group: Group, step: int, weight: Tensor, update: Tensor) -> None:
+    def _apply(self, group: Options, step: int, weight: Tensor, update: Tensor) -> None:
         if step == 1:
             return
         beta1, beta2 = group["betas"]
-        lr = number(group["lr"])
+        lr = rate_of(group)
         size = lr
         if group["correct_bias"]:
             size = lr * (sqrt(1 - beta2 ** (step - 1)) / (1 - beta1 ** (step - 1)))

@@ -19,14 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.elementwise.base import (
-    ElementwiseOptimizer,
-    Group,
-    Numbers,
-    are_decays,
-    is_rate,
-    refuse_options,
-)
+from shardopt.algorithms.elementwise.base import ElementwiseOptimizer, Numbers
+from shardopt.algorithms.options import COUNT, NOT_NEGATIVE, RATE, Range, are_decays, optional, options_of
+from shardopt.algorithms.registry import Options
 
 
 class AdEMAMix(ElementwiseOptimizer):
@@ -49,8 +44,6 @@ class AdEMAMix(ElementwiseOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -63,42 +56,26 @@ class AdEMAMix(ElementwiseOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        ramps = t_alpha_beta3 is not None
-        refuse_options(
-            "AdEMAMix",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("betas", betas, "three numbers in [0, 1)", len(betas) == 3 and are_decays(betas)),
-                ("betas", betas, "a first and a third one above 0", not ramps or (betas[0] > 0 and betas[2] > 0)),
-                ("alpha", alpha, "at least 0", alpha >= 0),
-                ("t_alpha_beta3", t_alpha_beta3, "at least 1, or None", t_alpha_beta3 is None or t_alpha_beta3 >= 1),
-                ("eps", eps, "at least 0", eps >= 0),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-            ],
+        options = options_of(
+            locals(),
+            lr=RATE,
+            betas=Range(
+                "three numbers in [0, 1), with t_alpha_beta3 the first and the third above 0",
+                lambda betas: are_decays(betas, 3) and (t_alpha_beta3 is None or (betas[0] > 0 and betas[2] > 0)),
+            ),
+            alpha=NOT_NEGATIVE,
+            t_alpha_beta3=optional(COUNT),
+            eps=NOT_NEGATIVE,
+            weight_decay=NOT_NEGATIVE,
         )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "t_alpha_beta3": t_alpha_beta3,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
-    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        wide = torch.get_default_dtype() == torch.float64
-        step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
-        return {"step": step, **super()._initial_state(parameter)}
-
-    def _count(self, group: Group, lr: float, state: dict[str, Any]) -> Numbers:
+    def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
         state["step"] += 1
         return lr, float(state["step"])
 
     def _update(
-        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+        self, group: Options, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
     ) -> None:
         (lr, step), (fast, squares, slow) = numbers, state
         beta1, beta2, beta3 = group["betas"]

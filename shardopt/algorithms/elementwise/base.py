@@ -11,21 +11,22 @@ device, dtype and counters (foreach). Every element goes through the same operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import AlgorithmOptimizer
+from shardopt.algorithms.initial_state import made_of
+from shardopt.algorithms.registry import AtFirstStep, Kind, Options
 from shardopt.errors import GradientError, Problem
 
-Group = Mapping[str, Any]
 Numbers = tuple[float, ...]
 
 
-class ElementwiseOptimizer(Optimizer):
+class ElementwiseOptimizer(AlgorithmOptimizer):
     """A torch optimizer whose step is elementwise.
 
     Gradients are dense and are not changed. `foreach` steps all tensors of a group together (None: where they are on an
@@ -33,24 +34,7 @@ class ElementwiseOptimizer(Optimizer):
     parameter. There is no `capturable`, `differentiable` or `fused` implementation.
     """
 
-    _tensors: ClassVar[tuple[str, ...]]
-    """The names of state that lies like the parameter, in the order in which `_update` takes it."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is returned; called once.
-
-        Raises:
-            GradientError: a gradient is sparse; nothing was changed.
-        """
-        self._refuse_step()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _take_step(self) -> None:
         due = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if any(p.grad.layout is not torch.strided for _, parameters in due for p in parameters):
             name = type(self).__name__
@@ -59,16 +43,17 @@ class ElementwiseOptimizer(Optimizer):
         for group, parameters in due:
             for numbers, bucket in self._buckets(group, parameters):
                 self._step_bucket(group, numbers, bucket)
-        return loss
 
-    def _refuse_step(self) -> None:
-        """Raises where no step may be taken now."""
-
-    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
+    def _initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
         """Makes the state of a parameter that has its first gradient."""
-        return {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in self._tensors}
+        return {
+            entry.name: parameter.clone(memory_format=torch.preserve_format)
+            if entry.initial is AtFirstStep.PARAMETER
+            else made_of(entry, group, parameter)
+            for entry in self.spec.entries(group, parameter.ndim)
+        }
 
-    def _count(self, group: Group, lr: float, state: dict[str, Any]) -> Numbers:
+    def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
         """Counts a step in the state of a parameter, and returns the numbers that its update depends on.
 
         Args:
@@ -79,18 +64,18 @@ class ElementwiseOptimizer(Optimizer):
         return (lr,)
 
     def _update(
-        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+        self, group: Options, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
     ) -> None:
         """Updates weights and state in place, not the gradients.
 
         Args:
             group: the options.
             numbers: as `_count` gave them.
-            weights, gradients, state: N real tensors each, of one device and dtype; state in the order of `_tensors`.
+            weights, gradients, state: N real tensors each, of one device and dtype; state in the order of the spec.
         """
         raise NotImplementedError
 
-    def _buckets(self, group: Group, parameters: Sequence[Tensor]) -> Iterable[tuple[Numbers, list[Tensor]]]:
+    def _buckets(self, group: Options, parameters: Sequence[Tensor]) -> Iterable[tuple[Numbers, list[Tensor]]]:
         foreach = group["foreach"]
         if foreach is None:
             foreach = bool(parameters) and not any(p.is_cpu for p in parameters)
@@ -99,16 +84,17 @@ class ElementwiseOptimizer(Optimizer):
         for place, parameter in enumerate(parameters):
             state = self.state[parameter]
             if not state:
-                state.update(self._initial_state(parameter))
+                state.update(self._initial_state(group, parameter))
             numbers = self._count(group, lr, state)
             together = foreach and not _is_narrow(parameter)
             key = (numbers, parameter.device, parameter.dtype) if together else place
             buckets.setdefault(key, (numbers, []))[1].append(parameter)
         return buckets.values()
 
-    def _step_bucket(self, group: Group, numbers: Numbers, parameters: Sequence[Tensor]) -> None:
+    def _step_bucket(self, group: Options, numbers: Numbers, parameters: Sequence[Tensor]) -> None:
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-        changed = [list(parameters), *([self.state[p][name] for p in parameters] for name in self._tensors)]
+        names = [entry.name for entry in self.spec.entries(group) if entry.kind is Kind.PARAMETER]
+        changed = [list(parameters), *([self.state[p][name] for p in parameters] for name in names)]
         weights, *state = wide = [[computed_in(tensor) for tensor in column] for column in changed]
         gradients = [computed_in(gradient) for gradient in gradients]
         if group["maximize"]:
@@ -128,42 +114,3 @@ def computed_in(tensor: Tensor) -> Tensor:
 
 def _is_narrow(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize < torch.float32.itemsize
-
-
-def restore_dtypes(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Callable[[str], bool]) -> None:
-    """Puts back state that torch's `load_state_dict` has cast to the dtype of its parameter, and moved to its device.
-
-    Args:
-        optimizer: has just loaded.
-        state_dict: what it has loaded, by position.
-        names: whether an entry keeps its own dtype; one without dimensions is kept on the CPU.
-    """
-    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    loaded = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(saved, loaded, strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            if names(name) and isinstance(value, Tensor):
-                device = optimizer.state[parameter][name].device if value.ndim else torch.device("cpu")
-                optimizer.state[parameter][name] = value.detach().to(device, copy=True)
-
-
-def refuse_options(name: str, demands: Iterable[tuple[str, Any, str, bool]]) -> None:
-    """Raises ValueError for the first option that is out of its range.
-
-    Args:
-        name: of the algorithm.
-        demands: option, value, the range in words, whether the value is in it.
-    """
-    for option, value, required, kept in demands:
-        if not kept:
-            raise ValueError(f"{name}'s {option} is {value!r}; required {required}")
-
-
-def is_rate(lr: Any) -> bool:
-    """Whether a learning rate is a number from 0 on, or a tensor of one element."""
-    return lr.numel() == 1 if isinstance(lr, Tensor) else lr >= 0
-
-
-def are_decays(betas: Sequence[float]) -> bool:
-    """Whether all are in [0, 1)."""
-    return all(0 <= beta < 1 for beta in betas)

@@ -16,14 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.elementwise.base import (
-    ElementwiseOptimizer,
-    Group,
-    Numbers,
-    are_decays,
-    is_rate,
-    refuse_options,
-)
+from shardopt.algorithms.elementwise.base import ElementwiseOptimizer, Numbers
+from shardopt.algorithms.options import DECAYS, NOT_NEGATIVE, RATE, options_of
+from shardopt.algorithms.registry import Options
 
 
 class Lion(ElementwiseOptimizer):
@@ -44,8 +39,6 @@ class Lion(ElementwiseOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("exp_avg",)
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -55,25 +48,10 @@ class Lion(ElementwiseOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        refuse_options(
-            "Lion",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("betas", betas, "two numbers in [0, 1)", len(betas) == 2 and are_decays(betas)),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-            ],
-        )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals(), lr=RATE, betas=DECAYS, weight_decay=NOT_NEGATIVE))
 
     def _update(
-        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+        self, group: Options, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
     ) -> None:
         (lr,), (averages,) = numbers, state
         beta1, beta2 = group["betas"]

@@ -22,16 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.elementwise.base import (
-    ElementwiseOptimizer,
-    Group,
-    Numbers,
-    are_decays,
-    computed_in,
-    is_rate,
-    refuse_options,
-    restore_dtypes,
-)
+from shardopt.algorithms.elementwise.base import ElementwiseOptimizer, Numbers, computed_in
+from shardopt.algorithms.options import NOT_NEGATIVE, RATE, Range, are_decays, options_of, refuse_options
+from shardopt.algorithms.registry import Options
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.swapped import MODE_IN_SWAP, refuse_swapped
 
@@ -75,17 +68,9 @@ class ScheduleFree(ElementwiseOptimizer):
             ValueError: an option is out of its range, or is none: what is in the model is changed by `train` alone.
         """
         options = {**self.defaults, **param_group}
+        set_by = Range("to be set by train() and eval()", lambda mode: TRAIN_MODE not in param_group)
         refuse_options(
-            type(self).__name__,
-            [
-                (
-                    TRAIN_MODE,
-                    param_group.get(TRAIN_MODE),
-                    "to be set by train() and eval()",
-                    TRAIN_MODE not in param_group,
-                ),
-                ("weight_lr_power", options["weight_lr_power"], "at least 0", options["weight_lr_power"] >= 0),
-            ],
+            type(self).__name__, {TRAIN_MODE: None, **options}, train_mode=set_by, weight_lr_power=NOT_NEGATIVE
         )
         super().add_param_group(param_group)
 
@@ -93,41 +78,20 @@ class ScheduleFree(ElementwiseOptimizer):
         """Gives the model the averages, x, to evaluate; steps are refused until `train`."""
         self.train(False)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads as torch does, but the weights of averages in float64, where torch casts to the parameter's dtype."""
-        super().load_state_dict(state_dict)
-        restore_dtypes(self, state_dict, ("weight_sum", "lr_max").__contains__)
-
-    def unlike(self, group: Group, options: Mapping[str, Any], kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields the option with β where a load would keep the group's, and saved weights were made by another.
-
-        Args:
-            group: has the options of the code.
-            options: of the saved group.
-            kept: options that a load leaves as they are.
-        """
+    def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
+        """Yields the option with β where a load would keep the group's, and saved weights were made by another."""
         for name in {"momentum", "betas"}.intersection(kept, options, group):
             if self._beta({**group, name: options[name]}) != self._beta(group):
                 yield name, options[name], group[name]
 
-    def _beta(self, group: Group) -> float:
+    def _beta(self, group: Options) -> float:
         raise NotImplementedError
 
     def _refuse_step(self) -> None:
         if is_evaluating(self.param_groups):
             raise refusal_to_step(type(self).__name__)
 
-    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        wide = torch.get_default_dtype() == torch.float64
-        return {
-            "step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu"),
-            "weight_sum": torch.zeros((), dtype=torch.float64, device="cpu"),
-            "lr_max": torch.zeros((), dtype=torch.float64, device="cpu"),
-            **super()._initial_state(parameter),
-            "z": torch.clone(parameter.detach(), memory_format=torch.preserve_format),
-        }
-
-    def _count(self, group: Group, lr: float, state: dict[str, Any]) -> Numbers:
+    def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
         state["step"] += 1
         step = int(state["step"])
         if step <= group["warmup_steps"]:
@@ -140,7 +104,7 @@ class ScheduleFree(ElementwiseOptimizer):
         return lr, weight / total if total else 0.0, float(step)
 
     @staticmethod
-    def _move(group: Group, lr: float, share: float, beta: float, y: list[Tensor], z: list[Tensor], u: Any) -> None:
+    def _move(group: Options, lr: float, share: float, beta: float, y: list[Tensor], z: list[Tensor], u: Any) -> None:
         """Moves y and z by U, with c = `share`."""
         torch._foreach_lerp_(y, z, share)
         torch._foreach_add_(y, u, alpha=lr * (beta * (1 - share) - 1))
@@ -166,8 +130,6 @@ class ScheduleFreeSGD(ScheduleFree):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("z",)
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -180,33 +142,20 @@ class ScheduleFreeSGD(ScheduleFree):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        refuse_options(
-            "ScheduleFreeSGD",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("momentum", momentum, "a number between 0 and 1", 0 < momentum < 1),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-                ("warmup_steps", warmup_steps, "at least 0", warmup_steps >= 0),
-            ],
+        options = options_of(
+            locals(),
+            lr=RATE,
+            momentum=Range("a number between 0 and 1", lambda momentum: 0 < momentum < 1),
+            weight_decay=NOT_NEGATIVE,
+            warmup_steps=NOT_NEGATIVE,
         )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            TRAIN_MODE: True,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, _in_training(options))
 
-    def _beta(self, group: Group) -> float:
+    def _beta(self, group: Options) -> float:
         return float(group["momentum"])
 
     def _update(
-        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+        self, group: Options, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
     ) -> None:
         (lr, share, _), (z,) = numbers, state
         u: Any = gradients
@@ -232,8 +181,6 @@ class ScheduleFreeAdamW(ScheduleFree):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("exp_avg_sq", "z")
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -247,36 +194,21 @@ class ScheduleFreeAdamW(ScheduleFree):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        refuse_options(
-            "ScheduleFreeAdamW",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("betas", betas, "two numbers in [0, 1)", len(betas) == 2 and are_decays(betas)),
-                ("betas", betas, "a first one above 0", betas[0] > 0),
-                ("eps", eps, "at least 0", eps >= 0),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-                ("warmup_steps", warmup_steps, "at least 0", warmup_steps >= 0),
-            ],
+        options = options_of(
+            locals(),
+            lr=RATE,
+            betas=Range("two numbers in [0, 1), the first above 0", lambda betas: are_decays(betas) and betas[0] > 0),
+            eps=NOT_NEGATIVE,
+            weight_decay=NOT_NEGATIVE,
+            warmup_steps=NOT_NEGATIVE,
         )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            TRAIN_MODE: True,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, _in_training(options))
 
-    def _beta(self, group: Group) -> float:
+    def _beta(self, group: Options) -> float:
         return float(group["betas"][0])
 
     def _update(
-        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+        self, group: Options, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
     ) -> None:
         (lr, share, step), (squares, z) = numbers, state
         beta1, beta2 = group["betas"]
@@ -289,6 +221,13 @@ class ScheduleFreeAdamW(ScheduleFree):
         if group["weight_decay"] != 0:
             torch._foreach_add_(u, weights, alpha=group["weight_decay"])
         self._move(group, lr, share, beta1, weights, z, u)
+
+
+def _in_training(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with the mode that training begins in, before those of the implementation."""
+    last = ("foreach", "maximize")
+    own = {name: value for name, value in options.items() if name not in last}
+    return {**own, TRAIN_MODE: True, **{name: options[name] for name in last}}
 
 
 def is_evaluating(groups: Iterable[Mapping[str, Any]]) -> bool:

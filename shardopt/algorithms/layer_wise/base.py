@@ -12,71 +12,44 @@ one local tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from math import nan
-from types import MappingProxyType
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shardopt.algorithms.absent_gradients import refuse_absent
-from shardopt.algorithms.dense_gradients import dense_gradients
-from shardopt.algorithms.late_checks import LateChecks
-from shardopt.algorithms.reductions import Term, all_reduce_terms
-from shardopt.errors import GradientError
-from shardopt.sharding.box import cover_faults
-from shardopt.sharding.gradients import requires_gradient, takes_gradient
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, uncovered
+from shardopt.algorithms.reductions import Term
+from shardopt.algorithms.registry import Kind, Options
 from shardopt.sharding.pieces import View
-from shardopt.sharding.reduced import shard_groups_of
-from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
-
-Group = Mapping[str, Any]
+from shardopt.sharding.view import local_tensors
 
 
-class LayerWiseOptimizer(Optimizer):
-    """A torch optimizer for parameters of which some or all are sharded, on one or several meshes.
-
-    Every rank of a parameter must call `step` with it, and the same of them must have gradients.
-    """
-
-    names: Mapping[Tensor, str] = MappingProxyType({})
-    """Parameter → its name, for errors and for the order of parameters in the exchange; a keyed optimizer sets it."""
-
-    _tensors: ClassVar[tuple[str, ...]]
-    """The names of state that lies like the parameter, in the order in which the equations take it."""
-    _counts: ClassVar[bool]
-    """Whether state has a `step`."""
+class LayerWiseOptimizer(CommunicatingOptimizer):
+    """A torch optimizer over parameters that may be sharded, on one or several meshes."""
 
     # --- the equations ---
 
-    def _names_for(self, group: Group) -> tuple[str, ...]:
-        """Returns those of `_tensors` that there are under these options."""
-        return self._tensors
-
     def _measure(
-        self, group: Group, step: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
+        self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Returns two tensors whose norms the factor is made of; changes nothing.
 
         Args:
             group: the options.
-            step: the number of this step, from 1; 0 where none is counted.
+            number: of this step, from 1; 0 where none is counted.
             weight, gradient: local tensors, real, of at least 32 bits; neither is changed.
-            state: in the order of `_names_for`.
+            state: that which has the parameter's shape, in the order of the spec.
         """
         raise NotImplementedError
 
-    def _factor(self, group: Group, dimensions: int, norms: Tensor) -> Tensor:
+    def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
         """Returns the factor of the rate of a parameter with so many dimensions: float64, [] of its two norms, [2]."""
         raise NotImplementedError
 
     def _move(
         self,
-        group: Group,
-        step: int,
+        group: Options,
+        number: int,
         weight: Tensor,
         gradient: Tensor,
         state: Sequence[Tensor],
@@ -88,188 +61,54 @@ class LayerWiseOptimizer(Optimizer):
 
     # --- the step ---
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Collective: one all-reduce for every process group among which parameters are cut.
+    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
+        """One exchange: the squares of two norms. No device is waited for, but where a parameter is a ShardedTensor:
+        then ranks ask each other whether it has a gradient."""
+        group, dimensions = step.group, len(step.view.shape)
+        names = [entry.name for entry in self.spec.entries(group, dimensions) if entry.kind is Kind.PARAMETER]
+        numbers = step.numbers(2, torch.float64)
+        if step.gradients is not None or not step.all_or_none:  # zeros, in case that other shards have a gradient
+            number = int(step.state.get("step", 0)) + 1
+            for _, weight, gradient, state in _wide(step, names):
+                pair = self._measure(group, number, weight, gradient, state)
+                for place, each in enumerate(pair):
+                    numbers[place] += torch.linalg.vector_norm(each, dtype=torch.float64).square_()
+        yield [(numbers, step.cuts)]
+        if not step.is_due():
+            return
+        number = int(step.counted_state().get("step", 0))
+        factor = self._factor(group, dimensions, numbers[:2].sqrt())
+        for memory, weight, gradient, state in _wide(step, names):
+            self._move(group, number, weight, gradient, state, factor.to(weight.dtype), dimensions)
+            for into, result in zip(memory, (weight, *state), strict=True):
+                if result is not into:
+                    into.copy_(result)
 
-        No device is waited for, unless a parameter is a ShardedTensor: then ranks ask each other whether it has a
-        gradient.
 
-        Args:
-            closure: evaluates the model again and returns the loss, which is returned; called once.
+def _wide(
+    step: ParameterStep, names: Sequence[str]
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor, list[Tensor]]]:
+    """Yields for each local tensor its memory and that of its state, then weight, gradient and state to compute with.
 
-        Raises:
-            GradientError: on all ranks that share a parameter: its gradient is sparse or does not fit it on one of
-                them; or a DTensor has one on some of its ranks and not on others. Nothing was changed; but on an
-                accelerator, where an earlier step has taken what was absent or refused for zeros.
-        """
-        self._late.run_ready()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        works = [_Work(self, group, parameter) for group in self.param_groups for parameter in group["params"]]
-        # Those that another rank may have a gradient of as well, so that all ranks add up the same.
-        works = [work for work in works if work.may_have_gradient]
-        # Where a number stands among others decides in which order ranks add it up, and so its last bit.
-        works.sort(key=lambda work: work.name)
-        all_reduce_terms(work.term() for work in works)
-        shared = [work for work in works if work.cuts]
-        faults = [work.fault for work in works if work.fault is not None]
-        for device in {work.numbers.device for work in shared}:
-            here = [work for work in shared if work.numbers.device == device]
-            check = partial(refuse_absent, [work.demand for work in here])
-            counts = torch.cat([work.numbers[2:] for work in here])
-            if device.type != "cpu":  # reading them now would wait for the device
-                self._late.defer(counts, check)
-            elif not faults:  # this rank's own error says more
-                check(counts)
-        for fault in faults:
-            raise fault
-        for work in works:
-            if work.is_held and work.is_due():
-                work.apply()
-        return loss
-
-    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
-        state: dict[str, Any] = {}
-        if self._counts:
-            wide = torch.get_default_dtype() == torch.float64
-            state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
-        for name in self._names_for(group):
-            state[name] = assemble(parameter, [torch.zeros_like(local) for local in local_tensors(parameter)])
-        return state
-
-    @property
-    def _late(self) -> LateChecks:
-        checks: LateChecks = self.__dict__.setdefault("_late_checks", LateChecks())  # copies are made without it
-        return checks
+    Those of 16 bits are taken to fp32, as torch's kernels for 16 bits round by how far from the end of the memory an
+    element is. Where there is no gradient or state yet, single zeros stand for all, which are to be read alone.
+    """
+    lacks = step.gradients is None or (names and not step.state)
+    zeros = [local.new_zeros(()).expand_as(local) for local in step.local_tensors] if lacks else []
+    state = [local_tensors(step.state[name]) if step.state else zeros for name in names]
+    gradients = zeros if step.gradients is None else step.gradients
+    sign = -1 if step.group["maximize"] else 1
+    for gradient, *memory in zip(gradients, step.local_tensors, *state, strict=True):
+        wide = torch.promote_types(memory[0].dtype, torch.float32)
+        weight, *entries = (each.to(wide) for each in memory)
+        yield tuple(memory), weight, gradient.to(wide) if sign == 1 else -gradient.to(wide), entries
 
 
 def unsuitable_for_norms(view: View) -> str:
     """Returns why the norm of a parameter cannot be taken; "" where it can."""
     if not view.dtype.is_floating_point:
         return f"elements of {view.dtype}"
-    if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not say where the rest of the parameter is"
-    return ""
-
-
-class _Work:
-    """The step of one parameter on this rank.
-
-    Attributes:
-        numbers: two squares of norms, how many ranks have a gradient, and how many have shards but no gradient (NaN
-            where one refuses its own); float64, [4], of this rank, and after the exchange of all.
-    """
-
-    def __init__(self, optimizer: LayerWiseOptimizer, group: Group, parameter: Tensor) -> None:
-        self.optimizer, self.group, self.parameter = optimizer, group, parameter
-        view = view_of(parameter)
-        self.dimensions = len(view.shape)
-        self.name = optimizer.names.get(parameter, f"a parameter of shape {tuple(view.shape)}")
-        self.local_tensors = local_tensors(parameter)
-        self.is_held = is_held(parameter)
-        self.cuts = shard_groups_of(parameter)
-        self.state: dict[str, Any] = optimizer.state.get(parameter, {})
-        self.gradients: Sequence[Tensor] = ()
-        self.fault: GradientError | None = None  # raised once the other ranks know of it
-        present = False
-        try:
-            gradients = dense_gradients(parameter, self.name)
-            present, self.gradients = gradients is not None, gradients or ()
-        except GradientError as error:
-            self.fault = error
-        self.may_have_gradient = present or self.fault is not None or requires_gradient(parameter)
-        self.numbers: Tensor = torch.zeros(4, dtype=torch.float64, device=device_of(parameter))
-        self._measured = False
-
-    def term(self) -> Term:
-        """Measures this rank's elements; returns its summand of the exchange."""
-        if self.local_tensors:
-            self.numbers[2 if self.gradients else 3] = nan if self.fault else 1.0
-        if self.gradients or not takes_gradient(self.parameter):
-            self._measure()
-        return self.numbers, self.cuts
-
-    def _measure(self) -> None:
-        """Adds the squares; of a parameter without a gradient here, those with a gradient of zeros, if others have."""
-        for weight, gradient, state in self._wide(self._state_or_zeros()):
-            pair = self.optimizer._measure(self.group, self._next_step, weight, gradient, state)
-            for place, each in enumerate(pair):
-                self.numbers[place] += torch.linalg.vector_norm(each, dtype=torch.float64).square_()
-
-    @property
-    def _next_step(self) -> int:
-        if not self.optimizer._counts:
-            return 0
-        return 1 + (int(self.state["step"]) if self.state else 0)
-
-    @property
-    def demand(self) -> tuple[str, bool]:
-        """The parameter's name, and whether all of its ranks must have a gradient, or none."""
-        return self.name, takes_gradient(self.parameter)
-
-    def is_due(self) -> bool:
-        """Whether the parameter has a gradient; valid after the exchange."""
-        if takes_gradient(self.parameter):
-            return bool(self.gradients)
-        # Gradients are with the shards: one on any rank is one for the whole parameter, zero elsewhere.
-        return bool(self.numbers[2] > 0)
-
-    def apply(self) -> None:
-        """Updates parameter and state."""
-        if not self.state:
-            self.state = self.optimizer.state[self.parameter]
-            self.state.update(self.optimizer.initial_state(self.group, self.parameter))
-        step = self._next_step
-        factor = self.optimizer._factor(self.group, self.dimensions, self.numbers[:2].sqrt())
-        for (weight, gradient, state), memory in zip(
-            self._wide(self._state_tensors()), self._memory(self._state_tensors()), strict=True
-        ):
-            self.optimizer._move(self.group, step, weight, gradient, state, factor.to(weight.dtype), self.dimensions)
-            for into, result in zip(memory, (weight, *state), strict=True):
-                if result is not into:
-                    into.copy_(result)
-        if self.optimizer._counts:
-            self.state["step"] += 1
-
-    def _state_tensors(self) -> list[Sequence[Tensor]]:
-        return [local_tensors(self.state[name]) for name in self.optimizer._names_for(self.group)]
-
-    def _state_or_zeros(self) -> list[Sequence[Tensor]]:
-        if self.state:
-            return self._state_tensors()
-        # Of one element each, which stand for all: they are read alone.
-        return [[local.new_zeros(()).expand_as(local) for local in self.local_tensors] for _ in self._entries]
-
-    @property
-    def _entries(self) -> tuple[str, ...]:
-        return self.optimizer._names_for(self.group)
-
-    def _memory(self, state: Sequence[Sequence[Tensor]]) -> Iterable[tuple[Tensor, ...]]:
-        return zip(self.local_tensors, *state, strict=True)
-
-    def _wide(self, state: Sequence[Sequence[Tensor]]) -> Iterable[tuple[Tensor, Tensor, list[Tensor]]]:
-        """Yields weight, gradient and state of each local tensor; of 16 bits in fp32, as torch's kernels for 16 bits
-        round by how far from the end of the memory an element is."""
-        gradients = self.gradients or [local.new_zeros(()).expand_as(local) for local in self.local_tensors]
-        sign = -1 if self.group["maximize"] else 1
-        for (weight, *entries), gradient in zip(self._memory(state), gradients, strict=True):
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            yield (
-                weight.to(wide),
-                gradient.to(wide) if sign == 1 else -gradient.to(wide),
-                [entry.to(wide) for entry in entries],
-            )
-
-
-def rate(lr: Any) -> Any:
-    """Returns a learning rate as a number; one on an accelerator stays there, so that nothing is waited for."""
-    if not isinstance(lr, Tensor):
-        return lr
-    return float(lr) if lr.is_cpu else lr.reshape(())
+    return uncovered(view)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

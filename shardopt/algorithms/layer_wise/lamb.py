@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.algorithms.elementwise.base import are_decays, is_rate, refuse_options
-from shardopt.algorithms.layer_wise.base import Group, LayerWiseOptimizer, rate, ratio
+from shardopt.algorithms.layer_wise.base import LayerWiseOptimizer, ratio
+from shardopt.algorithms.options import DECAYS, NOT_NEGATIVE, POSITIVE, RATE, optional, options_of, rate_of
+from shardopt.algorithms.registry import Options
 
 
 class LAMB(LayerWiseOptimizer):
@@ -41,9 +42,6 @@ class LAMB(LayerWiseOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("exp_avg", "exp_avg_sq")
-    _counts = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -55,49 +53,33 @@ class LAMB(LayerWiseOptimizer):
         correct_bias: bool = True,
         maximize: bool = False,
     ) -> None:
-        refuse_options(
-            "LAMB",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("betas", betas, "two numbers in [0, 1)", len(betas) == 2 and are_decays(betas)),
-                ("eps", eps, "at least 0", eps >= 0),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-                ("most_norm", most_norm, "above 0, or None", most_norm is None or most_norm > 0),
-            ],
+        options = options_of(
+            locals(), lr=RATE, betas=DECAYS, eps=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, most_norm=optional(POSITIVE)
         )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "most_norm": most_norm,
-            "correct_bias": correct_bias,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
     def _measure(
-        self, group: Group, step: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
+        self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         beta1, beta2 = group["betas"]
         average, squares = state
         # The same operations as in `_move`, out of place.
         return weight, _update(
             group,
-            step,
+            number,
             weight,
             average.lerp(gradient, 1 - beta1),
             (squares * beta2).addcmul_(gradient, gradient, value=1 - beta2),
         )
 
-    def _factor(self, group: Group, dimensions: int, norms: Tensor) -> Tensor:
+    def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
         weight, update = norms.unbind()
         return ratio(weight if group["most_norm"] is None else weight.clamp(max=group["most_norm"]), update)
 
     def _move(
         self,
-        group: Group,
-        step: int,
+        group: Options,
+        number: int,
         weight: Tensor,
         gradient: Tensor,
         state: Sequence[Tensor],
@@ -108,12 +90,12 @@ class LAMB(LayerWiseOptimizer):
         average, squares = state
         average.lerp_(gradient, 1 - beta1)
         squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight.sub_(_update(group, step, weight, average, squares).mul_(factor * rate(group["lr"])))
+        weight.sub_(_update(group, number, weight, average, squares).mul_(factor * rate_of(group)))
 
 
-def _update(group: Group, step: int, weight: Tensor, average: Tensor, squares: Tensor) -> Tensor:
+def _update(group: Options, number: int, weight: Tensor, average: Tensor, squares: Tensor) -> Tensor:
     """Computes U of the new M and V, as a new tensor."""
     beta1, beta2 = group["betas"]
-    first, second = (1 - beta1**step, 1 - beta2**step) if group["correct_bias"] else (1.0, 1.0)
+    first, second = (1 - beta1**number, 1 - beta2**number) if group["correct_bias"] else (1.0, 1.0)
     update = (average / first).div_((squares / second).sqrt_().add_(group["eps"]))
     return update.add_(weight, alpha=group["weight_decay"]) if group["weight_decay"] != 0 else update

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.elementwise.base import is_rate, refuse_options
-from shardopt.algorithms.layer_wise.base import Group, LayerWiseOptimizer, rate, ratio
+from shardopt.algorithms.layer_wise.base import LayerWiseOptimizer, ratio
+from shardopt.algorithms.options import DECAY, NOT_NEGATIVE, POSITIVE, RATE, Range, options_of, rate_of
+from shardopt.algorithms.registry import Options
 
 
 class LARS(LayerWiseOptimizer):
@@ -44,9 +45,6 @@ class LARS(LayerWiseOptimizer):
         ValueError: an option is out of its range.
     """
 
-    _tensors = ("momentum_buffer",)
-    _counts = False
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -58,37 +56,23 @@ class LARS(LayerWiseOptimizer):
         nesterov: bool = False,
         maximize: bool = False,
     ) -> None:
-        refuse_options(
-            "LARS",
-            [
-                ("lr", lr, "at least 0", is_rate(lr)),
-                ("momentum", momentum, "in [0, 1)", 0 <= momentum < 1),
-                ("dampening", dampening, "in [0, 1)", 0 <= dampening < 1),
-                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-                ("trust_coefficient", trust_coefficient, "above 0", trust_coefficient > 0),
-                ("nesterov", nesterov, "False without momentum", momentum > 0 or not nesterov),
-            ],
+        options = options_of(
+            locals(),
+            lr=RATE,
+            momentum=DECAY,
+            dampening=DECAY,
+            weight_decay=NOT_NEGATIVE,
+            trust_coefficient=POSITIVE,
+            nesterov=Range("False without momentum", lambda nesterov: momentum > 0 or not nesterov),
         )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-
-    def _names_for(self, group: Group) -> tuple[str, ...]:
-        return self._tensors if group["momentum"] > 0 else ()
+        super().__init__(params, options)
 
     def _measure(
-        self, group: Group, step: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
+        self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         return weight, gradient
 
-    def _factor(self, group: Group, dimensions: int, norms: Tensor) -> Tensor:
+    def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
         if dimensions < 2:
             return torch.ones_like(norms[0])
         weight, gradient = norms.unbind()
@@ -99,8 +83,8 @@ class LARS(LayerWiseOptimizer):
 
     def _move(
         self,
-        group: Group,
-        step: int,
+        group: Options,
+        number: int,
         weight: Tensor,
         gradient: Tensor,
         state: Sequence[Tensor],
@@ -113,5 +97,4 @@ class LARS(LayerWiseOptimizer):
         for buffer in state:
             buffer.mul_(group["momentum"]).add_(update, alpha=1 - group["dampening"])
             update = update.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        lr = rate(group["lr"])
-        weight.sub_(update * lr)
+        weight.sub_(update * rate_of(group))

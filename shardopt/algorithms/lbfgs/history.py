@@ -100,7 +100,7 @@ class Memory:
             now: the trial at which the parameters are; in the very first iteration its slope is g · g.
 
         Returns:
-            g · d, of which minus the norm of g is the worst, and a positive one is no descent.
+            g · d. Minus the norm of g is the best that it can be; a positive one is no descent.
         """
         self.add("n_iter", 1)
         if self.number("n_iter") == 1:

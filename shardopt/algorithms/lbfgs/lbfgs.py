@@ -15,32 +15,27 @@ Sources: Byrd, Nocedal and Schnabel, Representations of quasi-Newton matrices an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import CommunicatingOptimizer
 from shardopt.algorithms.lbfgs.history import Memory, initial_numbers, resize_history
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.algorithms.lbfgs.vectors import ParameterVector
-from shardopt.algorithms.registry import GLOBAL_STATE
+from shardopt.algorithms.options import COUNT, RATE, one_of, options_of
+from shardopt.algorithms.registry import GLOBAL_STATE, Options
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.ranks import SharedGroup
-from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import local_gradients, requires_gradient
-from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import stack_like
 from shardopt.sharding.view import assemble, is_held, local_tensors
 
-Group = Mapping[str, Any]
 
-
-class LBFGS(Optimizer):
-    """torch.optim.LBFGS for parameters of which some or all are sharded, on one or several meshes.
+class LBFGS(CommunicatingOptimizer):
+    """torch.optim.LBFGS over parameters that may be sharded, on one or several meshes.
 
     State of a parameter: `d`, the last direction, and `prev_flat_grad`, the last gradient, both like the parameter;
     `old_dirs` and `old_stps`, the columns of Y and S, [history_size, *shape of the parameter], cut as it is. They are
@@ -66,10 +61,6 @@ class LBFGS(Optimizer):
         ValueError: an option is out of its range.
     """
 
-    names: Mapping[Tensor, str] = MappingProxyType({})
-    shared_group = SharedGroup()
-    """The ranks that train the parameters; a keyed optimizer sets it."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -81,27 +72,10 @@ class LBFGS(Optimizer):
         history_size: int = 100,
         line_search_fn: str | None = None,
     ) -> None:
-        searches = (None, "strong_wolfe")
-        demands = [
-            ("lr", lr, "a number, or a tensor of one element", not isinstance(lr, Tensor) or lr.numel() == 1),
-            ("lr", lr, "at least 0", isinstance(lr, Tensor) or lr >= 0),
-            ("history_size", history_size, "at least 1", history_size >= 1),
-            ("line_search_fn", line_search_fn, f"one of {searches}", line_search_fn in searches),
-        ]
-        for name, value, required, kept in demands:
-            if not kept:
-                raise ValueError(f"LBFGS's {name} is {value!r}; required {required}")
-        defaults = {
-            "lr": lr,
-            "max_iter": max_iter,
-            "max_eval": max_iter * 5 // 4 if max_eval is None else max_eval,
-            "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change,
-            "history_size": history_size,
-            "line_search_fn": line_search_fn,
-        }
+        options = options_of(locals(), lr=RATE, history_size=COUNT, line_search_fn=one_of(None, "strong_wolfe"))
+        options["max_eval"] = max_iter * 5 // 4 if max_eval is None else max_eval
         self._vector: ParameterVector | None = None
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the one group, as torch's constructor passes it.
@@ -204,33 +178,22 @@ class LBFGS(Optimizer):
         vector.add(best.step, direction)
         return best, spent
 
-    @property
-    def global_name(self) -> str:
-        """The name under which `state` has the state that belongs to no parameter."""
-        return GLOBAL_STATE
-
     def complete_state(self, parameter: Tensor) -> None:
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
         state = self.state.get(parameter)
         if state:
             (group,) = self.param_groups
             by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
-            numbers = by_name.get(self.global_name)
+            numbers = by_name.get(GLOBAL_STATE)
             resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
 
-    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
         """Makes the state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
         return self._new_state(parameter, group["history_size"])
 
     def _new_state(self, parameter: Tensor, places: int) -> dict[str, Any]:
         def zeros() -> Tensor:
-            return assemble(
-                parameter,
-                [
-                    torch.zeros(local.shape, dtype=local.dtype, device=local.device)
-                    for local in local_tensors(parameter)
-                ],
-            )
+            return assemble(parameter, [local.new_zeros(local.shape) for local in local_tensors(parameter)])
 
         return {
             "d": zeros(),
@@ -243,21 +206,13 @@ class LBFGS(Optimizer):
         """Makes the state that belongs to no parameter as it is before the first step; changes nothing."""
         return initial_numbers(self.param_groups[0]["history_size"])
 
-    def make_global(self) -> dict[str, Tensor]:
-        """Returns the state that belongs to no parameter, live; makes it where there is none yet."""
-        by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
-        state: dict[str, Tensor] = by_name[self.global_name]
-        if not state:
-            state.update(self.initial_global())
-        return state
-
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state.update(self._new_state(parameter, 1))
         return state
 
-    def _vector_of(self, group: Group) -> ParameterVector:
+    def _vector_of(self, group: Options) -> ParameterVector:
         """Returns the vector of all parameters that are or were trained."""
         # A rank without elements has no state that shows what was trained, but makes a new vector with the others.
         before = set(() if self._vector is None else self._vector.parameters)
@@ -267,7 +222,7 @@ class LBFGS(Optimizer):
             if requires_gradient(parameter)
             or self.state.get(parameter)
             or (parameter in before and not is_held(parameter))
-            or any(_present(local_gradients(parameter)))
+            or any(gradient is not None for gradient in local_gradients(parameter))
         ]
         ranks = self.shared_group.ranks
         if self._vector is None or not self._vector.fits(ranks, parameters):
@@ -278,14 +233,3 @@ class LBFGS(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # The vector is of these very parameters.
         return {**super().__getstate__(), "names": self.names, "shared_group": self.shared_group, "_vector": None}
-
-
-def unsuitable_for_lbfgs(view: View) -> str:
-    """Returns why a parameter cannot be optimized with L-BFGS; "" where it can."""
-    if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not say where the rest of the parameter is"
-    return ""
-
-
-def _present(gradients: Sequence[Tensor | None]) -> list[bool]:
-    return [gradient is not None for gradient in gradients]

@@ -1,4 +1,4 @@
-"""All parameters of a job as one vector, of which each rank holds some elements.
+"""All parameters of a job as one vector. Each rank holds some of its elements.
 
 A vector is a list of local tensors here, those of each parameter, in an order that all ranks share.
 """

@@ -18,7 +18,7 @@ operations may not. So nothing depends on it: scratch is padded with zeros to wh
 small enough for one thread. All else here is arithmetic on integers, comparisons, look-ups in a table, and single
 products and quotients, which IEEE 754 rounds in one way.
 
-**8 bits** (`blocks.py`, `codes.py`). A row is all that lies under one index of the first dimension, flattened; it is
+**8 bits** (`chunks.py`, `codes.py`). A row is all elements with one index of the first dimension, flattened; it is
 cut into blocks of 256 elements (the last may be shorter), by the global shape alone. Each block has a scale, the
 largest absolute value in it, in a tensor [rows, blocks of a row] placed as the parameter along its rows. Codes are
 uint8, placed as the parameter. Tensors below 4,096 elements, and those whose rows have fewer than 64 (1-dimensional

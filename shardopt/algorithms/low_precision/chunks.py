@@ -3,6 +3,9 @@
 A box of a tensor is a matrix of its rows and of what it has of each row, which is a run of the row where at most the
 first of the dimensions within it is cut, and else several runs. A chunk is some rows of a run, and some of its columns.
 Where elements have scales by block, it begins and ends with a block, but for the ends of the run.
+
+Blocks of elements that share a scale follow from the global shape alone: N rows (indices of the first dimension), D
+elements in a row, B = ⌈D / 256⌉ blocks of it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.low_precision.codes import decode
 from shardopt.sharding.box import Box
 
 VECTOR = 64
@@ -22,6 +26,30 @@ VECTOR = 64
 
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
 _MOST_ELSEWHERE = 1 << 22
+
+MOST_OF_BLOCK = 256
+_LEAST_OF_BLOCK = 64
+_LEAST_OF_TENSOR = 4096
+
+
+def row_width(shape: tuple[int, ...]) -> int:
+    """Returns D."""
+    return prod(shape[1:])
+
+
+def suits_blocks(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this global shape is stored in codes: it has 4,096 elements, and 64 in a row."""
+    return prod(shape) >= _LEAST_OF_TENSOR and row_width(shape) >= _LEAST_OF_BLOCK and len(shape) > 1
+
+
+def block_size(shape: tuple[int, ...]) -> int:
+    """Returns the number of elements in a block; the last of a row may have fewer."""
+    return min(row_width(shape), MOST_OF_BLOCK)
+
+
+def blocks_of_row(shape: tuple[int, ...]) -> int:
+    """Returns B."""
+    return -(-row_width(shape) // block_size(shape))
 
 
 class Chunk(NamedTuple):
@@ -79,7 +107,7 @@ class Chunk(NamedTuple):
         return matrix[self.rows, self.columns]
 
     def clear_outside(self, scratch: Tensor) -> None:
-        """Sets to 0 what lies in scratch memory besides its own elements."""
+        """Sets scratch memory to 0 outside of its own elements."""
         inside = self.inside
         if inside.start:
             scratch[:, : inside.start] = 0
@@ -94,6 +122,26 @@ class Chunk(NamedTuple):
         if rows > 1:
             index = (torch.arange(0, rows * self.width, self.width, device=device)[:, None] + index).view(-1)
         return index, first + rows * self.width + columns
+
+
+def load(chunk: Chunk, matrix: Tensor, scales: Tensor | None = None, signed: bool = True) -> Tensor:
+    """Returns a chunk's numbers as fp32 scratch memory, flat.
+
+    Args:
+        chunk: of a box.
+        matrix: of the box; of codes where there are scales.
+        scales: of all blocks of the box, [rows, blocks].
+        signed: whether codes are of numbers that may be negative.
+    """
+    flat, scratch = chunk.scratch(matrix.device)
+    inside = scratch[:, chunk.inside]
+    if scales is None:
+        inside.copy_(chunk.of(matrix))
+        return flat
+    decode(chunk.of(matrix), signed, inside)
+    here = scales[chunk.rows, chunk.blocks]
+    scratch.view(*here.shape, chunk.block).mul_(here.unsqueeze(-1))
+    return flat
 
 
 def as_matrix(tensor: Tensor, box: Box, shape: tuple[int, ...], block: int) -> Tensor:

@@ -1,8 +1,8 @@
 """State stored in one form made into another: codes, bf16, fp32; with a master and without.
 
 Widening is exact: codes times their scales, and bf16, are fp32 numbers. So is a master that is made of its parameter.
-Narrowing rounds to nearest, and a master that is dropped leaves what the parameter has of it: how far that is off at
-most, over the largest number of the tensor on this rank, is told.
+Narrowing rounds to nearest, and a master that is dropped leaves what the parameter has of it: the largest error, over
+the largest number of the tensor on this rank, is returned.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.low_precision.blocks import block_size, blocks_of_row
-from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, scales_for
+from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, block_size, blocks_of_row, chunks_of, load
+from shardopt.algorithms.low_precision.codes import as_stored, encode, scales_for
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
-from shardopt.algorithms.low_precision.shared_scales import cuts_of_blocks, rows_of
+from shardopt.algorithms.low_precision.shared_scales import rows_of
 from shardopt.algorithms.registry import AlgorithmSpec, Options
+from shardopt.algorithms.shared_rows import cuts_of_rows
 from shardopt.errors import Problem
 from shardopt.param_groups import STORAGE_OPTIONS, UNTOUCHED
 from shardopt.sharding.reduced import blocks_like
@@ -110,7 +110,7 @@ def _convert_master(old: Form, new: Form, parameter: Tensor, made: dict[str, Any
 
 
 def _refuse_cut_rows(entry: Stored, parameter: Tensor) -> None:
-    if not entry.coded or (tells_of_others(parameter) and not cuts_of_blocks(parameter)):
+    if not entry.coded or (tells_of_others(parameter) and not cuts_of_rows(parameter)):
         return
     problem = Problem(
         entry.name,
@@ -139,7 +139,7 @@ def _recode(
         old_scales = rows_of(entries[before.scale_name], into.box) if before.coded else None
         new_scales = rows_of(made[after.scale_name], into.box) if after.coded else None
         for chunk in chunks_of(into.box, shape, block, new.device.type == "cpu"):
-            values = _load(chunk, before, old, old_scales)
+            values = chunk.of_scratch(load(chunk, old, old_scales, before.signed))
             stored = _store(chunk, after, new, new_scales, values)
             inside = values[:, chunk.inside]
             error = max(error, float((stored - inside).abs().nan_to_num_(nan=0.0).max()))
@@ -147,19 +147,6 @@ def _recode(
         if new.data_ptr() != into.tensor.data_ptr():
             into.tensor.copy_(new.view(into.tensor.shape))
     return made, error / greatest if greatest else 0.0
-
-
-def _load(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None) -> Tensor:
-    """Returns a chunk's numbers as fp32, in scratch memory."""
-    _, scratch = chunk.scratch(matrix.device)
-    inside = scratch[:, chunk.inside]
-    if scales is None:
-        inside.copy_(chunk.of(matrix))
-        return scratch
-    decode(chunk.of(matrix), stored.signed, inside)
-    here = scales[chunk.rows, chunk.blocks]
-    scratch.view(*here.shape, chunk.block).mul_(here.unsqueeze(-1))
-    return scratch
 
 
 def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, values: Tensor) -> Tensor:
@@ -171,7 +158,7 @@ def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, 
         found = scales_for(blocks, stored.maximum)
         scales[chunk.rows, chunk.blocks] = as_stored(found)
         chunk.of(matrix).copy_(encode(blocks, found, stored.signed, None).view(values.shape)[:, chunk.inside])
-    return _load(chunk, stored, matrix, scales)[:, chunk.inside]
+    return chunk.of_scratch(load(chunk, matrix, scales, stored.signed))[:, chunk.inside]
 
 
 def _off(one: Tensor, other: Tensor) -> float:

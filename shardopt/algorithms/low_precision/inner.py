@@ -36,7 +36,7 @@ class InnerSteps:
     """
 
     def __init__(self, spec: AlgorithmSpec, defaults: Options) -> None:
-        self._spec = spec
+        self.spec = spec
         arguments = list(inspect.signature(spec.optimizer).parameters)[1:]
         options = {name: value for name, value in defaults.items() if name in arguments}
         make: Any = spec.optimizer
@@ -46,7 +46,7 @@ class InnerSteps:
 
     def initial(self, options: Options) -> dict[str, Any]:
         """Returns the state of a tensor of one element before its first step, fp32, on the CPU."""
-        return initial_state(self._spec, self._optimizer, self._own(options), torch.zeros(1, device="cpu"))
+        return initial_state(self.spec, self._optimizer, self._own(options), torch.zeros(1, device="cpu"))
 
     def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Stepped:
         """Steps a tensor in place, with torch's for-loop.

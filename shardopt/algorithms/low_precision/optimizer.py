@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from types import MappingProxyType
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.initial_state import is_initial
-from shardopt.algorithms.late_checks import LateChecks
-from shardopt.algorithms.low_precision.blocks import blocks_of_row
+from shardopt.algorithms.low_precision.chunks import blocks_of_row
 from shardopt.algorithms.low_precision.codes import code_of_one
 from shardopt.algorithms.low_precision.inner import InnerSteps
 from shardopt.algorithms.low_precision.options import (
@@ -29,36 +27,37 @@ from shardopt.algorithms.low_precision.options import (
     unfit,
     warn_of_lost_changes,
 )
-from shardopt.algorithms.low_precision.shared_scales import agree, cuts_of_blocks
-from shardopt.algorithms.low_precision.work import Work
+from shardopt.algorithms.low_precision.work import LowPrecisionStep
+from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     AtFirstStep,
     Dtype,
     Kind,
+    Options,
     StateEntry,
     StepsOn,
     find_spec,
     register_variant,
 )
-from shardopt.errors import AlgorithmError, GradientError, Problem
-from shardopt.param_groups import PARAMS, STORAGE_OPTIONS
+from shardopt.algorithms.shared_rows import RowSharingOptimizer, cuts_of_rows
+from shardopt.errors import AlgorithmError, Problem
+from shardopt.param_groups import STORAGE_OPTIONS
+from shardopt.ranks import Ranks
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
-
-Group = Mapping[str, Any]
 
 
 class _Variant(type):
     """The class of the classes here."""
 
 
-class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
+class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
     """The base of the classes that `low_precision` makes, one for each algorithm.
 
     State of a parameter: the algorithm's own entries, those like the parameter in `state_dtype`; "<entry>_scale", fp32
     [rows, blocks of a row], for each that is codes; "master", fp32 like the parameter, where it has one; and "step",
-    a number, where the algorithm keeps none. A parameter whose step is 0 never had one: its first makes state anew.
+    a number, where the algorithm keeps none. A parameter whose step is 0 never had one: its first makes state again.
 
     Args:
         params: plain or sharded, or groups of them.
@@ -69,7 +68,6 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
     """
 
     algorithm: ClassVar[AlgorithmSpec]
-    names: Mapping[Tensor, str] = MappingProxyType({})
     _inner: InnerSteps | None = None
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
@@ -84,32 +82,12 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         super().add_param_group(group)
         warn_of_lost_changes(self.algorithm, self.param_groups[-1])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Collective where ranks share rows of codes: one all-reduce for each group of such ranks.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is returned; called once.
-
-        Raises:
-            GradientError: a gradient does not fit its parameter, or is sparse; also on the ranks that share rows with
-                the one that has it. Nothing was changed; but on an accelerator the others are told a step later.
-            StateError: a group's options were changed, and its state is stored otherwise. Nothing was changed.
-        """
-        self._late.run_ready()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_all([(group, parameter) for group in self.param_groups for parameter in group[PARAMS]])
-        return loss
-
-    def step_alone(self, group: Mapping[str, Any], parameter: Tensor) -> None:
+    def step_alone(self, group: Options, parameter: Tensor) -> None:
         """Takes one step on a single parameter, of those that need nothing of other ranks."""
         with torch.no_grad():
-            self._step_all([(group, parameter)])
+            self._take([self._make_step(group, parameter)])
 
-    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
         """Makes the state of a parameter that has none; changes nothing."""
         view = view_of(parameter)
         form, initial = form_of(self.algorithm, group, view.shape, view.dtype), self.inner.initial(group)
@@ -131,7 +109,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
             state[MASTER] = assemble(parameter, masters)
         return state
 
-    def refuse_parameters(self, group: Group, names: Mapping[Tensor, str]) -> None:
+    def refuse_parameters(self, group: Options, names: Mapping[Tensor, str]) -> None:
         """Raises AlgorithmError where a parameter cannot be stored as its group says."""
         refuse_bad_values(group, self.algorithm)
         problems: list[Problem] = []
@@ -146,10 +124,10 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         if problems:
             raise AlgorithmError(f"{self.algorithm.name} cannot store these parameters or their state so", problems)
 
-    def waits_for_others(self, group: Group, parameter: Tensor) -> bool:
+    def waits_for_others(self, group: Options, parameter: Tensor) -> bool:
         """Whether a step of the parameter needs numbers of other ranks."""
         view = view_of(parameter)
-        return form_of(self.algorithm, group, view.shape, view.dtype).coded and bool(cuts_of_blocks(parameter))
+        return form_of(self.algorithm, group, view.shape, view.dtype).coded and bool(cuts_of_rows(parameter))
 
     @torch.no_grad()
     def state_loaded(self, parameter: Tensor) -> None:
@@ -161,10 +139,10 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
 
     @property
     def settles_late(self) -> bool:
-        """Whether the first step makes state anew that was made before it."""
+        """Whether the first step makes again what state was made before it."""
         return self.algorithm.settled_at_first_step
 
-    def is_unstepped(self, group: Group, parameter: Tensor) -> bool:
+    def is_unstepped(self, group: Options, parameter: Tensor) -> bool:
         """Whether the parameter never had a step, and its state is as good as none.
 
         Not compared is the master: the first step makes it of what the parameter is then.
@@ -177,49 +155,31 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
 
     @property
     def inner(self) -> InnerSteps:
-        """The algorithm's own class, which a copy makes anew."""
+        """The algorithm's own class, which a copy makes again."""
         if self._inner is None:
             self._inner = InnerSteps(self.algorithm, self.defaults)
         return self._inner
 
-    def _step_all(self, pairs: list[tuple[Any, Tensor]]) -> None:
-        """Takes a step on parameters, each with its group."""
-        works = [Work(self, group, parameter) for group, parameter in pairs]
-        # Ranks that share rows have to name them in one order.
-        works.sort(key=lambda work: work.name)
-        shared = [work for work in works if work.shared is not None]
-        faults = [work.fault for work in works if work.fault]
-        if not faults:
-            for work in shared:
-                work.find_scales()
-        else:
-            for work in shared:
-                work.refuse()
-        agree(work.shared for work in shared if work.shared is not None)
-        if faults:
-            raise faults[0]
-        self._look_for_refusals(shared)
-        changed: list[tuple[Any, dict[str, Any]]] = []
-        for work in works:
-            if work.is_due():
-                changed.append((work.group, work.apply()))
-        for group, options in changed:
-            group.update(options)
+    def _make_step(self, group: Options, parameter: Tensor) -> LowPrecisionStep:
+        return LowPrecisionStep(self, self.inner, group, parameter)
 
-    def _look_for_refusals(self, works: list[Work]) -> None:
-        """Raises where another rank cannot step what this one shares; a step later where that is told on a device."""
-        told = [(work.name, work.has_gradient, work.shared.flag) for work in works if work.shared is not None]
-        for device in {flag.device for _, _, flag in told}:
-            names, have, flags = zip(*[each for each in told if each[2].device == device], strict=True)
-            if device.type == "cpu":
-                _raise_refused([name for name, flag in zip(names, flags, strict=True) if flag == 2])
-            else:
-                self._late.defer(torch.cat(flags), partial(_raise_late, names, have))
+    def _take(self, steps: Sequence[LowPrecisionStep]) -> None:
+        super()._take(steps)
+        for step in steps:
+            step.group.update(step.changed)
 
-    @property
-    def _late(self) -> LateChecks:
-        checks: LateChecks = self.__dict__.setdefault("_late_checks", LateChecks())  # copies are made without it
-        return checks
+    def _terms(self, step: LowPrecisionStep) -> Iterable[Term]:
+        if step.shared is None:
+            return ()
+        if not step.shared.refuses:
+            step.find_scales()
+        return step.shared.terms()
+
+    def _reduce(self, terms: Iterable[Term]) -> None:
+        all_reduce_terms(terms, Ranks.all_reduce_max)
+
+    def _update(self, step: LowPrecisionStep) -> None:
+        step.apply()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "names": {}}
@@ -286,19 +246,3 @@ def _pickled(made: type[LowPrecisionOptimizer]) -> Any:
 
 # The classes that `low_precision` makes stand in no module, and are found by what they were made of.
 copyreg.pickle(_Variant, _pickled)  # type: ignore[arg-type]  # typeshed has a constructor of instances in mind
-
-
-def _raise_late(names: Sequence[str], have: Sequence[bool], flags: Tensor) -> None:
-    """Raises where another rank has refused its gradients in an earlier step, or has had one that this one had not."""
-    pairs = zip(names, have, flags.tolist(), strict=True)
-    _raise_refused([name for name, had, flag in pairs if flag == 2 or (flag == 1 and not had)])
-
-
-def _raise_refused(names: list[str]) -> None:
-    """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
-    problems = [
-        Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
-        for name in names
-    ]
-    if problems:
-        raise GradientError("a rank that shares rows cannot step", problems)

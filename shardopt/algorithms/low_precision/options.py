@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardopt.algorithms.low_precision.blocks import suits_blocks
+from shardopt.algorithms.low_precision.chunks import suits_blocks
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind, Options
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.param_groups import STORAGE_OPTIONS

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.dense_gradients import dense_gradients
-from shardopt.algorithms.low_precision.blocks import block_size
-from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, round_at_random, scales_for
-from shardopt.algorithms.low_precision.inner import Stepped
+from shardopt.algorithms.communicating import CommunicatingOptimizer
+from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, block_size, chunks_of, load
+from shardopt.algorithms.low_precision.codes import as_stored, encode, round_at_random, scales_for
+from shardopt.algorithms.low_precision.inner import InnerSteps, Stepped
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
-from shardopt.algorithms.low_precision.shared_scales import SharedScales, cuts_of_blocks, rows_of
-from shardopt.algorithms.registry import Kind
-from shardopt.errors import GradientError, Problem, ShardoptError, StateError
+from shardopt.algorithms.low_precision.shared_scales import SharedScales, rows_of
+from shardopt.algorithms.registry import Kind, Options
+from shardopt.algorithms.shared_rows import RowSharingStep, cuts_of_rows
+from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.gradients import requires_gradient
-from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
-
-if TYPE_CHECKING:
-    from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
+from shardopt.sharding.view import assemble, local_tensors, view_of
 
 _PARAMETER = ""
 _GRADIENT = "grad"
@@ -38,42 +35,38 @@ class _Piece(NamedTuple):
     shared: dict[str, Tensor]
 
 
-class Work:
+class LowPrecisionStep(RowSharingStep):
     """The step of one parameter.
 
     Args:
         optimizer: has its state.
+        inner: steps of the algorithm.
         group: has its options.
         parameter: of any kind.
     """
 
-    def __init__(self, optimizer: LowPrecisionOptimizer, group: Any, parameter: Tensor) -> None:
-        self.group, self.parameter = group, parameter
-        self._optimizer = optimizer
-        view = view_of(parameter)
-        self._shape = view.shape
-        self.name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view.shape)}"
-        self._form = form_of(optimizer.algorithm, group, view.shape, view.dtype)
-        self._block = block_size(view.shape) if self._form.coded else 0
-        self._gradients: list[Tensor] | None = None
-        self.fault: ShardoptError | None = self._unlike_form()  # raised once the ranks that share rows know of it
-        self.shared: SharedScales | None = None
-        try:
-            self._gradients = dense_gradients(parameter, self.name)
-        except GradientError as error:
-            self.fault = self.fault or error
-        cuts = cuts_of_blocks(parameter) if self._form.coded else ()
-        if cuts and (self._gradients is not None or requires_gradient(parameter)):
+    shared: SharedScales | None
+    group: Any  # which a step of some algorithms changes
+
+    def __init__(self, optimizer: CommunicatingOptimizer, inner: InnerSteps, group: Options, parameter: Tensor) -> None:
+        super().__init__(optimizer, group, parameter)
+        self._inner, self._shape = inner, self.view.shape
+        self._form = form_of(inner.spec, group, self.view.shape, self.view.dtype)
+        self._block = block_size(self.view.shape) if self._form.coded else 0
+        self.changed: dict[str, Any] = {}
+        """The options that the step has changed."""
+        self.fault = self._unlike_form() or self.fault
+        cuts = cuts_of_rows(parameter) if self._form.coded else ()
+        if cuts and (self.gradients is not None or requires_gradient(parameter)):
             self.shared = SharedScales(parameter, self._form, cuts)
 
     def _unlike_form(self) -> StateError | None:
         """Returns what to raise where state was made under other options than the group has now."""
-        state = self._optimizer.state.get(self.parameter)
-        if not state:
+        if not self.state:
             return None
         wanted: dict[str, torch.dtype | None] = {entry.name: entry.dtype for entry in self._form.entries}
         wanted[MASTER] = torch.float32 if self._form.master else None
-        has = {name: view_of(state[name]).dtype if name in state else None for name in wanted}
+        has = {name: view_of(self.state[name]).dtype if name in self.state else None for name in wanted}
         remedy = "put the group's options back; state is stored as they said when it was made"
         problems = [
             Problem(f"{self.name}: {name}", _named(has[name]), f"{_named(dtype)}, as its group says", remedy)
@@ -82,43 +75,27 @@ class Work:
         ]
         return StateError("state is stored otherwise than its group says", problems) if problems else None
 
-    def is_due(self) -> bool:
-        """Whether the parameter has a gradient, and this rank a share of it; valid once ranks have agreed."""
-        if not is_held(self.parameter):
-            return False
-        if self.shared is None or not self.shared.is_known:
-            return self._gradients is not None
-        return self.shared.is_due
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether this rank has a gradient of it."""
-        return self._gradients is not None
-
     def find_scales(self) -> None:
         """Finds the largest values of the new state of this rank's elements, where ranks share rows."""
         assert self.shared is not None
-        if self._gradients is not None:
-            self.shared.has_gradient()
-        if is_held(self.parameter):  # without a gradient, for the case that others have one: it is then zero here
-            self._walk(store=False)
+        if self.gradients is not None:
+            self.shared.flag.fill_(1)
+        if self.is_held:  # without a gradient, for the case that others have one: it is then zero here
+            self._walk(self.state or self.optimizer.initial_state(self.group, self.parameter), store=False)
 
-    def refuse(self) -> None:
-        """Tells the ranks that share rows that this one cannot step."""
-        assert self.shared is not None
-        self.shared.refuse()
+    def apply(self) -> None:
+        """Takes the step."""
+        if not self.state:
+            self.optimizer.state[self.parameter] = self.optimizer.initial_state(self.group, self.parameter)
+        self.changed = self._walk(self.state, store=True)
 
-    def apply(self) -> dict[str, Any]:
-        """Takes the step; returns the options that it has changed."""
-        if not self._optimizer.state.get(self.parameter):
-            self._optimizer.state[self.parameter] = self._optimizer.initial_state(self.group, self.parameter)
-        return self._walk(store=True)
+    def _walk(self, state: dict[str, Any], store: bool) -> dict[str, Any]:
+        """Computes all chunks, and stores them, or only finds the largest values in blocks.
 
-    def _walk(self, store: bool) -> dict[str, Any]:
-        """Computes all chunks, and stores them, or only finds the largest values in blocks."""
-        state = self._optimizer.state.get(self.parameter) or self._optimizer.initial_state(self.group, self.parameter)
-        steps = int(state[STEP])
-        device = device_of(self.parameter)
+        Returns:
+            The options that the step has changed.
+        """
+        steps, device = int(state[STEP]), self.device
         stepped: Stepped | None = None
         for piece in self._pieces(state):
             for chunk in chunks_of(piece.box, self._shape, self._block, device.type == "cpu"):
@@ -143,31 +120,24 @@ class Work:
         self, tensor: Tensor, gradient: Tensor, entries: dict[str, Tensor], state: Mapping[str, Any], steps: int
     ) -> Stepped:
         """Takes the algorithm's step on scratch memory."""
-        if not steps and self._optimizer.algorithm.settled_at_first_step:
-            return self._optimizer.inner.step(self.group, tensor, gradient, {})
+        if not steps and self._inner.spec.settled_at_first_step:
+            return self._inner.step(self.group, tensor, gradient, {})
         scalars = {name: value.clone() for name, value in self._scalars(state).items()}
-        return self._optimizer.inner.step(self.group, tensor, gradient, {**scalars, **entries})
+        return self._inner.step(self.group, tensor, gradient, {**scalars, **entries})
 
     def _scalars(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the algorithm's own numbers in the state."""
-        entries = self._optimizer.algorithm.entries(self.group, len(self._shape))
+        entries = self._inner.spec.entries(self.group, len(self._shape))
         return {entry.name: state[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
 
     def _compute(self, chunk: Chunk, piece: _Piece, state: Mapping[str, Any], steps: int, store: bool) -> Stepped:
         """Takes the step of a chunk; stores the result, or only the largest values in it."""
-        device = piece.matrices[_PARAMETER].device
         source = MASTER if self._form.master and steps else _PARAMETER
-        tensor, gradient = (self._load(chunk, piece.matrices[name], device) for name in (source, _GRADIENT))
-        entries = {}
-        for entry in self._form.entries:
-            entries[entry.name], scratch = chunk.scratch(device)
-            inside = scratch[:, chunk.inside]
-            if entry.coded:
-                decode(chunk.of(piece.matrices[entry.name]), entry.signed, inside)
-                scales = piece.scales[entry.name][chunk.rows, chunk.blocks]
-                scratch.view(*scales.shape, chunk.block).mul_(scales.unsqueeze(-1))
-            else:
-                inside.copy_(chunk.of(piece.matrices[entry.name]))
+        tensor, gradient = (load(chunk, piece.matrices[name]) for name in (source, _GRADIENT))
+        entries = {
+            entry.name: load(chunk, piece.matrices[entry.name], piece.scales.get(entry.name), entry.signed)
+            for entry in self._form.entries
+        }
         stepped = self._step(tensor, gradient, entries, state, steps)
         if store:
             self._store(chunk, piece, tensor, stepped.state, steps)
@@ -177,11 +147,6 @@ class Work:
                 found = piece.shared[entry.name][chunk.rows, chunk.blocks]
                 torch.maximum(found, self._scales(chunk, entry, stepped.state[entry.name]), out=found)
         return stepped
-
-    def _load(self, chunk: Chunk, matrix: Tensor, device: torch.device) -> Tensor:
-        flat, scratch = chunk.scratch(device)
-        scratch[:, chunk.inside].copy_(chunk.of(matrix))
-        return flat
 
     def _scales(self, chunk: Chunk, entry: Stored, flat: Tensor) -> Tensor:
         """Returns the scales of a chunk's new values, [rows, blocks]; as far as this rank has them."""
@@ -229,7 +194,7 @@ class Work:
     def _pieces(self, state: Mapping[str, Any]) -> Iterator[_Piece]:
         """Yields the boxes that this rank has, with the memory of all that belongs to them."""
         parameter, names = self.parameter, [entry.name for entry in self._form.entries]
-        gradients = self._gradients or [torch.zeros_like(local) for local in local_tensors(parameter)]
+        gradients = self.gradients or [torch.zeros_like(local) for local in local_tensors(parameter)]
         tensors = {_PARAMETER: parameter, _GRADIENT: assemble(parameter, gradients)}
         tensors |= {name: state[name] for name in (*names, *([MASTER] if self._form.master else []))}
         views = {name: view_of(tensor).pieces for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The matrices that a parameter holds, each of which is orthogonalised by itself.
+"""The matrices that a parameter holds. Each is orthogonalised by itself.
 
 [M, N]                 one matrix
 [E, M, N]              E of them, such as the experts of a layer
@@ -12,10 +12,8 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
 
-from shardopt.algorithms.muon.assignment import Job
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.box import Box
-from shardopt.sharding.layout import Layout
 
 Split = int | tuple[int, ...] | None
 
@@ -60,26 +58,8 @@ def _boxes(shape: tuple[int, ...], split: Split) -> tuple[Box, ...] | None:
     )
 
 
-@lru_cache(maxsize=4096)
-def layout_on(shape: tuple[int, ...], box: Box, rank: int) -> Layout:
-    """Returns the layout of a plain tensor, kept from step to step with its hash."""
-    return Layout.from_holders(shape, {box: (rank,)})
-
-
-@lru_cache(maxsize=4096)
-def job_of(layout: Layout, matrix: Box, steps: int) -> Job:
-    """Returns where a matrix of a parameter lies, in coordinates of its own, and how much work it is.
-
-    Args:
-        layout: of the parameter, with the holders of each box.
-        matrix: its box in the parameter.
-        steps: of the Newton-Schulz iteration.
-    """
-    if layout.shape != matrix.sizes:
-        cut = zip(layout.boxes, layout.holders or (), strict=True)
-        common = ((box.intersect(matrix), holders) for box, holders in cut)
-        inside = {box.within(matrix): holders for box, holders in common if box is not None}
-        layout = Layout.from_holders(matrix.sizes, inside)
-    short, long = sorted(matrix.sizes[-2:])
+def cost_of(sizes: tuple[int, ...], steps: int) -> int:
+    """Returns how much work a matrix, or a stack of one, is in so many steps of the Newton-Schulz iteration."""
+    short, long = sorted(sizes[-2:])
     # Two products of [short, long] matrices and one of [short, short] in each step.
-    return Job(layout, steps * (4 * short * short * long + 2 * short**3) + short * long)
+    return steps * (4 * short * short * long + 2 * short**3) + short * long

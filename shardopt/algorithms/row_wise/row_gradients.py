@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.dense_gradients import checked_gradients
 from shardopt.errors import GradientError, Problem
 
 
@@ -37,20 +36,6 @@ class RowGradient:
             return self.values
         wider = self.values.new_zeros((len(index), *self.values.shape[1:]))
         return wider.index_copy_(0, torch.searchsorted(index, self.index), self.values)
-
-
-def row_gradients(parameter: Tensor, name: str) -> list[RowGradient] | None:
-    """Returns the gradient of each local tensor; None where none has one. Duplicates in sparse ones are added up.
-
-    Args:
-        parameter: of any kind.
-        name: its FQN, for errors.
-
-    Raises:
-        GradientError: the gradient does not fit the parameter, or is neither strided nor sparse by coordinates.
-    """
-    gradients = checked_gradients(parameter, name, (torch.strided, torch.sparse_coo))
-    return None if gradients is None else [by_rows(gradient) for gradient in gradients]
 
 
 def by_rows(gradient: Tensor) -> RowGradient:

@@ -1,6 +1,6 @@
 """Update rules with one moment for each row of a table, as functions of rows; no parameter, rank or optimizer is known.
 
-A table is [N rows, ...], of which some are touched: k rows with gradients G of the same shape, θ their values, and one
+A table is [N rows, ...]. Some of these are touched: k rows with gradients G of the same shape, θ their values, and one
 number for each row, [k, 1, ...]. Where a row is shared out by columns, a rank has the columns it holds, and a (which
 needs all of them) is handed in.
 
@@ -19,15 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.registry import Options
 from shardopt.algorithms.row_wise import row_kernels
 from shardopt.algorithms.row_wise.row_kernels import Numbers
 
-Options = Mapping[str, Any]
 State = Mapping[str, Tensor]
 
 CHUNK_ELEMENTS = 1 << 19
@@ -36,70 +35,28 @@ CHUNK_ELEMENTS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """An update rule, as two functions that change their first argument in place.
+    """An update rule.
 
     Args:
         moments: the name of the state that has one number for each row.
-        move_moments: (moments, mean squares, options), both [k, 1, ...].
-        move_rows: (rows, gradients, moments, other state of these rows, options, the number of the step from 1 on).
-            Changes the other state as well. All in one dtype.
-        numbers: (options, the number of the step) → the numbers for the GPU kernel.
+        numbers: (options, the number of the step from 1 on) → the numbers of the step.
         others: the names of state that is like the table; one at most.
     """
 
     moments: str
-    move_moments: Callable[[Tensor, Tensor, Options], None]
-    move_rows: Callable[[Tensor, Tensor, Tensor, State, Options, float], None]
     numbers: Callable[[Options, float], Numbers]
     others: tuple[str, ...] = ()
 
 
-def adagrad_moments(moments: Tensor, squares: Tensor, options: Options) -> None:
-    """S ← S + a."""
-    moments.add_(squares)
-
-
-def adagrad_rows(
-    rows: Tensor, gradients: Tensor, moments: Tensor, others: State, options: Options, step: float
-) -> None:
-    """θ ← θ − lr / (1 + (t − 1) lr_decay) · G / (√S + ε)."""
-    rows.add_(gradients / moments.sqrt().add_(options["eps"]), alpha=-adagrad_rate(options, step))
-
-
-def adagrad_rate(options: Options, step: float) -> float:
-    """lr / (1 + (t − 1) lr_decay)."""
-    return float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"]))
-
-
-def adam_moments(moments: Tensor, squares: Tensor, options: Options) -> None:
-    """V ← β₂ V + (1 − β₂) a."""
-    beta2 = float(options["betas"][1])
-    moments.mul_(beta2).add_(squares, alpha=1 - beta2)
-
-
-def adam_rows(rows: Tensor, gradients: Tensor, moments: Tensor, others: State, options: Options, step: float) -> None:
-    """M ← β₁ M + (1 − β₁) G, then θ ← θ − lr / (1 − β₁ᵗ) · M / (√(V / (1 − β₂ᵗ)) + ε)."""
-    beta1 = float(options["betas"][0])
-    rate, correction = adam_rates(options, step)
-    averages = others["exp_avg"].mul_(beta1).add_(gradients, alpha=1 - beta1)
-    rows.add_(averages / moments.div(correction).sqrt_().add_(options["eps"]), alpha=-rate)
-
-
-def adam_rates(options: Options, step: float) -> tuple[float, float]:
-    """lr / (1 − β₁ᵗ), and 1 − β₂ᵗ."""
-    beta1, beta2 = map(float, options["betas"])
-    return float(options["lr"]) / (1 - beta1**step), 1 - beta2**step
-
-
 def adagrad_numbers(options: Options, step: float) -> Numbers:
-    """Returns the numbers of a step for the kernel."""
-    return Numbers(adagrad_rate(options, step), *_common_numbers(options))
+    """Returns the numbers of a step: the rate is lr / (1 + (t − 1) lr_decay)."""
+    return Numbers(float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"])), *_common_numbers(options))
 
 
 def adam_numbers(options: Options, step: float) -> Numbers:
-    """Returns the numbers of a step for the kernel."""
-    rate, correction = adam_rates(options, step)
+    """Returns the numbers of a step: the rate is lr / (1 − β₁ᵗ)."""
     beta1, beta2 = map(float, options["betas"])
+    rate, correction = float(options["lr"]) / (1 - beta1**step), 1 - beta2**step
     return Numbers(rate, *_common_numbers(options), betas=(beta1, beta2), correction=correction)
 
 
@@ -108,8 +65,25 @@ def _common_numbers(options: Options) -> tuple[float, float, float]:
     return float(options["eps"]), float(options["weight_decay"]), -1.0 if options["maximize"] else 1.0
 
 
-ADAGRAD = RowRule("sum", adagrad_moments, adagrad_rows, adagrad_numbers)
-ADAM = RowRule("exp_avg_sq", adam_moments, adam_rows, adam_numbers, others=("exp_avg",))
+ADAGRAD = RowRule("sum", adagrad_numbers)
+ADAM = RowRule("exp_avg_sq", adam_numbers, others=("exp_avg",))
+
+
+def move_moments(moments: Tensor, squares: Tensor, numbers: Numbers) -> None:
+    """S ← S + a, or V ← β₂ V + (1 − β₂) a; of some rows, in place."""
+    if numbers.betas is None:
+        moments.add_(squares)
+    else:
+        moments.mul_(numbers.betas[1]).add_(squares, alpha=1 - numbers.betas[1])
+
+
+def _move_rows(rows: Tensor, gradients: Tensor, moments: Tensor, averages: Tensor | None, numbers: Numbers) -> None:
+    """θ ← θ − rate · G / (√S + ε), or M ← β₁ M + (1 − β₁) G, then θ ← θ − rate · M / (√(V / (1 − β₂ᵗ)) + ε)."""
+    root = moments if averages is None else moments.div(numbers.correction)
+    root = root.sqrt().add_(numbers.eps)
+    if averages is not None and numbers.betas is not None:
+        gradients = averages.mul_(numbers.betas[0]).add_(gradients, alpha=1 - numbers.betas[0])
+    rows.add_(gradients / root, alpha=-numbers.rate)
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -124,8 +98,7 @@ def update_rows(
     index: Tensor | None,
     gradients: Tensor,
     state: State,
-    options: Options,
-    step: float,
+    numbers: Numbers,
     moments_moved: bool = False,
 ) -> None:
     """Moves rows of a table, and the state of these rows, by their gradients. Local, and not recorded by autograd.
@@ -139,26 +112,24 @@ def update_rows(
         index: [k], int64, each row at most once; None for all rows, in order.
         gradients: [k, ...], of the rows at `index`; not changed.
         state: the rule's `moments`, [N, 1, ...], in `moment_dtype`, and its `others`, like the table; changed.
-        options: of the optimizer's group.
-        step: the number of this step, from 1 on.
+        numbers: of this step.
         moments_moved: whether the moments have been moved already, and are only to be read.
     """
-    others = [state[name] for name in rule.others]
-    if not moments_moved and row_kernels.fits(table, gradients, state[rule.moments], *others):
-        average = next(iter(others), None)
-        row_kernels.update(table, index, gradients, state[rule.moments], average, rule.numbers(options, step))
+    moments, averages = state[rule.moments], next((state[name] for name in rule.others), None)
+    like_table = (table, gradients) if averages is None else (table, gradients, averages)
+    if not moments_moved and row_kernels.fits(*like_table, moments):
+        row_kernels.update(table, index, gradients, moments, averages, numbers)
         return
     for at in chunks(gradients):
-        rows = _gather(table, index, at)
-        prepared_gradients = prepared(gradients[at], rows, options)
-        moments = _gather(state[rule.moments], index, at)
+        rows, moments_here = _gather(table, index, at), _gather(moments, index, at)
+        descent = prepared(gradients[at], rows, numbers)
         if not moments_moved:
-            rule.move_moments(moments, mean_squares(prepared_gradients), options)
-            _scatter(state[rule.moments], index, at, moments)
-        others_here = {name: _gather(state[name], index, at) for name in rule.others}
-        rule.move_rows(rows, prepared_gradients, moments, others_here, options, step)
-        for name, value in others_here.items():
-            _scatter(state[name], index, at, value)
+            move_moments(moments_here, mean_squares(descent), numbers)
+            _scatter(moments, index, at, moments_here)
+        averages_here = None if averages is None else _gather(averages, index, at)
+        _move_rows(rows, descent, moments_here, averages_here, numbers)
+        if averages is not None and averages_here is not None:
+            _scatter(averages, index, at, averages_here)
         _scatter(table, index, at, rows)
 
 
@@ -169,18 +140,17 @@ def chunks(gradients: Tensor) -> list[slice]:
     return [slice(start, start + length) for start in range(0, count if gradients.numel() else 0, length)]
 
 
-def prepared(gradients: Tensor, rows: Tensor, options: Options) -> Tensor:
+def prepared(gradients: Tensor, rows: Tensor, numbers: Numbers) -> Tensor:
     """Converts gradients to descent directions with weight decay, in the dtype of computation; not always a copy.
 
     Args:
         gradients: of some rows.
         rows: these rows; looked at only where there is weight decay.
-        options: of the optimizer's group.
+        numbers: of this step.
     """
     given = gradients.to(moment_dtype(gradients.dtype))
-    given = -given if options["maximize"] else given
-    decay = float(options["weight_decay"])
-    return given.add(rows, alpha=decay) if decay != 0 else given
+    given = -given if numbers.sign < 0 else given
+    return given.add(rows, alpha=numbers.decay) if numbers.decay != 0 else given
 
 
 def square_sums(gradients: Tensor) -> Tensor:

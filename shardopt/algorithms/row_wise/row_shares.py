@@ -6,7 +6,7 @@ N rows on this rank, k of them touched on any rank. A rank's memory for sums is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import nan, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -14,20 +14,22 @@ from torch import Tensor
 
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.row_wise.row_gradients import RowGradient
+from shardopt.algorithms.row_wise.row_kernels import Numbers
 from shardopt.algorithms.row_wise.row_rules import (
-    Options,
     RowRule,
     chunks,
     moment_dtype,
+    move_moments,
     prepared,
     square_sums,
     update_rows,
 )
+from shardopt.algorithms.shared_rows import SharedRows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
-from shardopt.sharding.view import device_of, local_tensors, view_of
+from shardopt.sharding.view import local_tensors, view_of
 
 
-class RowShares:
+class RowShares(SharedRows):
     """The step of one parameter whose rows are cut.
 
     Args:
@@ -36,47 +38,31 @@ class RowShares:
     """
 
     def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...]) -> None:
-        view = view_of(parameter)
-        self._parameter, self._cuts = parameter, cuts
-        self._dims = range(1, len(view.shape))
-        self._width = max(prod(view.shape[1:]), 1)
-        dtype = moment_dtype(view.dtype)
-        self._have = torch.zeros(1, dtype=dtype, device=device_of(parameter))
+        shape, dtype = view_of(parameter).shape, moment_dtype(view_of(parameter).dtype)
+        super().__init__(parameter, cuts, dtype)
+        self._dims = range(1, len(shape))
+        self._width = max(prod(shape[1:]), 1)
         self._sums = sum_memory(parameter, self._dims, dtype)
         self._counts = sum_memory(parameter, self._dims, dtype)
 
-    def summands(self, gradients: Sequence[RowGradient] | None, options: Options) -> Iterator[Term]:
+    def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
         """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it has touched."""
         if gradients is not None:
-            self._have += 1
-            sums = local_views(self._parameter, self._dims, self._sums)
-            counts = local_views(self._parameter, self._dims, self._counts)
+            self.flag += 1
+            sums = local_views(self.parameter, self._dims, self._sums)
+            counts = local_views(self.parameter, self._dims, self._counts)
             for local, gradient, into, count in zip(
-                local_tensors(self._parameter), gradients, sums, counts, strict=True
+                local_tensors(self.parameter), gradients, sums, counts, strict=True
             ):
-                _add_squares(local, gradient, into, count, options)
-        yield self._have, self._cuts
-        yield from ((memory, self._cuts) for memory in (*self._sums, *self._counts))
-
-    def refuse(self) -> None:
-        """Marks that this rank cannot step; to be called before `summands`, which carry it to the others."""
-        self._have.fill_(nan)
-
-    def is_refused(self) -> bool:
-        """Whether any rank cannot step; valid once the summands are added up."""
-        return bool(self._have.isnan())
-
-    def is_due(self) -> bool:
-        """Whether any rank has a gradient; valid once the summands are added up."""
-        return bool(self._have > 0)
+                _add_squares(local, gradient, into, count, numbers)
+        yield from ((memory, self.cuts) for memory in (self.flag, *self._sums, *self._counts))
 
     def apply(
         self,
         rule: RowRule,
         gradients: Sequence[RowGradient] | None,
         state: Mapping[str, Any],
-        options: Options,
-        step: float,
+        numbers: Numbers,
     ) -> None:
         """Updates state and parameter. Rows that another rank has touched are touched here too, with zeros.
 
@@ -86,11 +72,11 @@ class RowShares:
         for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):
             touched = _touched(count)
             moved = memory.index_select(0, touched)
-            rule.move_moments(moved, sums.index_select(0, touched).div_(self._width), options)
+            move_moments(moved, sums.index_select(0, touched).div_(self._width), numbers)
             memory.index_copy_(0, touched, moved)
-        tensors = local_tensors(self._parameter)
-        local_moments = local_views(self._parameter, self._dims, moments)
-        counts = local_views(self._parameter, self._dims, self._counts)
+        tensors = local_tensors(self.parameter)
+        local_moments = local_views(self.parameter, self._dims, moments)
+        counts = local_views(self.parameter, self._dims, self._counts)
         for number, (local, moment, count) in enumerate(zip(tensors, local_moments, counts, strict=True)):
             gradient = RowGradient.nothing(local) if gradients is None else gradients[number]
             touched = _touched(count)
@@ -98,13 +84,13 @@ class RowShares:
             values = gradient.values if every and gradient.index is None else gradient.at(touched)
             others = {name: local_tensors(state[name])[number] for name in rule.others}
             here = {rule.moments: moment, **others}
-            update_rows(rule, local, None if every else touched, values, here, options, step, moments_moved=True)
+            update_rows(rule, local, None if every else touched, values, here, numbers, moments_moved=True)
 
 
-def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, options: Options) -> None:
+def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, numbers: Numbers) -> None:
     """Adds the squares of this rank's elements of rows, and 1 for each row that has a gradient."""
     for at in chunks(gradient.values):
-        squares = square_sums(prepared(gradient.values[at], local[at], options))
+        squares = square_sums(prepared(gradient.values[at], local[at], numbers))
         if gradient.index is None:
             sums[at] += squares
             counts[at] += 1

@@ -1,6 +1,6 @@
 """Adagrad and Adam with one second moment for each row of a table, for tables that are plain or sharded in any way.
 
-A parameter is [N rows, ...]; a row is all that lies under one index of the first dimension, on whichever ranks. Its
+A parameter is [N rows, ...]; a row is all elements with one index of the first dimension, on any ranks. Its
 moment, [N, 1, ...], is cut as the parameter is along the rows, and is the same on all ranks that share a row. The rules
 are in `row_rules.py`. Where only rows are cut, a rank moves its rows by itself and computes what one process would, bit
 for bit. Where rows are cut too, the squares of a row are added up over the ranks that share it.
@@ -8,89 +8,78 @@ for bit. Where rows are cut too, the squares of a row are added up over the rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
-from types import MappingProxyType
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.reductions import all_reduce_terms
-from shardopt.algorithms.row_wise.row_gradients import RowGradient, refuse_decay_of_sparse, row_gradients
-from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, RowRule, moment_dtype, update_rows
+from shardopt.algorithms.dense_gradients import checked_gradients
+from shardopt.algorithms.options import DECAYS, NOT_NEGATIVE, RATE, options_of
+from shardopt.algorithms.reductions import Term
+from shardopt.algorithms.registry import Options
+from shardopt.algorithms.row_wise.row_gradients import RowGradient, by_rows, refuse_decay_of_sparse
+from shardopt.algorithms.row_wise.row_kernels import Numbers
+from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, RowRule, update_rows
 from shardopt.algorithms.row_wise.row_shares import RowShares
-from shardopt.errors import AlgorithmError, GradientError, Problem
+from shardopt.algorithms.shared_rows import RowSharingOptimizer, RowSharingStep, cuts_of_rows
+from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient
 from shardopt.sharding.pieces import View
-from shardopt.sharding.reduced import shard_groups_of, sum_like
-from shardopt.sharding.view import assemble, is_held, local_tensors, view_of
-
-Group = Mapping[str, Any]
+from shardopt.sharding.view import local_tensors
 
 
-class _RowWise(torch.optim.Optimizer):
-    """The base of the row-wise optimizers."""
+class _RowStep(RowSharingStep):
+    """The step of one parameter on this rank."""
+
+    optimizer: _RowWise
+    rows: list[RowGradient] | None = None
+    shared: RowShares | None
+    waits = True  # the number of rows that were touched is asked in any case
+
+    def __init__(self, optimizer: _RowWise, group: Options, parameter: Tensor) -> None:
+        super().__init__(optimizer, group, parameter)
+        if not self.state:
+            _refuse_unsuitable(self.view, self.name, type(optimizer).__name__)
+        across = cuts_of_rows(parameter)
+        if across and (self.gradients is not None or requires_gradient(parameter)):
+            self.shared = RowShares(parameter, across)
+
+    @cached_property
+    def rule_numbers(self) -> Numbers:
+        """The numbers of this step; to be asked before it is counted."""
+        return self.optimizer.rule.numbers(self.group, float(self.state["step"]) + 1 if self.state else 1.0)
+
+    def _read_gradients(self) -> list[Tensor] | None:
+        gradients = checked_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo))
+        rows = None if gradients is None else [by_rows(gradient) for gradient in gradients]
+        refuse_decay_of_sparse(rows or [], self.group["weight_decay"], self.name)
+        self.rows = rows
+        return gradients
+
+
+class _RowWise(RowSharingOptimizer):
+    """The base of the row-wise optimizers. Where rows are cut, a step makes one all-reduce for each process group among
+    which they are; gradients may be on some of its ranks alone, and are zeros on the others."""
 
     rule: ClassVar[RowRule]
-    names: Mapping[Tensor, str] = MappingProxyType({})
+    step_type = _RowStep
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Where rows are cut, collective: one all-reduce for each process group among which they are.
+    def _terms(self, step: _RowStep) -> Iterable[Term]:
+        return () if step.shared is None else step.shared.summands(step.rows, step.rule_numbers)
 
-        Args:
-            closure: evaluates the model again and returns the loss, which is returned; called once.
-
-        Raises:
-            GradientError: a gradient does not fit its parameter, or is sparse where there is weight decay; also on the
-                ranks that share rows with the one that has it.
-            AlgorithmError: a parameter has no rows or complex elements, or shards that do not say who has the rest of
-                their rows. Nothing was changed in either case.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        works = [_Work(self, group, parameter) for group in self.param_groups for parameter in group["params"]]
-        # Where a number stands among others decides in which order ranks add it up, and so its last bit.
-        works.sort(key=lambda work: self.names.get(work.parameter, ""))
-        shared = [(work, work.shares) for work in works if work.shares]
-        faults = [work.fault for work in works if work.fault]
-        for _, shares in shared if faults else ():
-            shares.refuse()
-        all_reduce_terms(chain.from_iterable(shares.summands(work.gradients, work.group) for work, shares in shared))
-        for fault in faults:
-            raise fault
-        _raise_refused([work.name for work, shares in shared if shares.is_refused()])
-        for work in works:
-            if work.is_due():
-                work.apply()
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads as torch does, but moments in the dtype that they have here, where torch casts to the parameter's."""
-        super().load_state_dict(state_dict)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        loaded = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(saved, loaded, strict=True):
-            moments = state_dict["state"].get(number, {}).get(self.rule.moments)
-            if moments is not None and parameter in self.state:
-                dtype = moment_dtype(view_of(parameter).dtype)
-                self.state[parameter][self.rule.moments] = moments.to(parameter.device, dtype, copy=True)
-
-    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
-        view = view_of(parameter)
-        wide = torch.get_default_dtype() == torch.float64
-        state = {"step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")}
-        for name in self.rule.others:
-            state[name] = assemble(parameter, [torch.zeros_like(local) for local in local_tensors(parameter)])
-        moments = sum_like(parameter, *range(1, len(view.shape)), dtype=moment_dtype(view.dtype))
-        for local in local_tensors(moments):
-            local.fill_(group.get("initial_accumulator_value", 0.0))
-        return {**state, self.rule.moments: moments}
+    def _update(self, step: _RowStep) -> None:
+        rule, numbers, state = self.rule, step.rule_numbers, step.counted_state()
+        if step.shared is not None:
+            step.shared.apply(rule, step.rows, state, numbers)
+            return
+        names = (rule.moments, *rule.others)
+        state_of_locals = [local_tensors(state[name]) for name in names]
+        for local, gradient, *entries in zip(step.local_tensors, step.rows or (), *state_of_locals, strict=True):
+            here = dict(zip(names, entries, strict=True))
+            update_rows(rule, local, gradient.index, gradient.values, here, numbers)
 
 
 class RowWiseAdagrad(_RowWise):
@@ -132,15 +121,15 @@ class RowWiseAdagrad(_RowWise):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-        }
-        _refuse_negative(options)
-        super().__init__(params, {**options, "maximize": maximize})
+        options = options_of(
+            locals(),
+            lr=RATE,
+            lr_decay=NOT_NEGATIVE,
+            weight_decay=NOT_NEGATIVE,
+            initial_accumulator_value=NOT_NEGATIVE,
+            eps=NOT_NEGATIVE,
+        )
+        super().__init__(params, options)
 
 
 class RowWiseAdam(_RowWise):
@@ -178,11 +167,9 @@ class RowWiseAdam(_RowWise):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        _refuse_negative(options)
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and less than 1, but are {betas}")
-        super().__init__(params, {**options, "betas": betas, "maximize": maximize})
+        options = options_of(locals(), lr=RATE, eps=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, betas=DECAYS)
+        order = ("lr", "eps", "weight_decay", "betas", "maximize")  # as groups were always saved
+        super().__init__(params, {name: options[name] for name in order})
 
 
 def unsuitable_for_row_wise(view: View) -> str:
@@ -197,68 +184,8 @@ def unsuitable_for_row_wise(view: View) -> str:
     return ""
 
 
-def _refuse_unsuitable(parameter: Tensor, name: str, algorithm: str) -> None:
-    reason = unsuitable_for_row_wise(view_of(parameter))
+def _refuse_unsuitable(view: View, name: str, algorithm: str) -> None:
+    reason = unsuitable_for_row_wise(view)
     if reason:
         problem = Problem(name, reason, f"a parameter that {algorithm} can step", "give it to another optimizer")
         raise AlgorithmError(f"{algorithm} cannot step this parameter", [problem])
-
-
-def _refuse_negative(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if not value >= 0.0:
-            raise ValueError(f"{name} must not be negative, but is {value}")
-
-
-def _raise_refused(names: list[str]) -> None:
-    """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
-    problems = [
-        Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
-        for name in names
-    ]
-    if problems:
-        raise GradientError("a rank that shares rows cannot step", problems)
-
-
-class _Work:
-    """The step of one parameter on this rank."""
-
-    def __init__(self, optimizer: _RowWise, group: Group, parameter: Tensor) -> None:
-        self.optimizer, self.group, self.parameter = optimizer, group, parameter
-        self.name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view_of(parameter).shape)}"
-        if not optimizer.state.get(parameter):
-            _refuse_unsuitable(parameter, self.name, type(optimizer).__name__)
-        self.local_tensors = local_tensors(parameter)
-        self.gradients: list[RowGradient] | None = None
-        self.fault: GradientError | None = None  # raised once the ranks that share rows know of it
-        try:
-            gradients = row_gradients(parameter, self.name)
-            refuse_decay_of_sparse(gradients or [], group["weight_decay"], self.name)
-            self.gradients = gradients
-        except GradientError as error:
-            self.fault = error
-        across = tuple(cut for cut in shard_groups_of(parameter) if any(cut.dims))  # along more than the rows
-        self.shares: RowShares | None = None
-        if across and (self.gradients is not None or requires_gradient(parameter)):
-            self.shares = RowShares(parameter, across)
-
-    def is_due(self) -> bool:
-        """Whether the parameter has a gradient, and this rank elements of it; valid once the summands are added up."""
-        if not (any(local.numel() for local in self.local_tensors) or is_held(self.parameter)):
-            return False
-        return self.gradients is not None if self.shares is None else self.shares.is_due()
-
-    def apply(self) -> None:
-        """Updates parameter and state."""
-        rule, parameter, state = self.optimizer.rule, self.parameter, self.optimizer.state[self.parameter]
-        if not state:
-            state.update(self.optimizer.initial_state(self.group, parameter))
-        state["step"] += 1
-        step = float(state["step"])
-        if self.shares is not None:
-            self.shares.apply(rule, self.gradients, state, self.group, step)
-            return
-        state_of_locals = [local_tensors(state[name]) for name in (rule.moments, *rule.others)]
-        for local, gradient, *entries in zip(self.local_tensors, self.gradients or (), *state_of_locals, strict=True):
-            here = dict(zip((rule.moments, *rule.others), entries, strict=True))
-            update_rows(rule, local, gradient.index, gradient.values, here, self.group, step)

@@ -1,7 +1,7 @@
 """Values for several tensors in few flat buffers, which islands add up or compare.
 
 buckets = Buckets(tensors)          # a view of a buffer for each, to be filled
-buckets.begin_mean(ranks)           # one all-reduce for each buffer, behind whatever comes next
+buckets.begin_mean(ranks)           # one all-reduce for each buffer, in the background
 buckets.end_mean()                  # the views have the means
 """
 

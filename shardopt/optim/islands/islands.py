@@ -1,4 +1,4 @@
-"""The islands of a job: which ranks of others have the same shards as this one, and what all of them agree on."""
+"""The islands of a job: which ranks of other islands have the same shards as this one, and what all agree on."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Islands:
         return f"{view.dtype} {view.shape}, here {shapes}{ranks}{', frozen' if is_frozen(tensor) else ''}"
 
     def _replicas_of(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """Returns the ranks of this island that hold what this rank has of a tensor; None where it does not tell."""
+        """Returns the ranks of this island that hold what this rank has of a tensor; None where that is not known."""
         view = view_of(tensor)
         if view.layout.holders is None:
             return None

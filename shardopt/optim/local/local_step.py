@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import AlgorithmOptimizer, CommunicatingOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
 from shardopt.algorithms.low_precision.conversion import Conversion, converted
 from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.registry import (
+    GLOBAL_STATE,
     AlgorithmSpec,
-    CutsByOptions,
-    KeepsLess,
-    MakesGlobalState,
     MakesState,
     StepsOn,
-    StoresNarrow,
     find_spec,
     unknown,
 )
@@ -88,8 +86,7 @@ class LocalOptimizer:
             group["params"] = parameters_of(group["params"], owners, bound, names)
         self._drop_stand_ins(bound)
         self.hand_over_parameters(names)
-        # Asked once: the check of a protocol takes as long as the step of a small parameter.
-        self._narrow = self.optimizer if isinstance(self.optimizer, StoresNarrow) else None
+        self._narrow = self.optimizer if isinstance(self.optimizer, LowPrecisionOptimizer) else None
         if self._narrow is not None:
             for group in self.groups:
                 self._narrow.refuse_parameters(group, {each: names[each] for each in group["params"]})
@@ -117,9 +114,7 @@ class LocalOptimizer:
         Args:
             kept: options that a load leaves as they are here.
         """
-        if isinstance(self.optimizer, ScheduleFree):
-            return self.optimizer.unlike(group, options, kept)
-        return self.optimizer.unlike(group, options) if isinstance(self.optimizer, CutsByOptions) else ()
+        return self.optimizer.unlike(group, options, kept) if isinstance(self.optimizer, AlgorithmOptimizer) else ()
 
     @property
     def steps_on_parameters(self) -> bool:
@@ -131,7 +126,7 @@ class LocalOptimizer:
         """The names under which there is, or will be, state that belongs to no parameter."""
         if self.spec is None or not self.spec.has_global_state:
             return frozenset()
-        return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
+        return frozenset([GLOBAL_STATE])
 
     def local_tensors(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that are stepped on in place of a parameter; none on a rank without elements of it."""
@@ -174,7 +169,7 @@ class LocalOptimizer:
     def work_with(self, group: SharedGroup) -> None:
         """Gives an algorithm that sums over all of its parameters the ranks that train them."""
         if self.spec is not None and self.spec.has_global_state:
-            cast(MakesGlobalState, self.optimizer).shared_group = group
+            cast(CommunicatingOptimizer, self.optimizer).shared_group = group
 
     @property
     def evaluating(self) -> bool:
@@ -315,7 +310,7 @@ class LocalOptimizer:
     def make_global_state(self, names: Collection[str]) -> None:
         """Makes the state of these names that belongs to no parameter, where there is none yet."""
         if not set(self.global_names).isdisjoint(names):
-            cast(MakesGlobalState, self.optimizer).make_global()
+            cast(CommunicatingOptimizer, self.optimizer).make_global()
 
     def with_initial_state(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
         """Returns those whose state is there and as `make_state` makes it: without it training goes the same way.
@@ -331,7 +326,7 @@ class LocalOptimizer:
     def _has_initial_state(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
         if isinstance(key, str):
             there = self.optimizer.state.get(cast(Any, key), {})
-            return bool(there) and is_initial(there, cast(MakesGlobalState, self.optimizer).initial_global())
+            return bool(there) and is_initial(there, cast(CommunicatingOptimizer, self.optimizer).initial_global())
         group, tensors = group_of.get(key), self.local_tensors(key)
         if group is None or not all(local in self.states for local in tensors):
             return False
@@ -353,7 +348,7 @@ class LocalOptimizer:
             return {}
         shards = self.shards.get(parameter)
         if shards is None:
-            if self.steps_on_parameters and isinstance(self.optimizer, KeepsLess):
+            if isinstance(self.optimizer, AlgorithmOptimizer):
                 self.optimizer.complete_state(parameter)
             return self.states[parameter]
         assert self.spec is not None  # sharded parameters are refused for an unknown class
@@ -417,11 +412,10 @@ class LocalOptimizer:
         Raises:
             CannotConvert: it cannot be stored so without other ranks.
         """
-        narrow = isinstance(self.optimizer, LowPrecisionOptimizer)
-        spec = self.optimizer.algorithm if isinstance(self.optimizer, LowPrecisionOptimizer) else self.spec
+        spec = self.spec if self._narrow is None else self._narrow.algorithm
         if spec is None or not spec.elementwise:
             return entries, []
-        return converted(spec, group, then, parameter, entries, counts=narrow)
+        return converted(spec, group, then, parameter, entries, counts=self._narrow is not None)
 
     def waiting_for_others(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> list[str]:
         """Returns the names of those parameters whose step needs numbers of other ranks, as those of cut 8-bit state.

@@ -10,32 +10,44 @@ from enum import Enum, unique
 from typing import NamedTuple
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.schedule import multipliers
 
 
 @unique
 class WarmupPolicy(Enum):
-    """The multiplier of a stage by the iteration i, from the stage's begin s to its end N, with its value v.
+    """The multiplier of a stage as a function of the iteration.
 
-    A stage multiplies the full rate by `lr_scale` times one of the following, whose sources are in `multipliers.py`:
+    i is the iteration: steps done since training began; its multiplier is that of step i + 1. s is the iteration at
+    which the stage before ended, 0 for the first stage, N the stage's `max_iters`, v its `value`: a stage is s < i <= N
+    and, if first, i = 0. A stage multiplies the full rate by `lr_scale` times one of the following:
 
     NONE: 1.
 
-    LINEAR: v + (1 − v)·(i − s)/(N − s).
+    LINEAR: v + (1 − v)·(i − s)/(N − s), from v to 1. The gradual warm-up of Goyal et al. 2017, "Accurate, Large
+    Minibatch SGD", arXiv:1706.02677, section 2.2.
 
     CONSTANT: v.
 
-    POLY: max(0, 1 − (i − s)/(decay_iters − s))^v.
+    POLY: max(0, 1 − (i − s)/(decay_iters − s))^v, from 1 to 0 at `decay_iters`, and 0 from there on. Liu et al. 2015,
+    "ParseNet", arXiv:1506.04579, section 3.3; begun at an iteration other than 0 it is the decay of MLPerf's DLRM
+    reference.
 
-    STEP: v^(⌊i/decay_iters⌋ − ⌊s/decay_iters⌋).
+    STEP: v^(⌊i/decay_iters⌋ − ⌊s/decay_iters⌋), times v at every multiple of `decay_iters`, counted from iteration 0.
+    Goyal et al. 2017, section 5.1.
 
-    INVSQRT: √max(s, 1) / √max(i, 1).
+    INVSQRT: √max(s, 1) / √max(i, 1), 1 until iteration 1 or the begin of the stage. Vaswani et al. 2017, "Attention Is
+    All You Need", arXiv:1706.03762, equation 3, after the warm-up.
 
-    COSINE_ANNEALING_WARM_RESTARTS: v + (1 − v)·(1 + cos(π·t/sgdr_period))/2, t = (i − s) mod sgdr_period.
+    COSINE_ANNEALING_WARM_RESTARTS: v + (1 − v)·(1 + cos(π·t/sgdr_period))/2, t = (i − s) mod sgdr_period, from 1 to v
+    in each period. SGDR with T_mult = 1, Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5. A period that ends
+    with the stage ends at v; torchrec restarts there, and so leaves a full cosine at the full rate.
 
-    INTERPOLATE: v + (end_value − v)·(i − a)/(N − a), a = start_interpolating_iters; v before a.
+    INTERPOLATE: v + (end_value − v)·(i − a)/(N − a), a = start_interpolating_iters; v before a, where torchrec's goes
+    below v (or above).
 
-    The sources, and how later stages differ from torchrec's, stand in `multipliers.py`.
+    In a first stage that is what torchrec's policy of that name gives, where that is finite. A later stage begins its
+    own curve where the one before ended, at the multiplier that the curve has in a first stage at i = 0: torchrec goes
+    on counting from the beginning of training, so that a later LINEAR begins in its middle and a POLY below the rate
+    that it is to decay from.
     """
 
     NONE = "none"
@@ -82,34 +94,43 @@ class _Policy(NamedTuple):
     multiplier: Callable[[WarmupStage, int, int], float]
 
 
+def _linear(stage: WarmupStage, s: int, i: int) -> float:
+    return stage.value + (1.0 - stage.value) * (i - s) / (stage.max_iters - s)
+
+
+def _poly(stage: WarmupStage, s: int, i: int) -> float:
+    return float(max(0.0, 1.0 - (i - s) / (stage.decay_iters - s)) ** stage.value)
+
+
+def _step(stage: WarmupStage, s: int, i: int) -> float:
+    return float(stage.value ** (i // stage.decay_iters - s // stage.decay_iters))
+
+
+def _inverse_sqrt(stage: WarmupStage, s: int, i: int) -> float:
+    return math.sqrt(max(s, 1)) / math.sqrt(max(i, 1))
+
+
+def _cosine_restarts(stage: WarmupStage, s: int, i: int) -> float:
+    t = (i - s) % stage.sgdr_period
+    if t == 0 and i == stage.max_iters:
+        t = stage.sgdr_period
+    return stage.value + (1.0 - stage.value) * 0.5 * (1.0 + math.cos(math.pi * t / stage.sgdr_period))
+
+
+def _interpolate(stage: WarmupStage, s: int, i: int) -> float:
+    a, end = stage.start_interpolating_iters or 0, stage.end_value or 0.0  # `Schedule` refuses stages without these
+    return stage.value + (end - stage.value) * max(0, i - a) / (stage.max_iters - a)
+
+
 _POLICIES = {
     WarmupPolicy.NONE: _Policy((), lambda stage, s, i: 1.0),
-    WarmupPolicy.LINEAR: _Policy(
-        ("value",), lambda stage, s, i: multipliers.linear(stage.value, s, stage.max_iters, i)
-    ),
+    WarmupPolicy.LINEAR: _Policy(("value",), _linear),
     WarmupPolicy.CONSTANT: _Policy(("value",), lambda stage, s, i: stage.value),
-    WarmupPolicy.POLY: _Policy(
-        ("value", "decay_iters"), lambda stage, s, i: multipliers.poly(stage.value, s, stage.decay_iters, i)
-    ),
-    WarmupPolicy.STEP: _Policy(
-        ("value", "decay_iters"), lambda stage, s, i: multipliers.step(stage.value, s, stage.decay_iters, i)
-    ),
-    WarmupPolicy.INVSQRT: _Policy((), lambda stage, s, i: multipliers.inverse_sqrt(s, i)),
-    WarmupPolicy.COSINE_ANNEALING_WARM_RESTARTS: _Policy(
-        ("value", "sgdr_period"),
-        lambda stage, s, i: multipliers.cosine_restarts(stage.value, stage.sgdr_period, s, stage.max_iters, i),
-    ),
-    WarmupPolicy.INTERPOLATE: _Policy(
-        ("value", "start_interpolating_iters", "end_value"),
-        lambda stage, s, i: multipliers.interpolate(
-            # `Schedule` refuses stages without these two.
-            stage.value,
-            stage.end_value or 0.0,
-            stage.start_interpolating_iters or 0,
-            stage.max_iters,
-            i,
-        ),
-    ),
+    WarmupPolicy.POLY: _Policy(("value", "decay_iters"), _poly),
+    WarmupPolicy.STEP: _Policy(("value", "decay_iters"), _step),
+    WarmupPolicy.INVSQRT: _Policy((), _inverse_sqrt),
+    WarmupPolicy.COSINE_ANNEALING_WARM_RESTARTS: _Policy(("value", "sgdr_period"), _cosine_restarts),
+    WarmupPolicy.INTERPOLATE: _Policy(("value", "start_interpolating_iters", "end_value"), _interpolate),
 }
 
 

@@ -13,15 +13,14 @@ from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.islands import Islands
 from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
-from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit
+from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 from shardopt.param_groups import PARAMS, STATE
-from shardopt.sharding.gradients import is_frozen, set_gradients, zero_gradients
+from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors
 from shardopt.staging_fence import wait_for_copies
-from shardopt.torch_private import step_nested
 
 ANCHORS = "anchors."
 """Before the name of a parameter: its anchor, in state."""
@@ -180,7 +179,7 @@ class OuterOptimizer(OptimizerWrapper):
         super().init_state(sparse_grad_parameter_names, names=self._anchors if names is None else names)
 
     def held_state_names(self) -> set[str]:
-        """Returns the wrapped optimizer's names, the position, and the anchors of which this rank has a share."""
+        """Returns the wrapped optimizer's names, the position, and the anchors that this rank has a share of."""
         return {*self._optimizer.held_state_names(), *self._own_state()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,15 +258,7 @@ class OuterOptimizer(OptimizerWrapper):
     def _outer_step(self, fragment: int) -> None:
         names, buckets = self._exchanges[fragment]
         buckets.end_mean()
-        views = iter(buckets.views)
-        for name in names:
-            anchor = self._anchors[name]
-            set_gradients(anchor, [next(views) for _ in local_tensors(anchor)])
-        try:
-            step_nested(self._optimizer)
-        finally:
-            for name in names:
-                zero_gradients(self._anchors[name], set_to_none=True)
+        step_by(self._optimizer, {name: self._anchors[name] for name in names}, buckets.views)
         del self._exchanges[fragment]  # not before: a step that has failed is not one that was taken
 
     def _merge(self, fragment: int, alpha: float) -> None:

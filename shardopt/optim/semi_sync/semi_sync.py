@@ -98,7 +98,7 @@ class SemiSync(CombinedOptimizer):
             raise StateError("islands cannot be synchronized so", [problem])
         refuse_unfit(inner, "inner")
         islands = Islands(group, SharedGroup(inner.group))
-        make_outer = _maker_of(outer, outer_options, inner.group)
+        make_outer = partial(_make_outer, outer, outer_options, inner.group)
         made = OuterOptimizer(inner, make_outer, islands, schedule, float(alpha))
         self._inner, self._outer, self._islands = inner, made, islands
         super().__init__([(f"{ISLANDS}.{islands.number}", inner), (GLOBAL, made)])
@@ -255,28 +255,20 @@ class SemiSync(CombinedOptimizer):
         self._index()
 
 
-def _maker_of(outer: Any, options: Mapping[str, Any] | None, island: Group | None) -> Factory:
-    """Returns what makes the outer optimizer of anchors."""
+def _make_outer(
+    outer: Any, options: Mapping[str, Any] | None, island: Group | None, anchors: Mapping[str, Tensor]
+) -> KeyedOptimizer:
+    """Makes the outer optimizer of anchors."""
     if isinstance(outer, str) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
         if options is None and isinstance(outer, str) and outer.lower() == "sgd":
             options = DILOCO
-        return partial(_keyed, outer, dict(options or {}), island)
+        return keyed(outer, dict(anchors), group=island, **(options or {}))
     if not callable(outer) or isinstance(outer, Optimizer) or options is not None:
         found = f"a {type(outer).__name__}" + ("" if options is None else " and outer_options")
         required = "an algorithm's name or class, or a function of {name: anchor} alone"
         remedy = 'pass outer="adamw" with outer_options, or lambda anchors: shardopt.keyed("adamw", anchors, lr=0.1)'
         raise OptionError("there is no outer optimizer", [Problem("outer", found, required, remedy)])
-    return partial(_made_by, outer)
-
-
-def _keyed(
-    algorithm: Any, options: dict[str, Any], island: Group | None, anchors: Mapping[str, Tensor]
-) -> KeyedOptimizer:
-    return keyed(algorithm, dict(anchors), group=island, **options)
-
-
-def _made_by(factory: Factory, anchors: Mapping[str, Tensor]) -> KeyedOptimizer:
-    made = factory(dict(anchors))
+    made = outer(dict(anchors))
     if not isinstance(made, KeyedOptimizer) or {*made.params} != {*anchors}:
         found = f"a {type(made).__name__}" + (f" of {len(made.params)}" if isinstance(made, KeyedOptimizer) else "")
         required = f"a KeyedOptimizer of all {len(anchors)} anchors, by their names"

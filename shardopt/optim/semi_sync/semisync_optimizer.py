@@ -14,14 +14,12 @@ from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
 from shardopt.optim.islands.islands import Islands
-from shardopt.optim.semi_sync.weights import refuse_unfit
+from shardopt.optim.semi_sync.weights import refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
-from shardopt.sharding.gradients import set_gradients, zero_gradients
 from shardopt.sharding.view import assemble, is_held, local_tensors
 from shardopt.staging_fence import wait_for_copies
-from shardopt.torch_private import step_nested
 
 __all__ = ["SemisyncOptimizer"]
 
@@ -231,13 +229,7 @@ class SemisyncOptimizer(CombinedOptimizer):
             weight.copy_(anchor)
         buckets.begin_mean(islands.column)
         buckets.end_mean()
-        views = iter(buckets.views)
-        for name in names:
-            param = self._global_params[name]
-            set_gradients(param, [next(views) for _ in local_tensors(param)])
-        step_nested(self._global_optimizer)
-        for name in names:
-            zero_gradients(self._global_params[name], set_to_none=True)
+        step_by(self._global_optimizer, {name: self._global_params[name] for name in names}, buckets.views)
         self._take_anchors()
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.low_precision.options import MASTER, STEP
 from shardopt.errors import AlgorithmError, LayoutError, Problem
 from shardopt.optim.base import KeyedOptimizer
+from shardopt.sharding.gradients import set_gradients, zero_gradients
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
+from shardopt.torch_private import step_nested
 
 
 def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
@@ -92,6 +94,23 @@ class Weights:
             weight.copy_(anchor if alpha == 0 else weight.to(anchor.dtype).lerp_(anchor, 1 - alpha))
             if param is not weight:
                 param.copy_(weight)
+
+
+def step_by(optimizer: KeyedOptimizer, tensors: Mapping[str, Tensor], gradients: Iterable[Tensor]) -> None:
+    """Steps an optimizer by gradients that its tensors have for this step alone.
+
+    Args:
+        tensors: name → tensor that it steps.
+        gradients: of the local tensors of all of them, in that order.
+    """
+    rest = iter(gradients)
+    for tensor in tensors.values():
+        set_gradients(tensor, [next(rest) for _ in local_tensors(tensor)])
+    try:
+        step_nested(optimizer)
+    finally:
+        for tensor in tensors.values():
+            zero_gradients(tensor, set_to_none=True)
 
 
 def _masters(inner: KeyedOptimizer, param: Tensor) -> Sequence[Tensor] | None:

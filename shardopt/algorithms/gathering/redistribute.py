@@ -6,33 +6,19 @@ an owner computes, the next round's matrices are on their way to it and the last
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.muon.assignment import BufferLayout, Job, Round, plan
+from shardopt.algorithms.gathering.assignment import BufferLayout, Round, plan
+from shardopt.algorithms.gathering.step import GatheredStep
 from shardopt.ranks import Exchange, Ranks
 from shardopt.sharding.box import Box
 
-
-class Task(Protocol):
-    """The computation on one matrix."""
-
-    @property
-    def job(self) -> Job:
-        """Where the matrix lies, and how much work it is."""
-
-    def local_boxes(self) -> Mapping[Box, Tensor]:
-        """Returns this rank's boxes of the matrix, in any dtype; called once, when they are to be sent."""
-
-    def compute(self, whole: Tensor) -> Tensor:
-        """Returns the result, of the same shape and dtype. Owner only; `whole` may be overwritten."""
-
-    def apply_box(self, box: Box, result: Tensor) -> None:
-        """Applies the result in one box, of the box's sizes: called once for each box that this rank holds."""
+Part = tuple[GatheredStep, int]
+"""A parameter, and the number of one of its parts."""
 
 
 class MatrixRedistributor:
@@ -49,19 +35,20 @@ class MatrixRedistributor:
         self._ranks, self._dtype, self._device = ranks, dtype, device
         self._most_elements = round_bytes // dtype.itemsize
 
-    def run(self, tasks: Sequence[Task], flags: Sequence[float] = ()) -> Tensor:
-        """Does the tasks, which are the same in the same order on every rank. Collective: two exchanges a round.
+    def run(self, parts: Sequence[Part], flags: Sequence[float] = ()) -> Tensor:
+        """Computes on parts, the same in the same order on every rank. Collective: two exchanges a round.
 
         Args:
-            tasks: one at least.
+            parts: one at least.
             flags: numbers that this rank sends to all others with the first exchange; as many on each rank.
 
         Returns:
             [R, len(flags)], the flags of each rank, in the dtype and on the device of the exchange.
         """
         ranks = self._ranks
-        rounds = plan(tuple(task.job for task in tasks), ranks.members, ranks.members[ranks.rank], self._most_elements)
-        gathering = self._gather(rounds[0], tasks, flags)
+        jobs = tuple(step.job(number) for step, number in parts)
+        rounds = plan(jobs, ranks.members, ranks.members[ranks.rank], self._most_elements)
+        gathering = self._gather(rounds[0], parts, flags)
         flags_of_ranks = torch.empty(0)
         returning: tuple[Round, Exchange] | None = None
         for number, here in enumerate(rounds):
@@ -70,23 +57,24 @@ class MatrixRedistributor:
             if not number:
                 flags_of_ranks = torch.stack(_headers(here.recv_from_holders, gathered, header))
             if number + 1 < len(rounds):
-                gathering = self._gather(rounds[number + 1], tasks)
-            results = self._return(here, gathered, tasks, header)
+                gathering = self._gather(rounds[number + 1], parts)
+            results = self._return(here, gathered, parts, header)
             if returning is not None:
-                _apply(*returning, tasks)
+                _apply(*returning, parts)
             returning = here, results
         if returning is not None:
-            _apply(*returning, tasks)
+            _apply(*returning, parts)
         return flags_of_ranks
 
-    def _gather(self, here: Round, tasks: Sequence[Task], flags: Sequence[float] = ()) -> Exchange:
+    def _gather(self, here: Round, parts: Sequence[Part], flags: Sequence[float] = ()) -> Exchange:
         header = len(flags)
         sent = self._buffer(here.send_to_owner, header)
         if header:
             own = torch.tensor(flags, dtype=self._dtype).to(self._device, non_blocking=True)
             torch._foreach_copy_(_headers(here.send_to_owner, sent, header), [own] * len(here.send_to_owner.counts))
         for number, segments in _by_matrix(here.send_to_owner, sent, header):
-            local_boxes = tasks[number].local_boxes()
+            step, part = parts[number]
+            local_boxes = step.local_boxes(part)
             for box, segment in segments:
                 segment.copy_(local_boxes[box])
         send_counts, recv_counts = (
@@ -94,18 +82,20 @@ class MatrixRedistributor:
         )
         return self._ranks.all_to_all(sent, send_counts, recv_counts)
 
-    def _return(self, here: Round, gathered: Tensor, tasks: Sequence[Task], header: int) -> Exchange:
+    def _return(self, here: Round, gathered: Tensor, parts: Sequence[Part], header: int) -> Exchange:
         sent = self._buffer(here.send_to_holders)
         matrices: dict[int, Tensor] = {}
         for number, segments in _by_matrix(here.recv_from_holders, gathered, header):
+            step, part = parts[number]
             if number not in matrices:
                 # Memory of its own even where the matrix came as one box: the bits of a product may depend on where
                 # its factors are aligned.
-                matrices[number] = gathered.new_empty(tasks[number].job.layout.shape)
+                matrices[number] = gathered.new_empty(step.parts[part].sizes)
             for box, segment in segments:
                 _box_of(matrices[number], box).copy_(segment)
         for number in here.owned:
-            matrices[number] = tasks[number].compute(matrices[number])
+            step, part = parts[number]
+            matrices[number] = step.compute(part, matrices[number])
         for number, segments in _by_matrix(here.send_to_holders, sent):
             for box, segment in segments:
                 segment.copy_(_box_of(matrices[number], box))
@@ -115,10 +105,11 @@ class MatrixRedistributor:
         return torch.empty(sum(layout.counts) + header * len(layout.counts), dtype=self._dtype, device=self._device)
 
 
-def _apply(here: Round, exchange: Exchange, tasks: Sequence[Task]) -> None:
+def _apply(here: Round, exchange: Exchange, parts: Sequence[Part]) -> None:
     for number, segments in _by_matrix(here.recv_from_owner, exchange.wait()):
+        step, part = parts[number]
         for box, segment in segments:
-            tasks[number].apply_box(box, segment)
+            step.apply(part, box, segment)
 
 
 def _by_matrix(layout: BufferLayout, buffer: Tensor, header: int = 0) -> Iterator[tuple[int, list[tuple[Box, Tensor]]]]:

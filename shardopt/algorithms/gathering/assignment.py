@@ -22,7 +22,7 @@ from shardopt.sharding.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One matrix: where it lies, and the cost of computing on it.
+    """One matrix: its layout, and the cost of computing on it.
 
     Args:
         layout: with the holders of each box.
@@ -42,9 +42,32 @@ class Job:
         return sum(box.numel * len(holders) for box, holders in zip(self.layout.boxes, holders_of_boxes, strict=True))
 
 
+@lru_cache(maxsize=4096)
+def layout_on(shape: tuple[int, ...], box: Box, rank: int) -> Layout:
+    """Returns the layout of a plain tensor, kept from step to step with its hash."""
+    return Layout.from_holders(shape, {box: (rank,)})
+
+
+@lru_cache(maxsize=8192)
+def job_of(layout: Layout, part: Box, cost: int, owner: int | None = None) -> Job:
+    """Returns the layout of a part of a parameter, in coordinates of its own, with its cost and owner.
+
+    Args:
+        layout: of the parameter, with the holders of each box.
+        part: its box in the parameter.
+        cost, owner: as of `Job`.
+    """
+    if layout.shape != part.sizes:
+        cut = zip(layout.boxes, layout.holders or (), strict=True)
+        common = ((box.intersect(part), holders) for box, holders in cut)
+        inside = {box.within(part): holders for box, holders in common if box is not None}
+        layout = Layout.from_holders(part.sizes, inside)
+    return Job(layout, cost, owner)
+
+
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The boxes that a rank sends or gets in one exchange, one behind the other as they lie in its buffer.
+    """The boxes that a rank sends or gets in one exchange, one behind the other as in its buffer.
 
     Args:
         boxes: the number of the matrix, and the box.
@@ -142,7 +165,7 @@ def _round(
 
 
 def _boxes(layout: Layout) -> Iterable[tuple[Box, tuple[int, ...]]]:
-    assert layout.holders is not None  # a tensor of which it is not said who holds it stays where it is
+    assert layout.holders is not None  # a tensor whose holders are not known stays where it is
     return zip(layout.boxes, layout.holders, strict=True)
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 
-class LateChecks:
+class DeferredChecks:
     """Numbers that are being copied to the host, and the checks to be run on them there. A copy has none."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Any, Callable[[Tensor], None]]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LateChecks, ()
+        return DeferredChecks, ()
 
     def defer(self, numbers: Tensor, check: Callable[[Tensor], None]) -> None:
         """Queues a check of numbers, to be run once they are on the host.

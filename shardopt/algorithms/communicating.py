@@ -1,0 +1,323 @@
+"""The bases of algorithms: what a step has around its equations.
+
+`AlgorithmOptimizer` evaluates the closure and loads state in its own dtypes. `CommunicatingOptimizer` is for algorithms
+that step on the parameters themselves, sharded as they are: its state follows from the registered spec, and a subclass
+has the equations, in one generator for each parameter. What this yields is added up over the ranks among which the
+parameter is cut, in one all-reduce for each group of ranks and for all parameters together; what comes after the last
+yield is the update:
+
+    def equations(self, step):
+        numbers = step.numbers(1, torch.float64)        # of this rank; and who has a gradient
+        numbers[0] = ...
+        yield [(numbers, step.cuts)]                    # from here on of all ranks
+        if step.is_due():
+            state = step.counted_state()
+            ...
+
+On the CPU a gradient that is absent or refused on some ranks is raised after the first exchange, on all ranks, before
+anything has changed. On an accelerator that would be to wait: there it is raised in a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from math import isnan, nan
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.deferred_checks import DeferredChecks
+from shardopt.algorithms.dense_gradients import dense_gradients
+from shardopt.algorithms.initial_state import made_of, restore_dtypes
+from shardopt.algorithms.reductions import Term, all_reduce_terms
+from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
+from shardopt.errors import GradientError, Problem, ShardoptError
+from shardopt.ranks import SharedGroup
+from shardopt.sharding.box import cover_faults
+from shardopt.sharding.gradients import requires_gradient, takes_gradient
+from shardopt.sharding.pieces import View
+from shardopt.sharding.reduced import ShardGroup, shard_groups_of
+from shardopt.sharding.view import device_of, is_held, local_tensors, view_of
+
+ABSENT = "gradients are absent on some ranks, or refused there"
+
+
+class AlgorithmOptimizer(Optimizer):
+    """A torch optimizer whose step evaluates the closure once, and then takes the subclass's `_take_step`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step; returns the closure's loss.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once, with gradients enabled.
+
+        Raises:
+            GradientError: a gradient is not one that the algorithm can step with; nothing was changed.
+        """
+        self._refuse_step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as torch does, but state of a dtype of its own in that, where torch casts to the parameter's."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self.spec, self, state_dict)
+
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """The spec that its class, or a base of it, is registered with."""
+        return find_spec(type(self), may_override=True) or spec_of(type(self))
+
+    def complete_state(self, parameter: Tensor) -> None:
+        """Gives the state of a parameter, if it has any, the shapes that it is saved with, where it has others."""
+
+    def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
+        """Yields those of a saved group's options that mean other state than is here: name, stored, own.
+
+        Args:
+            group: has the options of the code.
+            options: of the saved group.
+            kept: options that a load leaves as they are.
+        """
+        return ()
+
+    def _refuse_step(self) -> None:
+        """Raises where no step may be taken now; before the closure is called."""
+
+    def _take_step(self) -> None:
+        """Takes the step of all parameters, without gradients being recorded."""
+        raise NotImplementedError
+
+
+class ParameterStep:
+    """One parameter in one step, on this rank.
+
+    Attributes:
+        optimizer, group, parameter: whose step it is; its options; the user's tensor.
+        key: the parameter's FQN, "" where no keyed optimizer has given it; `name` is for errors.
+        view, local_tensors: what is here of the parameter.
+        is_held: whether this rank has elements of it.
+        cuts: the groups of ranks among which it is cut.
+        gradients: of the local tensors; None where there is none.
+        fault: why the gradient is refused; raised once the other ranks know of it.
+        counts: how many ranks have a gradient, and how many have shards but no gradient (NaN where one refuses its
+            own), once `numbers` were exchanged.
+    """
+
+    counts: Tensor
+
+    def __init__(self, optimizer: CommunicatingOptimizer, group: Options, parameter: Tensor) -> None:
+        self.optimizer, self.group, self.parameter = optimizer, group, parameter
+        self.key = optimizer.names.get(parameter, "")
+        self.view = view_of(parameter, self.key)
+        self.name = self.key or f"a parameter of shape {tuple(self.view.shape)}"
+        self.local_tensors = local_tensors(parameter)
+        self.is_held = is_held(parameter)
+        self.cuts: tuple[ShardGroup, ...] = shard_groups_of(parameter)
+        self.gradients: list[Tensor] | None = None
+        self.fault: ShardoptError | None = None
+        try:
+            self.gradients = self._read_gradients()
+        except GradientError as error:
+            self.fault = error
+
+    def _read_gradients(self) -> list[Tensor] | None:
+        """Returns the gradient of each local tensor; raises GradientError where the algorithm cannot step with it."""
+        return dense_gradients(self.parameter, self.name)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the local tensors."""
+        return device_of(self.parameter)
+
+    @property
+    def may_have_gradient(self) -> bool:
+        """Whether this rank has a gradient, or another one may: then all of them add up the same."""
+        return self.gradients is not None or self.fault is not None or requires_gradient(self.parameter)
+
+    @property
+    def all_or_none(self) -> bool:
+        """Whether all ranks must have a gradient, or none; of a ShardedTensor one on any rank is one for the whole."""
+        return takes_gradient(self.parameter)
+
+    def numbers(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Makes zeros for so many numbers of this rank, followed by its `counts`."""
+        numbers: Tensor = torch.zeros(count + 2, dtype=dtype, device=self.device)
+        self.counts = numbers[count:]
+        if self.local_tensors:
+            numbers[count if self.gradients is not None else count + 1] = nan if self.fault else 1.0
+        return numbers
+
+    def is_due(self) -> bool:
+        """Whether the parameter has a gradient, and this rank elements of it; valid once its `numbers` were exchanged.
+
+        Where other shards of a ShardedTensor have one, this rank's gradient is zeros from here on.
+        """
+        if not self.all_or_none and self.gradients is None and bool(self.counts[0] > 0):
+            self.gradients = [torch.zeros_like(local) for local in self.local_tensors]
+        return self.is_held and self.gradients is not None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The live state; empty where there is none."""
+        state: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return state
+
+    def counted_state(self) -> dict[str, Any]:
+        """Returns the live state, made where there is none, with this step counted."""
+        state: dict[str, Any] = self.optimizer.state[self.parameter]
+        if not state:
+            state.update(self.optimizer.initial_state(self.group, self.parameter))
+        if "step" in state:
+            state["step"] += 1
+        return state
+
+
+class CommunicatingOptimizer(AlgorithmOptimizer):
+    """The base of optimizers that are handed the user's tensors and communicate by themselves.
+
+    Every rank of a parameter must call `step` with it, and the same of them must have gradients.
+    """
+
+    names: Mapping[Tensor, str] = MappingProxyType({})
+    """Parameter → its FQN, for errors and for the order of parameters in exchanges; a keyed optimizer sets it."""
+
+    shared_group = SharedGroup()
+    """The ranks that train the parameters, for sums over all of them; a keyed optimizer sets it."""
+
+    step_type: ClassVar[type[ParameterStep]] = ParameterStep
+    exchanges: ClassVar[int] = 1
+    """How often `equations` yields."""
+
+    # --- the equations ---
+
+    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
+        """Yields this rank's summands of each exchange of a parameter's step; updates state and parameter at last.
+
+        Each exchange changes the yielded tensors to the sums over the ranks of their cuts, in place. Tensors have the
+        same shapes on all ranks of a cut. Before the first exchange nothing may be changed.
+        """
+        raise NotImplementedError
+
+    # --- the step ---
+
+    def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
+        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
+        entries = self.spec.entries(group, len(view_of(parameter).shape))
+        return {entry.name: made_of(entry, group, parameter) for entry in entries}
+
+    def initial_global(self) -> dict[str, Tensor]:
+        """Makes the state that belongs to no parameter as it is before the first step; changes nothing."""
+        return {}
+
+    def make_global(self) -> dict[str, Tensor]:
+        """Returns the state that belongs to no parameter, live; makes it where there is none yet."""
+        by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
+        state: dict[str, Tensor] = by_name[GLOBAL_STATE]
+        if not state:
+            state.update(self.initial_global())
+        return state
+
+    @property
+    def deferred(self) -> DeferredChecks:
+        """The checks of numbers that are on their way to the host."""
+        checks: DeferredChecks = self.__dict__.setdefault("_deferred_checks", DeferredChecks())
+        return checks  # copies are made without it
+
+    def _refuse_step(self) -> None:
+        self.deferred.run_ready()
+
+    def _take_step(self) -> None:
+        self._take([self._make_step(group, each) for group in self.param_groups for each in group["params"]])
+
+    def _make_step(self, group: Options, parameter: Tensor) -> ParameterStep:
+        return self.step_type(self, group, parameter)
+
+    def _take(self, steps: Sequence[Any]) -> None:
+        """Takes the step of some parameters."""
+        # Those that another rank may have a gradient of as well, so that all ranks add up the same. Where a number
+        # stands among others decides in which order ranks add it up, and so its last bit.
+        steps = sorted((each for each in steps if each.may_have_gradient), key=lambda step: step.key)
+        rounds = [self.equations(step) for step in steps]
+        self._reduce(chain.from_iterable(map(next, rounds)))
+        self._agree(steps)
+        while terms := [term for each in rounds for term in next(each, ())]:
+            self._reduce(terms)
+        raise_fault(steps)  # now that the others do not wait for this rank
+
+    def _reduce(self, terms: Iterable[Term]) -> None:
+        all_reduce_terms(terms)
+
+    def _agree(self, steps: Sequence[Any]) -> None:
+        """Raises where gradients are absent or refused on some ranks; defers that where it would be to wait."""
+        shared = [step for step in steps if step.cuts]
+        if all(is_on_host(step.counts) for step in shared):
+            raise_fault(steps)
+            refuse_absent([(step.name, step.all_or_none) for step in shared], [step.counts.tolist() for step in shared])
+            return
+        for device in {step.counts.device for step in shared}:
+            here = [step for step in shared if step.counts.device == device]
+            check = partial(_refuse_absent_late, [(step.name, step.all_or_none) for step in here])
+            self.deferred.defer(torch.cat([step.counts for step in here]), check)
+        if self.exchanges == 1:
+            raise_fault(steps)
+
+
+def raise_fault(steps: Iterable[ParameterStep]) -> None:
+    """Raises what is wrong with the first gradient that this rank refuses."""
+    for step in steps:
+        if step.fault is not None:
+            raise step.fault
+
+
+def refuse_absent(demands: Iterable[tuple[str, bool]], counts: Iterable[Sequence[float]]) -> None:
+    """Raises where some ranks of a parameter have a gradient and others have none.
+
+    Args:
+        demands: name of each parameter, and whether all of its ranks must have a gradient, or none.
+        counts: for each how many ranks have one, and how many have none (NaN where a rank refuses its own); the same
+            on all ranks.
+
+    Raises:
+        GradientError: some have one and others do not, or one refuses its own.
+    """
+    problems = []
+    for (name, all_or_none), (have, lack) in zip(demands, counts, strict=True):
+        if isnan(lack):
+            problems.append(absent(name, "one that a rank refuses"))
+        elif all_or_none and have and lack:
+            problems.append(absent(name, f"one on {have:g} of its ranks, none on {lack:g}"))
+    if problems:
+        raise GradientError(ABSENT, problems)
+
+
+def _refuse_absent_late(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:
+    refuse_absent(demands, counts.view(-1, 2).tolist())
+
+
+def absent(name: str, present: str) -> Problem:
+    """Describes a gradient that not all ranks of a parameter have."""
+    remedy = "give it zeros where a rank has nothing to do with it"
+    return Problem(f"{name}.grad", present, "one on all of its ranks, or on none", remedy)
+
+
+def uncovered(view: View) -> str:
+    """Returns why nobody knows the whole of a parameter; "" where its shards say who has the rest."""
+    if cover_faults(view.shape, view.layout.boxes):
+        return "shards that do not say where the rest of the parameter is"
+    return ""
+
+
+def is_on_host(numbers: Tensor) -> bool:
+    """Whether numbers can be read without waiting for a device."""
+    return numbers.is_cpu

@@ -1,0 +1,1 @@
+"""Parts of sharded parameters that are worked on whole, each by one owner."""

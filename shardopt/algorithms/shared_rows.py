@@ -1,0 +1,128 @@
+"""Steps of algorithms whose ranks share rows of parameters: a rank that has no gradient has zeros, and one that cannot
+step tells the others in the exchange for the rows, so that none of them steps what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from math import inf, isinf
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, is_on_host, raise_fault
+from shardopt.algorithms.reductions import Term
+from shardopt.errors import GradientError, Problem
+from shardopt.sharding.reduced import ShardGroup, shard_groups_of
+from shardopt.sharding.view import device_of
+
+
+def cuts_of_rows(parameter: Tensor) -> tuple[ShardGroup, ...]:
+    """Returns the groups of ranks that have parts of the same rows of a parameter."""
+    return tuple(cut for cut in shard_groups_of(parameter) if any(cut.dims))
+
+
+class SharedRows:
+    """What the ranks that share rows of one parameter exchange in a step.
+
+    Args:
+        parameter: whose rows are cut.
+        cuts: `cuts_of_rows`.
+        dtype: of the flag.
+
+    Attributes:
+        flag: one element: above 0 where a rank has a gradient, infinite where one cannot step; of this rank, and once
+            it was exchanged, as a sum or a maximum, of all.
+        refuses: whether this rank cannot step.
+    """
+
+    def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...], dtype: torch.dtype) -> None:
+        self.parameter, self.cuts, self.refuses = parameter, cuts, False
+        self.flag: Tensor = torch.zeros(1, dtype=dtype, device=device_of(parameter))
+
+    def refuse(self) -> None:
+        """Notes that this rank cannot step; before its numbers are exchanged."""
+        self.refuses = True
+        self.flag.fill_(inf)
+
+
+class RowSharingStep(ParameterStep):
+    """The step of one parameter whose rows several ranks may share.
+
+    Attributes:
+        shared: of those rows; None where each is whole on one rank, or no rank can have a gradient.
+    """
+
+    shared: SharedRows | None = None
+    waits: ClassVar[bool] = False
+    """Whether an accelerator is waited for to know what other ranks have; if not, refusals are raised in a later
+    step."""
+
+    @property
+    def knows(self) -> bool:
+        """Whether the flag of all ranks may be read."""
+        return self.shared is None or self.waits or is_on_host(self.shared.flag)
+
+    def is_due(self) -> bool:
+        """Whether the parameter has a gradient, and this rank a share of it; valid once ranks have agreed."""
+        if not self.is_held:
+            return False
+        if self.shared is None or not self.knows:
+            return self.gradients is not None
+        return bool(self.shared.flag > 0)
+
+
+class RowSharingOptimizer(CommunicatingOptimizer):
+    """The base of algorithms whose ranks exchange numbers of the rows that they share, and of no others."""
+
+    def _terms(self, step: Any) -> Iterable[Term]:
+        """Returns the flag and this rank's numbers of rows that are shared."""
+        raise NotImplementedError
+
+    def _update(self, step: Any) -> None:
+        """Updates state and parameter."""
+        raise NotImplementedError
+
+    def _take(self, steps: Sequence[Any]) -> None:
+        if any(step.fault is not None for step in steps):
+            for step in steps:
+                if step.shared is not None:
+                    step.shared.refuse()
+        super()._take(steps)
+
+    def equations(self, step: Any) -> Iterator[Iterable[Term]]:
+        yield () if step.shared is None else self._terms(step)
+        if step.is_due():
+            self._update(step)
+
+    def _agree(self, steps: Sequence[Any]) -> None:
+        """Raises on ranks that share rows with one that cannot step; a step later where that would be to wait."""
+        shared = [step for step in steps if step.shared is not None]
+        for device in {step.device for step in shared if not step.knows}:
+            here = [step for step in shared if step.device == device]
+            check = partial(_refuse_late, [(step.name, step.gradients is not None) for step in here])
+            self.deferred.defer(torch.cat([step.shared.flag for step in here]), check)
+        raise_fault(steps)
+        _refuse([step.name for step in shared if step.knows and isinf(step.shared.flag)])
+
+
+def _refuse_late(steps: Sequence[tuple[str, bool]], flags: Tensor) -> None:
+    """Raises where another rank has refused its gradients in an earlier step, or has had one that this one had not.
+
+    Args:
+        steps: name, and whether this rank had a gradient.
+        flags: of all ranks.
+    """
+    pairs = zip(steps, flags.tolist(), strict=True)
+    _refuse([name for (name, had), flag in pairs if isinf(flag) or (flag > 0 and not had)])
+
+
+def _refuse(names: Sequence[str]) -> None:
+    """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
+    problems = [
+        Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
+        for name in names
+    ]
+    if problems:
+        raise GradientError("a rank that shares rows cannot step", problems)
