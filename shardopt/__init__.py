@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from shardopt.version import __version__ as __version__
+
 __all__ = [
     "EMA",
     "LAMB",
