@@ -17,7 +17,7 @@ from shardopt.errors import MismatchError, Problem
 class MixtureSampler(ResumableSampler):
     """A `ResumableSampler` of several sources, each of which gives its share of every epoch by a weight.
 
-        sampler = shardopt.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
+        sampler = shardopt.data.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
         loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
 
     A source gives the same number of samples to each epoch, and goes on in the next one where it was: each of its

@@ -34,7 +34,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
             that fill batches.
         batch_size: of a global batch, in samples of all ranks together; at least the number of ranks.
         seed, shuffle, drop_last, rank, ranks: as for `shardopt.ResumableSampler`.
-        weights: of the sources of a `ConcatDataset`, to mix them as a `shardopt.MixtureSampler` does.
+        weights: of the sources of a `ConcatDataset`, to mix them as a `shardopt.data.MixtureSampler` does.
         options: of `StatefulDataLoader`: workers, collating, pinned memory.
 
     Raises:

@@ -197,7 +197,7 @@ class Averaging:
         Raises:
             StateError: names what to call.
         """
-        remedy = "call shardopt.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
+        remedy = "call shardopt.optim.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
         problem = Problem(type(self).__name__, "averages beside a model", "a module", remedy)
         raise StateError("averages have no modules of their own", [problem])
 

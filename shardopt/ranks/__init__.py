@@ -12,27 +12,20 @@ ranks (all of these together), kinds (exchanges by kinds of ranks), groups (whic
 threads).
 """
 
-from shardopt.ranks.calls import Call, as_call, call_on
-from shardopt.ranks.collectives import Exchange, Sum
-from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
-from shardopt.ranks.groups import Group, SharedGroup, ranks_among, ranks_of, refuse_lone_processes
-from shardopt.ranks.halt import Halt
-from shardopt.ranks.ranks import Ranks
-from shardopt.ranks.side import SideRanks
+from shardopt.exports import offer as _offer
+from shardopt.ranks.calls import Call as Call
+from shardopt.ranks.calls import as_call as as_call
+from shardopt.ranks.calls import call_on as call_on
+from shardopt.ranks.collectives import Exchange as Exchange
+from shardopt.ranks.collectives import Sum as Sum
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS as DEADLINE_SECONDS
+from shardopt.ranks.groups import Group as Group
+from shardopt.ranks.groups import SharedGroup as SharedGroup
+from shardopt.ranks.groups import ranks_among as ranks_among
+from shardopt.ranks.groups import ranks_of as ranks_of
+from shardopt.ranks.groups import refuse_lone_processes as refuse_lone_processes
+from shardopt.ranks.halt import Halt as Halt
+from shardopt.ranks.ranks import Ranks as Ranks
+from shardopt.ranks.side import SideRanks as SideRanks
 
-__all__ = [
-    "DEADLINE_SECONDS",
-    "Call",
-    "Exchange",
-    "Group",
-    "Halt",
-    "Ranks",
-    "SharedGroup",
-    "SideRanks",
-    "Sum",
-    "as_call",
-    "call_on",
-    "ranks_among",
-    "ranks_of",
-    "refuse_lone_processes",
-]
+_offer(__name__)

@@ -36,7 +36,7 @@ from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.storage import absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CorruptionError, MismatchError, OptionError, Problem
