@@ -28,8 +28,9 @@ class MixtureSampler(ResumableSampler):
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
         weights: of the sources: the ratio of the samples that they give. Positive.
         epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`.
-        batch_size, seed, drop_last, rank, ranks: as for `ResumableSampler`.
-        shuffle: whether sources, and each of them, are in a random order; else a source's samples are spread evenly.
+        batch_size: as for `ResumableSampler`.
+        options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`, whether sources, and
+            each of them, are in a random order; else a source's samples are spread evenly.
 
     Raises:
         ValueError: a source would give nothing to an epoch.

@@ -96,6 +96,9 @@ class RankPosition:
 
     On another number of ranks a load raises MismatchError, and changes nothing: the samples that one rank has seen of a
     stream say nothing about where two ranks are to begin.
+
+    Args:
+        loader: whose position is saved and restored.
     """
 
     def __init__(self, loader: StatefulDataLoader[Any]) -> None:

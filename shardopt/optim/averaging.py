@@ -448,7 +448,10 @@ class SWA(Averaging):
     """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
 
     Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
-    CPU rounds otherwise), but for tensors that are not floating-point. The arguments are `Averaging`'s.
+    CPU rounds otherwise), but for tensors that are not floating-point.
+
+    Args:
+        model, dtype, use_buffers, device, avg_fn, multi_avg_fn: as for `EMA`.
     """
 
     _entry = "swa"

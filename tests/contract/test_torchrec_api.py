@@ -19,7 +19,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 def names(module):
-    """The namespace that `from shardopt.optim.<module> import *` or, for "", `from shardopt.optim import *` would give."""
+    """The namespace that a star import of `shardopt.optim.<module>`, or for "" of `shardopt.optim`, would give."""
     there = importlib.import_module(f"shardopt.optim.{module}".rstrip("."))
     offered = getattr(there, "__all__", vars(there))  # some are imported when they are asked for
     return {name: getattr(there, name) for name in offered}
