@@ -2,7 +2,8 @@
 
 Pages link as they do on a code host, by paths in the repository: `[the table](../benchmarks/results/step.md)`. Of these
 
-- README.md is the site's first page, CHANGELOG.md and benchmarks/results/ are pages of it, none of them copied;
+- README.md is the site's first page, CHANGELOG.md, CONTRIBUTING.md, SECURITY.md and benchmarks/results/ are pages of
+  it, none of them copied;
 - any other file that is linked to becomes a page with its source.
 
 A link to what is not there is left as it is, which a strict build refuses.
@@ -28,6 +29,7 @@ _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and pictures that lie outside of docs/, and those files that pages link to."""
     taken = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+    taken |= {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
     for path in sorted((ROOT / "benchmarks" / "results").iterdir()):
         name = "index.md" if path.name == "README.md" else path.name
         taken[f"benchmarks/results/{path.name}"] = f"measured/{name}"

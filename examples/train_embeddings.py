@@ -73,7 +73,7 @@ def train(config: dict[str, Any], device: torch.device) -> None:
         ],
         init_device_mesh(device.type, (ranks,)),
     )
-    optimizer = tables.fuse(shardopt.RowWiseAdagrad, **config["optimizer"])
+    optimizer = tables.fuse(shardopt.optim.RowWiseAdagrad, **config["optimizer"])
 
     out = Path(config["out"])
     out.mkdir(parents=True, exist_ok=True)

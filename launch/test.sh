@@ -14,4 +14,4 @@ echo "test: ruff"
 echo "test: mypy"
 "$python" -m mypy
 echo "test: pytest"
-exec "$python" -m pytest -n 2 "$@"
+exec "$python" -m pytest -n 2 --durations=10 "$@"

@@ -33,7 +33,14 @@ from shardopt.redaction import redacted
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault: where, what was found, what is required, and the remedy, so that no debugger is needed."""
+    """One fault, said so that no debugger is needed.
+
+    Args:
+        key: where it is: a key, an option, a path.
+        found: what is there.
+        required: what would do.
+        remedy: what to do about it.
+    """
 
     key: str
     found: str

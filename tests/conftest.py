@@ -1,6 +1,7 @@
 """Options of the whole test suite."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -8,6 +9,10 @@ import pytest
 # Before torch is imported. As many workers of pytest as there are cores would each have as many threads, which wait for
 # one another in loops: with tensors as small as those of the tests that takes longer than what they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is started in the background, or by a service, ignores Ctrl-C, and so would all processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No example has a time limit of its own: on a busy machine that would fail a test that is right.
 hypothesis.settings.register_profile("shardopt", deadline=None)

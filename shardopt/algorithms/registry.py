@@ -219,6 +219,9 @@ _VARIANTS: dict[type[Optimizer], AlgorithmSpec] = {}
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
     """Registers an algorithm, process-wide.
 
+    Args:
+        spec: its class, name and state, and how it steps; it is returned.
+
     Raises:
         AlgorithmError: the class or the name is registered already with another spec.
     """
@@ -270,6 +273,9 @@ def find_spec(optimizer: type[Optimizer], may_override: bool = False) -> Algorit
 
 def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
     """Returns the spec of a class or of a name.
+
+    Args:
+        algorithm: a class, also one that inherits its `step` from one that is registered; or a name, in any case.
 
     Raises:
         AlgorithmError: it is not registered; the error lists the names that are.

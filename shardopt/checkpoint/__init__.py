@@ -1,55 +1,34 @@
 """Checkpoints of sharded state: saved by all ranks, committed by one manifest, loaded in place onto any layout."""
 
-from shardopt.checkpoint.async_save import async_save
-from shardopt.checkpoint.convert.convert import ConvertReport, convert
-from shardopt.checkpoint.load import load
-from shardopt.checkpoint.matching.strictness import Strictness
-from shardopt.checkpoint.peft import export_peft
-from shardopt.checkpoint.progress import progress_bar
-from shardopt.checkpoint.reports import LoadReport, SaveReport, add_listener, figures
-from shardopt.checkpoint.reshard import reshard
-from shardopt.checkpoint.run.export import Export
-from shardopt.checkpoint.run.manager import Manager
-from shardopt.checkpoint.run.mirror import Mirror, UploadReport
-from shardopt.checkpoint.run.preemption import Preemption
-from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.run.tiers.tier import Tier
-from shardopt.checkpoint.save import SaveOptions, save
-from shardopt.checkpoint.sources.open import open_checkpoint as open
-from shardopt.checkpoint.sources.reader import CheckpointReader, TensorInfo
-from shardopt.checkpoint.verify import VerifyReport, verify
-from shardopt.checkpoint.writing.pending import PendingSave
-from shardopt.sharding.box import Box
-from shardopt.state import PerRank
+from shardopt.checkpoint.async_save import async_save as async_save
+from shardopt.checkpoint.convert.convert import ConvertReport as ConvertReport
+from shardopt.checkpoint.convert.convert import convert as convert
+from shardopt.checkpoint.load import load as load
+from shardopt.checkpoint.matching.strictness import Strictness as Strictness
+from shardopt.checkpoint.peft import export_peft as export_peft
+from shardopt.checkpoint.progress import progress_bar as progress_bar
+from shardopt.checkpoint.reports import LoadReport as LoadReport
+from shardopt.checkpoint.reports import SaveReport as SaveReport
+from shardopt.checkpoint.reports import add_listener as add_listener
+from shardopt.checkpoint.reports import figures as figures
+from shardopt.checkpoint.reshard import reshard as reshard
+from shardopt.checkpoint.run.export import Export as Export
+from shardopt.checkpoint.run.manager import Manager as Manager
+from shardopt.checkpoint.run.mirror import Mirror as Mirror
+from shardopt.checkpoint.run.mirror import UploadReport as UploadReport
+from shardopt.checkpoint.run.preemption import Preemption as Preemption
+from shardopt.checkpoint.run.retention import Retention as Retention
+from shardopt.checkpoint.run.tiers.tier import Tier as Tier
+from shardopt.checkpoint.save import SaveOptions as SaveOptions
+from shardopt.checkpoint.save import save as save
+from shardopt.checkpoint.sources.open import open as open
+from shardopt.checkpoint.sources.reader import CheckpointReader as CheckpointReader
+from shardopt.checkpoint.sources.reader import TensorInfo as TensorInfo
+from shardopt.checkpoint.verify import VerifyReport as VerifyReport
+from shardopt.checkpoint.verify import verify as verify
+from shardopt.checkpoint.writing.pending import PendingSave as PendingSave
+from shardopt.exports import offer as _offer
+from shardopt.sharding.box import Box as Box
+from shardopt.state import PerRank as PerRank
 
-__all__ = [
-    "Box",
-    "CheckpointReader",
-    "ConvertReport",
-    "Export",
-    "LoadReport",
-    "Manager",
-    "Mirror",
-    "PendingSave",
-    "PerRank",
-    "Preemption",
-    "Retention",
-    "SaveOptions",
-    "SaveReport",
-    "Strictness",
-    "TensorInfo",
-    "Tier",
-    "UploadReport",
-    "VerifyReport",
-    "add_listener",
-    "async_save",
-    "convert",
-    "export_peft",
-    "figures",
-    "load",
-    "open",
-    "progress_bar",
-    "reshard",
-    "save",
-    "verify",
-]
+_offer(__name__)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.reading.fetch import pieces_in_order
-from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointExistsError, MismatchError, Problem

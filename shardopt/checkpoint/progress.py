@@ -37,6 +37,9 @@ def progress_bar(doing: str) -> Iterator[Progress | None]:
 
     Gives None where stderr is no terminal, rich is not installed, or this is not rank 0.
 
+    Args:
+        doing: stands before the bar.
+
     with checkpoint.progress_bar("saving") as progress:
         checkpoint.save(url, app, progress=progress)
     """

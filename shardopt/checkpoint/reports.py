@@ -127,8 +127,10 @@ class CopyReport(OfUrl):
 def add_listener(listener: Listener) -> Callable[[], None]:
     """Adds a listener that gets every report of this process; returns a function that removes it.
 
-    It is called when the work is done, by the thread that did it: for `async_save` and uploads one in the background.
-    An exception that it raises is logged, and does no harm to the work. For TensorBoard:
+    Args:
+        listener: called with the event ("save", "load", …) and its report when the work is done, by the thread that did
+            it: for `async_save` and uploads one in the background. An exception that it raises is logged, and does no
+            harm to the work. For TensorBoard:
 
         def to_tensorboard(event, report):
             for name, value in checkpoint.figures(report).items():
@@ -150,6 +152,9 @@ def figures(report: Any) -> dict[str, float]:
 
     Bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks; where a report does not know of all
     ranks, as that of a load, of this rank's bytes.
+
+    Args:
+        report: of a save, a load, a verification or any other work.
     """
     values = {field.name: getattr(report, field.name) for field in fields(report)}
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}

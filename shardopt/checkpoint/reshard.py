@@ -13,7 +13,7 @@ from shardopt.checkpoint.convert.to_own import chunked_layout, plan_own
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.sharding.layout import Layout
 from shardopt.world import world

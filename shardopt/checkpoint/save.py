@@ -138,6 +138,9 @@ def save(
             `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
             is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
             on every rank.
+        base: an earlier checkpoint in a directory beside this one, which must be there: boxes and rows that have the
+            same checksums in it are not written again, and the manifest refers to its data files. None writes all.
+        select: a regex; only keys in which it is found are saved.
         storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials; whatever
             this process opens at or below it from now on takes them too. They are stored nowhere, and in no message.
 

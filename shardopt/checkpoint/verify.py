@@ -67,6 +67,7 @@ def verify(
     refers to is a part of it; what else is in the same files is not.
 
     Args:
+        url: as for `open`.
         progress: called with the bytes done and the bytes there are, now and then, from several threads.
         base_root: as for `open`.
 

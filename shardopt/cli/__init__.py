@@ -1,5 +1,7 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command `shardopt`: looks into checkpoints, compares, verifies and rewrites them, without a job."""
 
-from shardopt.cli.entry import main
+from shardopt.cli.entry import main as main
+from shardopt.exports import offer as _offer
 
-__all__ = ["main"]
+_offer(__name__)

@@ -7,23 +7,15 @@ Ctrl-C, 141 where the reader of a pipe has ended: as shells have these.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardopt.cli.output import Output, ReaderGone
-from shardopt.cli.parse.declared import Verb
-from shardopt.cli.verbs import VERBS
+from shardopt.cli.parser import parse
 from shardopt.errors import OptionError, ShardoptError
-
-try:
-    from shardopt.cli.parse.typer_door import run
-except ModuleNotFoundError as error:  # the extra `cli` is not installed
-    if str(error.name).startswith("shardopt"):
-        raise
-    from shardopt.cli.parse.argparse_door import run
+from shardopt.version import __version__
 
 _WRONG, _WRONG_CALL, _INTERRUPTED, _READER_GONE = 1, 2, 130, 141
 
@@ -37,26 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: a wrong call (2), or help or the version was printed.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return run(VERBS, arguments, _version(), call)
+        verb, values = parse(sys.argv[1:] if arguments is None else arguments, __version__)
+        return _call(verb.function, **values)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def call(verb: Verb, values: Mapping[str, Any]) -> int:
+def _call(function: str, json: bool, **values: Any) -> int:
     """Runs a verb; returns the exit status. Errors of this package and of the system are printed as one line."""
-    output = Output(values["json"])
+    output = Output(json)
     try:
-        module, _, name = verb.function.partition(":")
-        function = getattr(importlib.import_module(module), name)
-        status: int = function(output, **{name: value for name, value in values.items() if name != "json"})
+        module, _, name = function.partition(":")
+        status: int = getattr(importlib.import_module(module), name)(output, **values)
         output.finish()
         return status
     except ReaderGone:
         return _end_of_pipe()
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except (ShardoptError, OSError) as error:
         return _fail(output, error)
 
@@ -76,10 +65,3 @@ def _end_of_pipe() -> int:
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     return _READER_GONE
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("shardopt")
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "(not installed)"

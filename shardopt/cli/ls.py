@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shardopt import checkpoint
+from shardopt.checkpoint.run.identity import run_at
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, look_at
 from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.run.shares import is_tier
+from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
-from shardopt.cli.ls_tiers import has_damage, ls_tier, print_tiers, tier_document, tiers_of
 from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural
 from shardopt.cli.rules import parse_rules
+from shardopt.errors import CheckpointError
 from shardopt.world import utc_text
 
 _STYLES = {
@@ -27,6 +28,12 @@ _STYLES = {
 }
 _WRONG = ("damaged", "unreadable")
 
+_SHARE_TEXTS = {"all": "all of it", "some": "a share of it"}
+_SHARE_STYLES = {"all": "green", "some": "", "damaged": "bold red", "unreadable": "bold red", "unfinished": "yellow"}
+
+Tier = tuple[Mapping[str, Any], TierListing | None]
+"""What the root of a run tells of a tier, and what this host has there, if anything."""
+
 
 def ls(
     output: Output, *, url: str, verify: bool, keep_last: int | None, keep_every: int | None, best: str | None
@@ -34,20 +41,20 @@ def ls(
     """Lists a run, a tier or one checkpoint; status 1 where one of those of the run is damaged or unreadable."""
     rules = parse_rules(keep_last, keep_every, best)
     if is_tier(url):
-        return ls_tier(output, url, verify)
+        return _ls_tier(output, url, verify)
     listing = list_run(url, verify)
-    tiers, problem = tiers_of(listing.url, verify)
+    tiers, problem = _tiers_of(listing.url, verify)
     if not (listing.checkpoints or listing.branches or tiers):
         listing = RunListing(listing.url, listing.branches, (_one(url, verify),))
     kept = listing.reasons_to_keep(rules)
     print_listing(output, listing, rules, kept)
-    print_tiers(output, tiers)
+    _print_tiers(output, tiers)
     if problem is not None:
         output.complain(problem)
-    output.data(document(listing, rules, kept) | {"tiers": [tier_document(*each) for each in tiers]})
+    output.data(document(listing, rules, kept) | {"tiers": [_tier_document(*each) for each in tiers]})
     is_wrong = any(each.condition in _WRONG and each.in_run for each in listing.checkpoints)
     is_wrong = is_wrong or problem is not None
-    return int(is_wrong or any(has_damage(here) for _, here in tiers if here is not None))
+    return int(is_wrong or any(_has_damage(here) for _, here in tiers if here is not None))
 
 
 def _one(url: str, verify: bool) -> Listed:
@@ -150,3 +157,106 @@ def _row(
 
 def _text(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
+
+
+def _ls_tier(output: Output, url: str, verify: bool) -> int:
+    """Lists a host's directory of a tier; status 1 where something there is damaged."""
+    listing = list_tier(url, verify)
+    _print_tier(output, listing)
+    output.line(
+        Span("Each host has its own; how many a step is on, and which are whole, Manager.where() tells.", "dim")
+    )
+    output.data(_tier_document({"path": listing.url}, listing))
+    return int(_has_damage(listing))
+
+
+def _tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
+    """Returns the tiers of the run in a root, and what keeps this host from telling of them; that is no reason not to
+    list the root.
+    """
+    try:
+        root = storage_of(url)
+        tiers = tiers_at(root)
+        run = run_at(root) if tiers else None
+        return [(tier, tier_here(str(tier["path"]), run, verify)) for tier in tiers], None
+    except CheckpointError as error:
+        return [], str(error)
+
+
+def _print_tiers(output: Output, tiers: Sequence[Tier]) -> None:
+    """Prints what this host has on each tier of a run, after what the root has."""
+    for tier, here in tiers:
+        rules = ", ".join(f"{name} {tier[name]}" for name in ("every", "keep_last", "copies") if name in tier)
+        if here is None:
+            output.line(
+                "tier ", Span(str(tier["path"]), "bold"), f" ({rules}): this host has nothing of this run there"
+            )
+        else:
+            _print_tier(output, here, rules)
+
+
+def _print_tier(output: Output, listing: TierListing, rules: str = "") -> None:
+    """Prints what a host has on a tier as a table."""
+    run = "of nobody knows which run"
+    if listing.run is not None:
+        run = f"of run {listing.run.id[:8]}, which began at {listing.run.root}"
+    begin, rules = ("tier ", f" ({rules})") if rules else ("", "")
+    shares = [each for each in listing.shares if each.have != "unfinished"]
+    output.line(
+        begin,
+        Span(listing.url, "bold"),
+        f"{rules}: what this host has of {plural(len(shares), 'checkpoint')} {run}, "
+        f"{nbytes_text(sum(each.nbytes_here or 0 for each in shares))}",
+    )
+    header = [Span(name, "dim") for name in ("step", "saved", "ranks", "files", "bytes", "of ranks", "here")]
+    output.table([header, *map(_share_row, listing.shares)], right=[0, 2, 3, 4])
+    for each in listing.shares:
+        for problem in each.problems:
+            output.complain(str(problem))
+
+
+def _has_damage(listing: TierListing) -> bool:
+    """Whether something that a host has on a tier is damaged or cannot be read."""
+    return any(each.have in ("damaged", "unreadable") for each in listing.shares)
+
+
+def _tier_document(tier: Mapping[str, Any], listing: TierListing | None) -> dict[str, Any]:
+    """Returns a tier as JSON has it; `here` is null where this host has nothing of the run there."""
+
+    def of(share: HostShare) -> dict[str, Any]:
+        wire = asdict(share)
+        del wire["place"]
+        return {"step": share.place.step, "branch": share.place.branch, **wire}
+
+    here = None
+    if listing is not None:
+        run = None if listing.run is None else listing.run._asdict()
+        here = {"url": listing.url, "run": run, "shares": [of(each) for each in listing.shares]}
+    return {**tier, "here": here}
+
+
+def _share_row(each: HostShare) -> list[Cell]:
+    counts = "" if each.files is None else f"{each.files_here} of {each.files}"
+    nbytes = ""
+    if each.nbytes is not None and each.nbytes_here is not None:
+        nbytes = f"{nbytes_text(each.nbytes_here)} of {nbytes_text(each.nbytes)}"
+    return [
+        Span(str(each.place.step) + (f" b{each.place.branch}" if each.place.branch else ""), "bold"),
+        "" if each.saved_at is None else utc_text(each.saved_at),
+        "" if each.world_size is None else f"{each.world_size:,}",
+        counts,
+        nbytes,
+        _ranges(each.ranks),
+        Span(_SHARE_TEXTS.get(each.have, each.have), _SHARE_STYLES[each.have]),
+    ]
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    """Returns "0-3, 7" for 0, 1, 2, 3, 7."""
+    ends: list[list[int]] = []
+    for rank in ranks:
+        if ends and rank == ends[-1][1] + 1:
+            ends[-1][1] = rank
+        else:
+            ends.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

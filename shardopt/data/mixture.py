@@ -17,7 +17,7 @@ from shardopt.errors import MismatchError, Problem
 class MixtureSampler(ResumableSampler):
     """A `ResumableSampler` of several sources, each of which gives its share of every epoch by a weight.
 
-        sampler = shardopt.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
+        sampler = shardopt.data.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
         loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
 
     A source gives the same number of samples to each epoch, and goes on in the next one where it was: each of its
@@ -28,8 +28,9 @@ class MixtureSampler(ResumableSampler):
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
         weights: of the sources: the ratio of the samples that they give. Positive.
         epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`.
-        batch_size, seed, drop_last, rank, ranks: as for `ResumableSampler`.
-        shuffle: whether sources, and each of them, are in a random order; else a source's samples are spread evenly.
+        batch_size: as for `ResumableSampler`.
+        options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`, whether sources, and
+            each of them, are in a random order; else a source's samples are spread evenly.
 
     Raises:
         ValueError: a source would give nothing to an epoch.

@@ -42,7 +42,11 @@ def log_figures(log: Log, *, step: Callable[[], int], all_ranks: bool = False) -
 
 
 def tensorboard(writer: Any) -> Log:
-    """Returns a function for `log_figures` that writes scalars with a `SummaryWriter`, and flushes them."""
+    """Returns a function for `log_figures` that writes scalars, and flushes them.
+
+    Args:
+        writer: a `SummaryWriter` of TensorBoard.
+    """
 
     def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

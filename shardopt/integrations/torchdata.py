@@ -34,7 +34,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
             that fill batches.
         batch_size: of a global batch, in samples of all ranks together; at least the number of ranks.
         seed, shuffle, drop_last, rank, ranks: as for `shardopt.ResumableSampler`.
-        weights: of the sources of a `ConcatDataset`, to mix them as a `shardopt.MixtureSampler` does.
+        weights: of the sources of a `ConcatDataset`, to mix them as a `shardopt.data.MixtureSampler` does.
         options: of `StatefulDataLoader`: workers, collating, pinned memory.
 
     Raises:
@@ -96,6 +96,9 @@ class RankPosition:
 
     On another number of ranks a load raises MismatchError, and changes nothing: the samples that one rank has seen of a
     stream say nothing about where two ranks are to begin.
+
+    Args:
+        loader: whose position is saved and restored.
     """
 
     def __init__(self, loader: StatefulDataLoader[Any]) -> None:

@@ -47,6 +47,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
             of shardopt to begin with, of which the model alone is taken where `initial_load_model_only` is set.
         dataloader, model_parts, optimizers, lr_schedulers, states: of the trainer; loaded in place.
         sd_adapter: is not used: `shardopt convert` writes other formats.
+        base_folder: what `folder` is relative to.
 
     Raises:
         OptionError: an option of `config` that is not here.

@@ -197,7 +197,7 @@ class Averaging:
         Raises:
             StateError: names what to call.
         """
-        remedy = "call shardopt.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
+        remedy = "call shardopt.optim.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
         problem = Problem(type(self).__name__, "averages beside a model", "a module", remedy)
         raise StateError("averages have no modules of their own", [problem])
 
@@ -448,7 +448,10 @@ class SWA(Averaging):
     """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
 
     Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
-    CPU rounds otherwise), but for tensors that are not floating-point. The arguments are `Averaging`'s.
+    CPU rounds otherwise), but for tensors that are not floating-point.
+
+    Args:
+        model, dtype, use_buffers, device, avg_fn, multi_avg_fn: as for `EMA`.
     """
 
     _entry = "swa"

@@ -13,6 +13,9 @@ class FusedOptimizer(KeyedOptimizer, abc.ABC):
     """A keyed optimizer whose parameters are updated while backward runs, so that no gradient is ever stored.
 
     Options of the groups that are changed between two backwards (schedules, warm-up) hold from the next one.
+
+    Args:
+        params, state, param_groups: as for `KeyedOptimizer`.
     """
 
     @property

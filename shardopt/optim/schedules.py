@@ -18,8 +18,11 @@ from shardopt.ranks import ranks_of
 class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
     """torch's, by the mean of a metric over all ranks, so that every rank reduces its rate at the same step.
 
-    Arguments and state are those of torch's. Given the loss of a rank's own batch, torch's reduces the rate on some
+    Its state is that of torch's. Given the loss of a rank's own batch, torch's reduces the rate on some
     ranks and not on others, which then train different models (`KeyedOptimizer.check_agreement` finds it).
+
+    Args:
+        optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as for torch's.
     """
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]  # as torch's

@@ -11,25 +11,19 @@ calls (what rounds are for), failures (errors as JSON), lost (who does not answe
 ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are, also for threads).
 """
 
-from shardopt.ranks.calls import Call, as_call, call_on
-from shardopt.ranks.collectives import Exchange
-from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
-from shardopt.ranks.groups import Group, SharedGroup, SideRanks, ranks_among, ranks_of, refuse_lone_processes
-from shardopt.ranks.halt import Halt
-from shardopt.ranks.ranks import Ranks
+from shardopt.exports import offer as _offer
+from shardopt.ranks.calls import Call as Call
+from shardopt.ranks.calls import as_call as as_call
+from shardopt.ranks.calls import call_on as call_on
+from shardopt.ranks.collectives import Exchange as Exchange
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS as DEADLINE_SECONDS
+from shardopt.ranks.groups import Group as Group
+from shardopt.ranks.groups import SharedGroup as SharedGroup
+from shardopt.ranks.groups import SideRanks as SideRanks
+from shardopt.ranks.groups import ranks_among as ranks_among
+from shardopt.ranks.groups import ranks_of as ranks_of
+from shardopt.ranks.groups import refuse_lone_processes as refuse_lone_processes
+from shardopt.ranks.halt import Halt as Halt
+from shardopt.ranks.ranks import Ranks as Ranks
 
-__all__ = [
-    "DEADLINE_SECONDS",
-    "Call",
-    "Exchange",
-    "Group",
-    "Halt",
-    "Ranks",
-    "SharedGroup",
-    "SideRanks",
-    "as_call",
-    "call_on",
-    "ranks_among",
-    "ranks_of",
-    "refuse_lone_processes",
-]
+_offer(__name__)

@@ -75,7 +75,11 @@ class Box(NamedTuple):
 
 
 def whole(shape: Iterable[int]) -> Box:
-    """Returns the box that holds every element of a tensor of this shape."""
+    """Returns the box that holds every element of a tensor.
+
+    Args:
+        shape: of the tensor.
+    """
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)
 

@@ -31,6 +31,9 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
     ranks of the mesh must call. Sparse gradients are handed through. Shards of ShardedTensor and LocalShardsWrapper
     carry their own gradients.
 
+    Args:
+        param: of any kind that `view_of` knows.
+
     Raises:
         GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
             another shape, global or local, or is sparse where it would have to be redistributed.

@@ -56,6 +56,9 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     shards of a ShardedTensor or LocalShardsWrapper (none or several); of a wrapper of one tensor that it wraps.
 
     The same objects each time while the tensor's storage is not replaced. Nothing is checked, waited for or copied.
+
+    Args:
+        tensor: of any kind that `view_of` knows.
     """
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 import shardopt
 from shardopt import (
-    CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
-    OptimizerWrapper,
     WarmupOptimizer,
     WarmupPolicy,
     WarmupStage,
     checkpoint,
 )
+from shardopt.optim import CombinedOptimizer, OptimizerWrapper
 from tests.support.optimizers import Counting, same, train
 
 WRAPPERS = ["wrap", "clip", "count", "warm"]

@@ -394,7 +394,7 @@ def test_repr_tells_what_it_is_made_of(build):
 def test_lbfgs_inside_is_refused_before_anything_is_changed(build):
     params = parameters()
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = shardopt.CombinedOptimizer([build(params), ("lbfgs", shardopt.keyed("lbfgs", {"w": weight}))])
+    optimizer = shardopt.optim.CombinedOptimizer([build(params), ("lbfgs", shardopt.keyed("lbfgs", {"w": weight}))])
     train_before = snapshot(optimizer, params)
     give_gradients(params, 0)
     with pytest.raises(AlgorithmError, match="LBFGS"):

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 import shardopt
-from shardopt import CombinedOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
+from shardopt import WarmupOptimizer, WarmupPolicy, WarmupStage
 from shardopt.errors import StateError
+from shardopt.optim import CombinedOptimizer
 from tests.harness import run_ranks
 from tests.support.clipped import Case, Meshes, first_stage, last_stage, make_job, on_each_half, table, whole
 

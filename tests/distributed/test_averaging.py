@@ -157,20 +157,20 @@ def update_bn_on_ranks(url):
     swa = shardopt.SWA(net)
     own = statistics(net)
     with swa.swap():
-        shardopt.update_bn([batch(step) for step in range(rank, 6, ranks)], net)
+        shardopt.optim.update_bn([batch(step) for step in range(rank, 6, ranks)], net)
         actual = statistics(net)
         checkpoint.save(url, {"model": net}, check_replicas="all")  # refused where ranks differ
     after = statistics(net)
     assert all(torch.equal(after[name], value) for name, value in own.items())
 
     uneven = normalized()  # plain: ranks may have other numbers of batches
-    shardopt.update_bn([batch(step) for step in range(6) if (step == 0) == (rank == 0)], uneven)
+    shardopt.optim.update_bn([batch(step) for step in range(6) if (step == 0) == (rank == 0)], uneven)
     return actual, statistics(uneven)
 
 
 def test_batch_norm_statistics_are_those_of_all_batches(tmp_path):
     alone = normalized()
-    shardopt.update_bn([batch(step) for step in range(6)], alone)
+    shardopt.optim.update_bn([batch(step) for step in range(6)], alone)
     results = run_ranks(2, update_bn_on_ranks, str(tmp_path / "c"))
     for actual, uneven in results:
         for name, value in statistics(alone).items():
@@ -195,7 +195,7 @@ def reduce_on_plateau(kind):
 
 
 def test_a_plateau_of_the_mean_is_seen_by_all_ranks():
-    actual = run_ranks(3, reduce_on_plateau, shardopt.ReduceLROnPlateau)
+    actual = run_ranks(3, reduce_on_plateau, shardopt.optim.ReduceLROnPlateau)
     assert actual[0] == actual[1] == actual[2]
     assert [rate for (rate,) in actual[0][0]] == [1.0, 0.5, 0.25, 0.25, 0.125]
     torchs = run_ranks(3, reduce_on_plateau, lr_scheduler.ReduceLROnPlateau)

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardopt
-from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer
+from shardopt import GradientClipping, GradientClippingOptimizer
 from shardopt.errors import GradientError, LayoutError, RankError
+from shardopt.optim import CombinedOptimizer
 from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.view import assemble
 from tests.harness import Fault, run_ranks, run_ranks_outcomes

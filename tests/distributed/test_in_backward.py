@@ -98,7 +98,7 @@ def backward(net, layout, step, sometimes=True):
 
 
 def train(net, optimizer, layout, accumulation, steps=range(STEPS)):
-    fused = isinstance(optimizer, shardopt.FusedOptimizer)
+    fused = isinstance(optimizer, shardopt.optim.FusedOptimizer)
     for step in steps:
         if accumulation == "within fully_shard":
             net.again = ()  # with it, `fully_shard` hands gradients over in parts

@@ -161,7 +161,7 @@ def own_nothing(path, wrapped):
                 params[name].grad = DTensor.from_local(torch.ones(3, 2), mesh, [Replicate()], **spec)
         adamw = shardopt.keyed("adamw", {"a": params["a"]})
         sgd = shardopt.keyed("sgd", {"b": params["b"]}, momentum=0.9)
-        both = shardopt.CombinedOptimizer([("x", adamw), ("y", sgd)])
+        both = shardopt.optim.CombinedOptimizer([("x", adamw), ("y", sgd)])
         if not wrapped:
             return both
         warm = shardopt.WarmupOptimizer(both, [shardopt.WarmupStage(max_iters=4)], lr=0.1)

@@ -113,7 +113,7 @@ def built(algorithm, params, nested):
             (key, shardopt.keyed(algorithm, {name: params[name] for name in those}, **ALGORITHMS[algorithm]))
             for key, those in (("one", names[:3]), ("two.deep", names[3:]))
         ]
-        return shardopt.CombinedOptimizer(parts)
+        return shardopt.optim.CombinedOptimizer(parts)
     optimizer = shardopt.keyed(algorithm, params, **ALGORITHMS[algorithm])
     if nested == "wrapped":
         stages = [shardopt.WarmupStage(shardopt.WarmupPolicy.LINEAR, max_iters=3, value=0.5)]

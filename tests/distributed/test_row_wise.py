@@ -7,9 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import shardopt
-from shardopt import RowWiseAdagrad, RowWiseAdam, checkpoint
+from shardopt import checkpoint
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import GradientError
+from shardopt.optim import RowWiseAdagrad, RowWiseAdam
 from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.fake_rank import shard

@@ -10,10 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
-from shardopt import CombinedOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
+from shardopt import WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.errors import InputError, PartialLoadError, RankError
 from shardopt.nn import ShardedEmbeddingBag, Table
+from shardopt.optim import CombinedOptimizer
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks
 from tests.support.embeddings import (
@@ -33,7 +34,7 @@ ALGORITHMS = {
     "sparseadam": (torch.optim.SparseAdam, {"lr": 0.01}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "sgd": (torch.optim.SGD, {"lr": 0.01}),
-    "rowwiseadagrad": (shardopt.RowWiseAdagrad, {"lr": 0.1}),
+    "rowwiseadagrad": (shardopt.optim.RowWiseAdagrad, {"lr": 0.1}),
 }
 RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-13}
 

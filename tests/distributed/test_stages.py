@@ -133,7 +133,7 @@ class Training:
         self.keyed = shardopt.keyed("adamw", odd, lr=0.0625, groups=groups)
         self.clipped = shardopt.GradientClippingOptimizer(self.keyed, "value", max_gradient=0.5)
         self.scaler = shardopt.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        self.schedule = shardopt.ReduceLROnPlateau(self.clipped, factor=0.5, patience=0)
+        self.schedule = shardopt.optim.ReduceLROnPlateau(self.clipped, factor=0.5, patience=0)
         self.average = shardopt.EMA(self.model, decay=0.75)
         self.app = {
             "model": self.model,

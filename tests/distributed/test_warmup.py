@@ -8,7 +8,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardopt
 from shardopt import (
-    CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
     WarmupOptimizer,
@@ -17,6 +16,7 @@ from shardopt import (
     checkpoint,
 )
 from shardopt.errors import MismatchError
+from shardopt.optim import CombinedOptimizer
 from tests.harness import run_ranks
 
 STAGES = [WarmupStage(max_iters=4, value=0.1), WarmupStage(WarmupPolicy.POLY, max_iters=12, value=2.0)]

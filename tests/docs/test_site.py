@@ -23,6 +23,7 @@ PACKAGES = [
     "shardopt.checkpoint.dcp",
     "shardopt.checkpoint.rearrange",
     "shardopt.checkpoint.rearrange.families",
+    "shardopt.data",
     "shardopt.nn",
     "shardopt.algorithms",
     "shardopt.sharding",

@@ -123,7 +123,7 @@ def test_it_can_be_overridden(name):
 
 def test_a_factorys_optimizer_steps_as_it_was_made():
     params = fresh()
-    train(shardopt.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.AdamW(tensors, lr=0.1)), params)
+    train(shardopt.optim.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.AdamW(tensors, lr=0.1)), params)
     assert same(params, torch_trained("AdamW", foreach=False, lr=0.1))
 
 

@@ -240,7 +240,7 @@ class CountedRate(float):
         return float.__float__(self)
 
 
-@pytest.mark.parametrize("algorithm", [shardopt.Lion, shardopt.AdEMAMix, shardopt.ScheduleFreeSGD])
+@pytest.mark.parametrize("algorithm", [shardopt.optim.Lion, shardopt.optim.AdEMAMix, shardopt.optim.ScheduleFreeSGD])
 def test_a_learning_rate_is_read_once_a_group(algorithm, monkeypatch):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
     optimizer = algorithm([{"params": params[:3]}, {"params": params[3:]}], lr=CountedRate(0.1))

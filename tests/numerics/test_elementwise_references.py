@@ -90,11 +90,13 @@ def wrappers():
 
     return {
         "keyed": lambda optimizer: optimizer,
-        "wrapper": shardopt.OptimizerWrapper,
-        "combined": lambda optimizer: shardopt.CombinedOptimizer([("a", optimizer)]),
+        "wrapper": shardopt.optim.OptimizerWrapper,
+        "combined": lambda optimizer: shardopt.optim.CombinedOptimizer([("a", optimizer)]),
         "clipped": clipped,
         "warm": warm,
-        "all": lambda optimizer: clipped(warm(shardopt.CombinedOptimizer([shardopt.OptimizerWrapper(optimizer)]))),
+        "all": lambda optimizer: clipped(
+            warm(shardopt.optim.CombinedOptimizer([shardopt.optim.OptimizerWrapper(optimizer)]))
+        ),
     }
 
 
@@ -143,7 +145,7 @@ def test_a_refused_step_changes_nothing_in_other_children():
     first = {"w0": params["w0"]}
     rest = {name: parameter for name, parameter in params.items() if name != "w0"}
     free = shardopt.keyed("ScheduleFreeSGD", rest)
-    optimizer = shardopt.CombinedOptimizer([shardopt.keyed("adamw", first), free])
+    optimizer = shardopt.optim.CombinedOptimizer([shardopt.keyed("adamw", first), free])
     clipping = shardopt.GradientClippingOptimizer(optimizer, shardopt.GradientClipping.VALUE, max_gradient=1e-3)
     train(clipping, params, last=1)
     clipping.eval()

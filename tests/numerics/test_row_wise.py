@@ -10,9 +10,9 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
-from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms.row_wise import row_rules
 from shardopt.errors import AlgorithmError, GradientError
+from shardopt.optim import RowWiseAdagrad, RowWiseAdam
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.support.fake_rank import fake_rank, shard
 

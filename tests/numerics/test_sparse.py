@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
-from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms import Kind, spec_of
+from shardopt.optim import RowWiseAdagrad, RowWiseAdam
 from shardopt.sharding.view import is_held
 from tests.support.fake_rank import fake_rank
 from tests.support.placement import give_gradient, pieces_of

@@ -58,7 +58,7 @@ def test_a_parameter_that_came_later_is_added_or_the_optimizer_made_after(way):
 
 def test_a_group_goes_to_the_one_that_is_meant():
     one, other = app_of(steps=1), app_of(steps=1)
-    combined = shardopt.CombinedOptimizer([("a", one["optimizer"]), ("b", other["optimizer"])])
+    combined = shardopt.optim.CombinedOptimizer([("a", one["optimizer"]), ("b", other["optimizer"])])
     group = {"params": {"scale": torch.nn.Parameter(torch.ones(2))}}
     remedy = "call add_param_group of the one that is meant, in `optimizers`"
     refused(remedy, combined.add_param_group, group)

@@ -351,8 +351,8 @@ def test_what_is_offered_is_what_state_dict_gives():
     ):
         refused(remedy, other["optimizer"].load_state_dict, wrong)
         other["optimizer"].load_state_dict(state)
-    combined = shardopt.CombinedOptimizer([("a", other["optimizer"])])
-    theirs = shardopt.CombinedOptimizer([("a", app["optimizer"])]).state_dict()
+    combined = shardopt.optim.CombinedOptimizer([("a", other["optimizer"])])
+    theirs = shardopt.optim.CombinedOptimizer([("a", app["optimizer"])]).state_dict()
     for section in ("state", "param_groups"):
         remedy = "load what state_dict() of a combined optimizer gave"
         refused(remedy, combined.load_state_dict, {**theirs, section: 3})

@@ -7,16 +7,14 @@ import torch
 
 import shardopt
 from shardopt import (
-    CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizer,
-    KeyedOptimizerWrapper,
-    OptimizerWrapper,
     WarmupOptimizer,
     WarmupPolicy,
     WarmupStage,
 )
+from shardopt.optim import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 Parameters = dict[str, torch.nn.Parameter]
 # The for-loop, which computes the same bits however parameters are sharded.

@@ -24,7 +24,7 @@ CLASSES = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
     "muon": torch.optim.Muon,
-    "rowwiseadagrad": shardopt.RowWiseAdagrad,  # torch has none; on plain tensors it is an optimizer as torch's
+    "rowwiseadagrad": shardopt.optim.RowWiseAdagrad,  # torch has none; on plain tensors it is an optimizer as torch's
 }
 
 

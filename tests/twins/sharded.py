@@ -76,7 +76,7 @@ class Sharded:
             return made[0]
         if self.kind == "nested":
             made = [(key, optimizer) for key, optimizer in zip(KEYS, made, strict=True)]
-        combined = shardopt.CombinedOptimizer(made)
+        combined = shardopt.optim.CombinedOptimizer(made)
         if self.kind == "nested":
             combined = shardopt.GradientClippingOptimizer(combined, shardopt.GradientClipping.NORM, 1e9)
         combined.save_param_groups(True)

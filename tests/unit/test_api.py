@@ -44,6 +44,19 @@ def test_what_all_names_exists(name):
     assert [public for public in getattr(module, "__all__", []) if not hasattr(module, public)] == []
 
 
+def test_the_root_has_the_names_of_a_first_page():
+    """All else is one step down, in the package that it belongs to."""
+    assert len(shardopt.__all__) <= 20
+    assert {*shardopt.__all__} <= {"keyed", *shardopt.optim.__all__, *shardopt.data.__all__}
+
+
+def test_star_imports_bring_what_is_offered():
+    for name in ("shardopt", "shardopt.optim", "shardopt.checkpoint"):
+        brought = {}
+        exec(f"from {name} import *", brought)
+        assert sorted(brought.keys() - {"__builtins__"}) == sorted(importlib.import_module(name).__all__)
+
+
 def _as_ruff_sorts(name):
     """Constants, then classes, then functions, each by the alphabet (its rule RUF022)."""
     return (not name.isupper(), not name[0].isupper(), name)

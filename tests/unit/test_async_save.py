@@ -119,7 +119,7 @@ OPTIMIZERS = {
     "warm-up": lambda model: shardopt.WarmupOptimizer(
         adam(model), [shardopt.WarmupStage(shardopt.WarmupPolicy.LINEAR, max_iters=9)], lr=0.1
     ),
-    "combined": lambda model: shardopt.CombinedOptimizer(
+    "combined": lambda model: shardopt.optim.CombinedOptimizer(
         [
             ("a", shardopt.keyed("adamw", [("first.weight", model.first.weight)], lr=0.1)),
             ("b", shardopt.keyed("sgd", [("last.weight", model.last.weight)], lr=0.1, momentum=0.9)),
@@ -184,7 +184,7 @@ def test_what_may_change_before_a_step_is_not_left_for_later():
     assert changed_by_steps_alone(flatten({"net": model})) == set()
 
 
-class InBackward(shardopt.KeyedOptimizerWrapper):
+class InBackward(shardopt.optim.KeyedOptimizerWrapper):
     """Momentum SGD whose updates are made when a gradient is there; calls no hook."""
 
     updates_in_backward = True

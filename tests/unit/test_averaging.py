@@ -401,7 +401,7 @@ def test_update_bn_is_torchs_in_one_process():
     loader = [(batch(step), step) for step in range(5)]
     ours.eval()
     theirs.eval()
-    shardopt.update_bn(loader, ours)
+    shardopt.optim.update_bn(loader, ours)
     torch.optim.swa_utils.update_bn(loader, theirs)
     assert_equal(values(ours), values(theirs))
     assert ours[1].num_batches_tracked == 5 and not ours.training
@@ -414,7 +414,7 @@ def test_the_statistics_of_the_averages_leave_with_them():
     train(net, optimizer, range(4))
     own = values(net)
     with swa.swap():
-        shardopt.update_bn([batch(step) for step in range(3)], net)
+        shardopt.optim.update_bn([batch(step) for step in range(3)], net)
         assert net[1].num_batches_tracked == 3
     assert_equal(values(net), own)
 
@@ -608,7 +608,7 @@ def test_ramped_decays():
     decays = []
 
     def told(n):
-        decays.append(shardopt.ramped_decay(0.3, inv_gamma=2.0, power=0.75)(n))
+        decays.append(shardopt.optim.ramped_decay(0.3, inv_gamma=2.0, power=0.75)(n))
         return decays[-1]
 
     ema = shardopt.EMA(net, told)
@@ -621,12 +621,12 @@ def test_ramped_decays():
         ema.update()
     assert torch.equal(averages(ema)["0.weight"], wanted)
     assert decays[0] == pytest.approx(1 - 1.5**-0.75) and decays[-1] == 0.3 and decays == sorted(decays)
-    simple = shardopt.ramped_decay(0.5)
+    simple = shardopt.optim.ramped_decay(0.5)
     assert [simple(n) for n in (1, 2, 100)] == [2 / 11, 3 / 12, 0.5]
     assert copy.deepcopy(simple) == simple
     for bad in ({"decay": 2.0}, {"inv_gamma": 0.0}, {"power": -1.0}):
         with pytest.raises(StateError, match=next(iter(bad))):
-            shardopt.ramped_decay(**bad)
+            shardopt.optim.ramped_decay(**bad)
     wrong = shardopt.EMA(net, lambda n: 2.0)
     wrong.update()
     before = {name: value.clone() for name, value in averages(wrong).items()}
@@ -698,7 +698,7 @@ def test_torchs_calls_are_taken_or_refused_by_name():
     before = model[1].running_mean.clone()
     for update in (torch.optim.swa_utils.update_bn, shardopt.optim.update_bn):
         with pytest.raises(
-            StateError, match=r"EMA: found averages beside a model; .*shardopt.update_bn\(loader, model\)"
+            StateError, match=r"EMA: found averages beside a model; .*shardopt.optim.update_bn\(loader, model\)"
         ):
             update(batches, ema)
     assert torch.equal(model[1].running_mean, before) and model.training

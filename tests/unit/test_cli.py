@@ -1,4 +1,4 @@
-"""The command line as a whole: its parsers, statuses and errors; the verbs that need no file of tests of their own."""
+"""The command line as a whole: its parser, statuses and errors; the verbs that need no file of tests of their own."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
+import shardopt
 from shardopt import checkpoint
-from shardopt.cli import entry, main
-from shardopt.cli.parse import argparse_door
+from shardopt.cli import main
 from shardopt.cli.verbs import VERBS
 from tests.support.source import ROOT
 
@@ -25,17 +25,7 @@ def saved(tmp_path):
     return path
 
 
-@pytest.fixture(params=["argparse", "typer"])
-def door(request, monkeypatch):
-    """Each of the two parsers of the command line."""
-    run = argparse_door.run
-    if request.param == "typer":
-        run = pytest.importorskip("shardopt.cli.parse.typer_door", reason="the extra `cli` is not installed").run
-    monkeypatch.setattr(entry, "run", run)
-    return request.param
-
-
-def test_verbs_are_what_both_parsers_make_of_them(door, saved, tmp_path, capsys):
+def test_verbs_take_what_is_declared(saved, tmp_path, capsys):
     """An argument, several, a switch, an option that may be given twice, a verb of two words."""
     other = tmp_path / "other"
     checkpoint.save(other, {"model": {"v": torch.arange(6.0).view(2, 3)}, "step": 7, "seed": checkpoint.PerRank(3)})
@@ -62,15 +52,16 @@ def test_verbs_are_what_both_parsers_make_of_them(door, saved, tmp_path, capsys)
         ["plot"],
         ["plot", "layout", "a"],
         ["ls", "a", "--nonsense"],
+        ["prune", "a", "--keep-last", "1", "--ye"],  # an abbreviation
     ],
     ids=" ".join,
 )
-def test_a_wrong_call_is_status_2(door, arguments, capsys):
+def test_a_wrong_call_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    output = capsys.readouterr()
-    assert output.err or not arguments or arguments == ["plot"]  # which print help
+    said = capsys.readouterr()
+    assert said.err.startswith("usage: shardopt") and said.out == ""
 
 
 @pytest.mark.parametrize(
@@ -100,15 +91,34 @@ def test_options_that_cannot_be_meant_are_status_2(arguments, saved, capsys):
     assert said.startswith("shardopt: ") and "found" in said and said.count("\n") == 1
 
 
-def test_help_and_version(door, capsys):
+def test_help_and_version(capsys):
     for arguments in (["--help"], ["plot", "--help"], *([*verb.name.split(), "--help"] for verb in VERBS)):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0
-        assert "Usage" in capsys.readouterr().out.replace("usage", "Usage")
+        assert capsys.readouterr().out.startswith("usage: shardopt")
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
-    assert caught.value.code == 0 and capsys.readouterr().out.startswith("shardopt ")
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"shardopt {shardopt.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["shwo", "a"], "show"),
+        (["plot", "layuot", "a"], "layout"),
+        (["ls", "a", "--verfy"], "--verify"),
+        (["ls", "a", "--keep_last=2"], "--keep-last"),
+        (["--verison"], "--version"),
+        (["xyzzy"], None),
+    ],
+    ids=str,
+)
+def test_what_is_misspelt_is_told_with_what_is_near(arguments, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"; did you mean {meant}?") if meant else "did you mean" not in last
 
 
 WITHOUT_TORCH = """
@@ -119,11 +129,6 @@ for line in ("--help", "--version", "show", "show --help", "plot run --help", "n
         main(line.split())
     except SystemExit:
         pass
-os.environ |= {"_SHARDOPT_COMPLETE": "complete_bash", "COMP_WORDS": "shardopt res", "COMP_CWORD": "1"}
-try:
-    main()
-except SystemExit:
-    pass
 heavy = {"torch", "numpy", "fsspec", "matplotlib"} & sys.modules.keys()
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
@@ -132,14 +137,32 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
 def test_nothing_heavy_is_imported_where_it_is_not_needed():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    if entry.run is not argparse_door.run:
-        assert done.stdout.splitlines()[-1] == "reshard"  # completed
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("shardopt res", ["reshard"]),
+        ("shardopt plot ", ["layout", "run"]),
+        ("shardopt ls /somewhere --keep", ["--keep-every", "--keep-last"]),
+    ],
+)
+def test_a_shell_completes_verbs_and_options_without_torch(line, completions, tmp_path):
+    """As bash asks for it: by variables, and for an answer in a file."""
+    pytest.importorskip("argcomplete", reason="the extra `cli` is not installed")
+    answer = tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    program = "import sys; sys.modules['torch'] = None; from shardopt.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | asked, timeout=120)
+    words = {word.strip() for word in answer.read_text().splitlines()} - {"-h", "--help"}
+    assert (done.returncode, words) == (0, {*completions})
 
 
 def test_without_the_extra_the_verbs_print_the_same(saved, capsys):
     calls = [["show", str(saved)], ["show", str(saved), "model.w"], ["verify", str(saved)], ["ls", str(saved)]]
-    program = "import sys; sys.modules |= {'typer': None, 'rich': None}; from shardopt.cli import main, entry\n"
-    program += f"assert entry.run.__module__.endswith('argparse_door'); sys.exit(max(map(main, {calls})))"
+    program = "import sys; sys.modules |= {'argcomplete': None, 'rich': None}; from shardopt.cli import main\n"
+    program += f"sys.exit(max(map(main, {calls})))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert max(map(main, calls)) == done.returncode == 0, done.stderr
     assert capsys.readouterr().out == done.stdout != ""

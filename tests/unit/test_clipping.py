@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import shardopt
-from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, KeyedOptimizer
+from shardopt import GradientClipping, GradientClippingOptimizer, KeyedOptimizer
 from shardopt.errors import GradientError, StateError
+from shardopt.optim import CombinedOptimizer
 from shardopt.optim.gradients.joint_norm import _RUN, JointNorm
 from shardopt.optim.gradients.local_gradients import alike
 from shardopt.optim.gradients.norms import GradientNorm

@@ -31,7 +31,7 @@ def test_a_step_without_any_gradient_is_told_once(caplog, name, wrapped):
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = shardopt.keyed(name, {"layer.w": weight})
     if wrapped:
-        optimizer = shardopt.OptimizerWrapper(optimizer)
+        optimizer = shardopt.optim.OptimizerWrapper(optimizer)
     optimizer.step()
     assert "layer.w" in caplog.text and "fully_shard" in caplog.text
     assert told(caplog) == ONCE

@@ -15,20 +15,16 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import shardopt
-from shardopt import (
+from shardopt import GradientClipping, GradientClippingOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
+from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
+from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
+from shardopt.optim import (
     CombinedOptimizer,
     EmptyFusedOptimizer,
     FusedOptimizer,
-    GradientClipping,
-    GradientClippingOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
-    WarmupOptimizer,
-    WarmupPolicy,
-    WarmupStage,
 )
-from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
-from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
 from tests.support.fake_rank import fake_rank, sharded_tensor
 from tests.support.optimizers import same
 

@@ -256,7 +256,7 @@ def test_a_copy_knows_what_was_written_into_early_state(written):
 
 def test_a_parameter_that_is_in_no_group_has_no_state():
     params = {"w": torch.nn.Parameter(torch.ones(2)), "left out": torch.nn.Parameter(torch.ones(2))}
-    optimizer = shardopt.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.Adam(tensors[:1]))
+    optimizer = shardopt.optim.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.Adam(tensors[:1]))
     optimizer.init_state()
     assert list(optimizer.state_dict()["state"]) == ["w"]
 

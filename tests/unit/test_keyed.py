@@ -11,9 +11,10 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt import KeyedOptimizer, KeyedOptimizerWrapper
+from shardopt import KeyedOptimizer
 from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, register, registry
 from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
+from shardopt.optim import KeyedOptimizerWrapper
 from shardopt.sharding.view import local_tensors
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 

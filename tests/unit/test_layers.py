@@ -18,8 +18,9 @@ from tests.support.source import PACKAGE, ROOT, Source, sources
 FLOORS = {
     "redaction": -1,
     "sockets": -1,
+    "version": -1,
     "errors": 0,
-    "lazy": 0,
+    "exports": 0,
     "key_probes": 0,
     "names": 0,
     "casts": 0,
@@ -80,6 +81,7 @@ FLOORS = {
     "checkpoint/dcp": 31,  # over the front doors, for torch's; imported by nobody
     "checkpoint/__init__": 34,
     "nn": 33,  # over optim, whose optimizers it runs inside of backward
+    "public": 35,
     "cli": 35,
     "integrations": 35,  # loops of frameworks, around all that is here; imported by nobody
     "__init__": 36,
@@ -232,29 +234,29 @@ def pickling(source: Source) -> Iterator[str]:
 
 
 def logic_in_init(source: Source) -> Iterator[str]:
-    """Anything but a docstring, `from shardopt... import ...` and `__all__`, in an `__init__.py`.
+    """Anything but a docstring, `from shardopt... import name as name`, and `_offer`, which makes `__all__` of these.
 
-    The imports may be lazy: under TYPE_CHECKING for readers and type checkers, and the same by `lazy_names`.
+    The root, which imports nothing before it is asked for, has its table in `public.py` instead.
     """
-    if not source.path.endswith("__init__.py"):
+    if not source.path.endswith("__init__.py") and source.path != "public.py":
         return
     for index, node in enumerate(source.tree.body):
         match node:
             case ast.Expr(ast.Constant(str())) if index == 0:
                 pass
-            case ast.ImportFrom("typing", [ast.alias("TYPE_CHECKING", None)], 0):
+            case ast.ImportFrom("typing", [ast.alias("TYPE_CHECKING", None)], 0) if source.module == "":
                 pass
             case ast.ImportFrom(names=[*names]) if all(alias.name != "*" for alias in names):
                 if not all(name.startswith("shardopt.") for _, name in _only(node, source).imports()):
                     yield f"{source.path}:{node.lineno} imports from elsewhere"
-            case ast.Assign([ast.Name("__all__")], ast.List(names)) if all(isinstance(n, ast.Constant) for n in names):
+                for alias in names:
+                    if alias.asname is None:
+                        yield f"{source.path}:{node.lineno} does not say whether {alias.name} is offered"
+            case ast.Expr(ast.Call(ast.Name("_offer"))) if node is source.tree.body[-1]:
                 pass
-            case ast.If(ast.Name("TYPE_CHECKING"), shown, [ast.ImportFrom("shardopt.lazy"), ast.Assign(value=made)]):
-                offered = [name for _, name in Source(source.path, ast.Module(shown, [])).imports()]
-                table = made.args[-1] if isinstance(made, ast.Call) and made.args else ast.Dict([], [])
-                lazy = [f"{module}.{name}" for module, names in ast.literal_eval(table).items() for name in names]
-                if offered != lazy:
-                    yield f"{source.path}:{node.lineno} offers {sorted({*offered} ^ {*lazy})} in one of two places"
+            case ast.If(ast.Name("TYPE_CHECKING"), [ast.ImportFrom(shown)], [ast.ImportFrom(), ast.Assign(value=made)]):
+                if source.module or ast.unparse(made) != f"_lazily(__name__, '{shown}')":
+                    yield f"{source.path}:{node.lineno} offers others than type checkers see"
             case _:
                 yield f"{source.path}:{node.lineno} does more than re-export"
 
@@ -346,13 +348,15 @@ CAUGHT = [
     (logic_in_init, "optim/__init__.py", "import shardopt.optim.keyed"),
     (logic_in_init, "optim/__init__.py", "from torch import Tensor"),
     (logic_in_init, "optim/__init__.py", "from shardopt.optim.keyed import *"),
-    (logic_in_init, "optim/__init__.py", "__all__ = sorted(['a'])"),
+    (logic_in_init, "optim/__init__.py", "from shardopt.optim.keyed import keyed"),
+    (logic_in_init, "optim/__init__.py", "__all__ = ['a']"),
+    (logic_in_init, "optim/__init__.py", "_offer(__name__)\nfrom shardopt.a import b as b"),
     (logic_in_init, "optim/__init__.py", "if TYPE_CHECKING:\n    from shardopt.a import b"),
     (
         logic_in_init,
         "__init__.py",
-        "if TYPE_CHECKING:\n    from shardopt.a import b, c\n"
-        "else:\n    from shardopt.lazy import lazy_names\n    __getattr__ = lazy_names('x', {'shardopt.a': ['b']})",
+        "if TYPE_CHECKING:\n    from shardopt.a import *\n"
+        "else:\n    from shardopt.exports import lazily as _lazily\n    __getattr__ = _lazily(__name__, 'shardopt.b')",
     ),
 ]
 
@@ -371,12 +375,12 @@ ALLOWED = [
     (pickling, "state.py", "def f(storage): storage.load(), storage.save()"),
     (world_outside, "ranks/channel.py", "from shardopt.world import Store, world\nworld().sleep(1)"),
     (world_outside, "data/sampler.py", "import numpy\nnumpy.random.SeedSequence(1)"),
-    (logic_in_init, "optim/__init__.py", '"""Doc."""\nfrom shardopt.optim.keyed import keyed\n__all__ = ["keyed"]'),
+    (logic_in_init, "optim/__init__.py", '"""Doc."""\nfrom shardopt.optim.keyed import A as A\n_offer(__name__)'),
     (
         logic_in_init,
         "__init__.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardopt.a import b\n"
-        "else:\n    from shardopt.lazy import lazy_names\n    __getattr__ = lazy_names('x', {'shardopt.a': ['b']})",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardopt.a import *\n"
+        "else:\n    from shardopt.exports import lazily as _lazily\n    __getattr__ = _lazily(__name__, 'shardopt.a')",
     ),
 ]
 
@@ -412,7 +416,8 @@ def test_no_room_is_crowded():
 def test_wheel_holds_the_package_alone_and_all_of_it():
     """setuptools leaves out a folder without `__init__.py`, silently."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert settings == {"packages": {"find": {"include": ["shardopt*"]}}, "package-data": {"shardopt": ["py.typed"]}}
+    assert settings["packages"] == {"find": {"include": ["shardopt*"]}}
+    assert settings["package-data"] == {"shardopt": ["py.typed"]}
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
     assert (PACKAGE / "py.typed").exists()

@@ -232,7 +232,7 @@ def trained(steps, optimizer_of):
 
 OPTIMIZERS = {
     "keyed": lambda model: shardopt.keyed("adamw", model.named_parameters(), lr=0.1),
-    "combined": lambda model: shardopt.CombinedOptimizer(
+    "combined": lambda model: shardopt.optim.CombinedOptimizer(
         [("a", shardopt.keyed("adamw", [("weight", model.weight)], lr=0.1))]
     ),
     "stateless": lambda model: shardopt.keyed("sgd", model.named_parameters(), lr=0.1),

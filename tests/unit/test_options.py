@@ -11,16 +11,15 @@ from torch.optim import lr_scheduler
 
 import shardopt
 from shardopt import (
-    CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
-    OptimizerWrapper,
     WarmupOptimizer,
     WarmupPolicy,
     WarmupStage,
     checkpoint,
 )
 from shardopt.errors import MismatchError, StateError
+from shardopt.optim import CombinedOptimizer, OptimizerWrapper
 from shardopt.optim.keyed import KeyedOptimizerWrapper
 from tests.support.fake_rank import fake_rank, shard
 

@@ -26,7 +26,7 @@ MAKERS = {
     "wrapped": lambda model: shardopt.GradientClippingOptimizer(
         keyed(model), clipping=shardopt.GradientClipping.NORM, max_gradient=1.0
     ),
-    "combined": lambda model: shardopt.CombinedOptimizer([("first", keyed(model[0])), ("rest", keyed(model[1]))]),
+    "combined": lambda model: shardopt.optim.CombinedOptimizer([("first", keyed(model[0])), ("rest", keyed(model[1]))]),
     "named": lambda model: torch.optim.Adam(model.named_parameters()),
     "unnamed": lambda model: torch.optim.Adam(model.parameters()),
     "in groups": lambda model: torch.optim.Adam(

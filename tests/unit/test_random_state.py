@@ -90,9 +90,9 @@ def test_a_stateful_data_loader_goes_on(tmp_path, workers):
     stream = iter(first)
     for _ in range(3):
         next(stream)
-    checkpoint.save(tmp_path / "it", {"data": shardopt.PerRankState(first, on_resize="raise")})
+    checkpoint.save(tmp_path / "it", {"data": shardopt.data.PerRankState(first, on_resize="raise")})
     wanted = [batch.tolist() for batch in stream]
     second = loader()
-    checkpoint.load(tmp_path / "it", {"data": shardopt.PerRankState(second, on_resize="raise")})
+    checkpoint.load(tmp_path / "it", {"data": shardopt.data.PerRankState(second, on_resize="raise")})
     assert [batch.tolist() for batch in second] == wanted
     assert len(wanted) == 7

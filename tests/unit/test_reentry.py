@@ -133,7 +133,7 @@ def stepped(monkeypatch, make):
     [
         lambda parameter: shardopt.keyed("adamw", [("x", parameter)]),
         lambda parameter: torch.optim.AdamW([parameter]),
-        lambda parameter: shardopt.CombinedOptimizer([shardopt.keyed("adamw", [("x", parameter)])]),
+        lambda parameter: shardopt.optim.CombinedOptimizer([shardopt.keyed("adamw", [("x", parameter)])]),
     ],
     ids=["keyed", "torch's", "combined"],
 )

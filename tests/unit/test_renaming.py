@@ -7,7 +7,6 @@ from torch import nn
 import shardopt
 from shardopt import (
     EMA,
-    CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
     WarmupOptimizer,
@@ -17,6 +16,7 @@ from shardopt import (
 )
 from shardopt.checkpoint import Strictness
 from shardopt.errors import MismatchError
+from shardopt.optim import CombinedOptimizer
 from shardopt.optim.keyed import KeyedOptimizer
 
 EVERYWHERE = {r"\.layers\.": ".blocks."}

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardopt
-from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, OptimizerWrapper
+from shardopt import GradientClipping, GradientClippingOptimizer
 from shardopt.algorithms import algorithms
 from shardopt.errors import StateError
+from shardopt.optim import CombinedOptimizer, OptimizerWrapper
 from shardopt.optim.keyed import KeyedOptimizerWrapper
 from tests.support.fake_rank import fake_rank, shard
 

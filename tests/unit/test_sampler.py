@@ -127,7 +127,7 @@ def test_a_mixture_gives_each_source_its_share_and_each_sample_before_any_again(
     weights = data.draw(st.lists(st.floats(0.5, 4), min_size=len(sizes), max_size=len(sizes)))
     epoch_size, shuffle = data.draw(st.integers(20, 60)), data.draw(st.booleans())
     options = {"weights": weights, "epoch_size": epoch_size, "batch_size": 4, "shuffle": shuffle, "drop_last": False}
-    sampler = shardopt.MixtureSampler(sizes, **options, rank=0, ranks=1)
+    sampler = shardopt.data.MixtureSampler(sizes, **options, rank=0, ranks=1)
     exact = [weight / sum(weights) * epoch_size for weight in weights]
     assert sum(sampler.shares) == epoch_size
     assert all(abs(share - wanted) < 1 for share, wanted in zip(sampler.shares, exact, strict=True))
@@ -145,7 +145,7 @@ def test_a_mixture_gives_each_source_its_share_and_each_sample_before_any_again(
 def test_a_mixture_goes_on_on_other_ranks_and_is_refused_with_other_weights():
     def of(ranks, weights=(3, 1)):
         options = {"weights": weights, "batch_size": 6, "seed": 2, "ranks": ranks}
-        return [shardopt.MixtureSampler([40, 20], rank=rank, **options) for rank in range(ranks)]
+        return [shardopt.data.MixtureSampler([40, 20], rank=rank, **options) for rank in range(ranks)]
 
     wanted = [sorted(batch[0]) for batch in take(of(1), 10)]
     each = of(3)
@@ -160,11 +160,11 @@ def test_a_mixture_goes_on_on_other_ranks_and_is_refused_with_other_weights():
         of(2, (1, 1))[0].load_state_dict(each[0].state_dict())
     with pytest.raises(MismatchError, match=r"sizes: found None in the checkpoint"):
         others[0].load_state_dict(samplers(60, 1, batch_size=6)[0].state_dict())
-    evenly = shardopt.MixtureSampler([6, 3], weights=[2, 1], batch_size=3, shuffle=False)
+    evenly = shardopt.data.MixtureSampler([6, 3], weights=[2, 1], batch_size=3, shuffle=False)
     assert [[*batch] for batch in evenly] == [[0, 6, 1], [2, 7, 3], [4, 8, 5]]
 
 
 @pytest.mark.parametrize("wrong", [{"weights": [1]}, {"weights": [1, 0]}, {"weights": [1000, 1]}], ids=str)
 def test_wrong_mixtures(wrong):
     with pytest.raises(ValueError, match=r"found .*; required .*; "):
-        shardopt.MixtureSampler([30, 30], batch_size=4, **wrong)
+        shardopt.data.MixtureSampler([30, 30], batch_size=4, **wrong)

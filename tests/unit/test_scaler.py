@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import shardopt
-from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, GradScaler
+from shardopt import GradientClipping, GradientClippingOptimizer, GradScaler
 from shardopt.errors import GradientError
+from shardopt.optim import CombinedOptimizer
 from shardopt.ranks import Ranks
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
@@ -112,11 +113,11 @@ def nested():
         made["torch's"] = torch.optim.SGD(tensors, lr=1.0)
         return made["torch's"]
 
-    made["first"] = shardopt.KeyedOptimizerWrapper({"w": weights[0]}, factory)
+    made["first"] = shardopt.optim.KeyedOptimizerWrapper({"w": weights[0]}, factory)
     made["second"] = shardopt.keyed("sgd", {"w": weights[1]}, lr=1.0)
     made["clipped"] = GradientClippingOptimizer(made["first"], GradientClipping.NONE)
     made["both"] = CombinedOptimizer([("a", made["clipped"]), ("b", made["second"])])
-    made["outer"] = shardopt.OptimizerWrapper(made["both"])
+    made["outer"] = shardopt.optim.OptimizerWrapper(made["both"])
     return weights, made
 
 

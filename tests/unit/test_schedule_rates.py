@@ -98,7 +98,7 @@ def test_the_remedy_makes_the_schedule_anew_where_it_was(tmp_path):
 
 def test_limits_that_the_code_gives_in_another_order_are_refused(tmp_path):
     def plateau(floors):
-        return lambda it: shardopt.ReduceLROnPlateau(it, min_lr=floors)
+        return lambda it: shardopt.optim.ReduceLROnPlateau(it, min_lr=floors)
 
     equal = dict.fromkeys(RATES, 0.1)
     checkpoint.save(tmp_path / "c", made(plateau([0.0, 0.01, 0.02]), rates=equal))

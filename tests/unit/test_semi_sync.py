@@ -285,7 +285,7 @@ def test_weights_of_every_combined_optimizer_are_those_of_an_island():
     pairs = [alone(), alone()]
     for model, optimizer in pairs:
         train(model, optimizer, range(1))
-    combined = shardopt.CombinedOptimizer([(str(i), optimizer) for i, (_, optimizer) in enumerate(pairs)])
+    combined = shardopt.optim.CombinedOptimizer([(str(i), optimizer) for i, (_, optimizer) in enumerate(pairs)])
     unshared = {id(tensor) for _, tensors in combined.unshared_tensors() for tensor in tensors}
     assert unshared == {id(p) for model, _ in pairs for p in model.parameters()}
 
@@ -323,8 +323,10 @@ def torchrecs(steps=16, recorder=True, **options):
         made[0].calls = []
         return made[0]
 
-    local = shardopt.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.SGD(tensors, lr=0.01, momentum=0.5))
-    outer = shardopt.KeyedOptimizerWrapper(params, make)
+    local = shardopt.optim.KeyedOptimizerWrapper(
+        params, lambda tensors: torch.optim.SGD(tensors, lr=0.01, momentum=0.5)
+    )
+    outer = shardopt.optim.KeyedOptimizerWrapper(params, make)
     optimizer = SemisyncOptimizer(list(params.values()), local, outer, steps, **options)
     return params, local, outer, optimizer, made[0]
 

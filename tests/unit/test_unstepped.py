@@ -95,7 +95,7 @@ def combined():
     first = shardopt.keyed("adam", {"a": parameters()["a"]})
     second = shardopt.keyed("sgd", parameters(), lr=0.1, momentum=0.9)
     warm = shardopt.WarmupOptimizer(second, [shardopt.WarmupStage()], lr=0.1)
-    return shardopt.CombinedOptimizer([("x", first), ("y", shardopt.GradientClippingOptimizer(warm))])
+    return shardopt.optim.CombinedOptimizer([("x", first), ("y", shardopt.GradientClippingOptimizer(warm))])
 
 
 def test_names_within_combined_optimizers_and_wrappers():
@@ -125,7 +125,7 @@ def test_state_of_no_parameter():
     assert names_with_state(optimizer) == ["c"]
 
 
-class AsTorchrecs(shardopt.KeyedOptimizerWrapper):
+class AsTorchrecs(shardopt.optim.KeyedOptimizerWrapper):
     """One whose `init_state` knows of no names."""
 
     def init_state(self, sparse_grad_parameter_names=None):
@@ -137,7 +137,7 @@ def old_style(params):
 
 
 def test_a_part_that_knows_of_no_names():
-    optimizer = shardopt.CombinedOptimizer([("x", old_style(parameters()))])
+    optimizer = shardopt.optim.CombinedOptimizer([("x", old_style(parameters()))])
     step(optimizer, "x.c")
     optimizer.init_state(names=["x.a"])
     assert names_with_state(optimizer) == ["x.a", "x.c"]

@@ -148,7 +148,7 @@ def test_a_module_of_that_name_is_kept_where_not_all_names_have_it():
     assert list(KeyedOptimizerWrapper(two("module.a"), torch.optim.SGD).params) == ["a"]
     with pytest.raises(StateError, match="a: found a parameter that the optimizer has already"):
         shardopt.keyed("sgd", two("module.a")).add_param_group({"params": two("module.a")})
-    combined = shardopt.CombinedOptimizer([shardopt.keyed("sgd", two("module.a")), ("k", kept)])
+    combined = shardopt.optim.CombinedOptimizer([shardopt.keyed("sgd", two("module.a")), ("k", kept)])
     combined.add_param_group({"params": two("module.e")})
     assert "e" in combined.params
 
@@ -198,7 +198,7 @@ def test_options_that_torch_takes_are_taken(options):
 
 
 def test_a_group_that_is_added_is_held_against_the_algorithms_options():
-    optimizer = shardopt.OptimizerWrapper(shardopt.keyed("adamw", {"w": nn.Parameter(torch.ones(2))}))
+    optimizer = shardopt.optim.OptimizerWrapper(shardopt.keyed("adamw", {"w": nn.Parameter(torch.ones(2))}))
 
     def added(**options):
         optimizer.add_param_group({"params": {f"p{len(optimizer.params)}": nn.Parameter(torch.ones(2))}, **options})

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardopt
-from shardopt import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper, checkpoint
+from shardopt import KeyedOptimizer, checkpoint
 from shardopt.algorithms import spec_of
 from shardopt.errors import AlgorithmError, MismatchError, StateError
+from shardopt.optim import CombinedOptimizer, OptimizerWrapper
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from tests.support.optimizers import Counting, same, train
 
@@ -448,7 +449,7 @@ def test_one_algorithm_by_several_names_is_one_optimizer():
     optimizer = shardopt.keyed(
         "adam", {"w": weight(), "b": weight()}, lr=0.5, groups=[{"match": "b", "algorithm": torch.optim.Adam}]
     )
-    assert isinstance(optimizer, shardopt.KeyedOptimizerWrapper)
+    assert isinstance(optimizer, shardopt.optim.KeyedOptimizerWrapper)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     only = shardopt.keyed("adam", {"w": weight(2, 2)}, groups=[{"match": "w", "algorithm": "muon"}])
     (_, muon), (_, rest) = only.optimizers

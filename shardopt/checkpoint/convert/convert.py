@@ -36,7 +36,7 @@ from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.storage import absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CorruptionError, MismatchError, OptionError, Problem
@@ -122,16 +122,18 @@ def convert(
     raise the same error. What was killed goes on when it is called again with the same arguments: files that are whole,
     to the last byte, are not written again.
 
-    - "shardopt": as `world_size` ranks would have saved it.
-    - "dcp": a directory that `torch.distributed.checkpoint.load` reads, with the boxes that are stored.
-    - "huggingface": `model.safetensors`, or several such files and their index, which `from_pretrained` reads. Tied
-      tensors are written once. Plain values are left out, and so are the state of optimizers and averages of weights
-      (EMA, SWA, AveragedModel) where there is no `select`.
-    - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes it.
-
     Args:
         src: of a committed checkpoint.
         dst: a directory without a checkpoint; for "torch" a path without a file.
+        to: the format.
+
+            - "shardopt": as `world_size` ranks would have saved it.
+            - "dcp": a directory that `torch.distributed.checkpoint.load` reads, with the boxes that are stored.
+            - "huggingface": `model.safetensors`, or several such files and their index, which `from_pretrained` reads.
+              Tied tensors are written once. Plain values are left out, and so are the state of optimizers and averages
+              of weights (EMA, SWA, AveragedModel) where there is no `select`.
+            - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes
+              it.
         rearrange: rules by which tensors are joined, split, stacked, transposed, … on their way (as for `load`); first.
         rename: regex → replacement, applied in turn, as by `re.sub`, to stored keys: `{r"^model\\.": ""}` takes the
             app's prefix away. Options of a parameter are renamed as its state is.

@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint on this library's format: for programs that change one line."""
 
-from shardopt.checkpoint.dcp.reader import StorageReader
-from shardopt.checkpoint.dcp.writer import StorageWriter
+from shardopt.checkpoint.dcp.reader import StorageReader as StorageReader
+from shardopt.checkpoint.dcp.writer import StorageWriter as StorageWriter
+from shardopt.exports import offer as _offer
 
-__all__ = ["StorageReader", "StorageWriter"]
+_offer(__name__)

@@ -1,6 +1,11 @@
 """Rearranging: the tensors of a checkpoint loaded as those of an app that lays them out in another way."""
 
-from shardopt.checkpoint.rearrange.reader import rearranged
-from shardopt.checkpoint.rearrange.rules import AnyRule, Drop, Rule, Tie, inverse
+from shardopt.checkpoint.rearrange.reader import rearranged as rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule as AnyRule
+from shardopt.checkpoint.rearrange.rules import Drop as Drop
+from shardopt.checkpoint.rearrange.rules import Rule as Rule
+from shardopt.checkpoint.rearrange.rules import Tie as Tie
+from shardopt.checkpoint.rearrange.rules import inverse as inverse
+from shardopt.exports import offer as _offer
 
-__all__ = ["AnyRule", "Drop", "Rule", "Tie", "inverse", "rearranged"]
+_offer(__name__)

@@ -30,6 +30,10 @@ def rearranged(reader: CheckpointReader, rules: Sequence[AnyRule]) -> Checkpoint
     them. Keys that no rule names are as they were. All rules are applied at once, each key goes with the first that
     names it; reversed ties come before that, other ties after it.
 
+    Args:
+        reader: of an open checkpoint, which the new one reads, and closes.
+        rules: as for `load(rearrange=)`.
+
     Raises:
         MismatchError: the checkpoint does not fit the rules; every difference is listed.
         CorruptionError: counters that were read to be compared are not what was written.

@@ -187,7 +187,11 @@ AnyRule = Rule | Tie | Drop
 
 
 def inverse(rules: Sequence[AnyRule]) -> list[AnyRule]:
-    """Returns the rules that make the old tensors of the new ones. What was dropped cannot be made."""
+    """Returns the rules that make the old tensors of the new ones. What was dropped cannot be made.
+
+    Args:
+        rules: as for `load(rearrange=)`.
+    """
     return [rule.inverse() for rule in reversed(rules) if not isinstance(rule, Drop)]
 
 

@@ -20,7 +20,7 @@ def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = Non
     """Opens what lies in a storage.
 
     Args:
-        base_root: as for `open_checkpoint`.
+        base_root: as for `open`.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is nothing to read, or it is damaged, or its
@@ -56,7 +56,7 @@ def _file(directory: Storage, name: str, url: str) -> Source | None:
     return None
 
 
-def open_checkpoint(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None = None) -> CheckpointReader:
+def open(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None = None) -> CheckpointReader:
     """Opens a checkpoint for reading; use it in a `with` statement, or `close` it. Local.
 
     Args:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import xxhash
 
-from shardopt.checkpoint.sources.open import open_checkpoint, open_source
+from shardopt.checkpoint.sources.open import open as open_checkpoint
+from shardopt.checkpoint.sources.open import open_source
 from shardopt.checkpoint.sources.read_manifest import manifest_bytes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import AnsweredStorage, Answers, storage_of
@@ -27,14 +28,14 @@ def opener_of(
     url: str | os.PathLike[str],
     base_root: str | os.PathLike[str] | None,
 ) -> Callable[[], CheckpointReader]:
-    """Makes a function by which each rank opens a checkpoint, as `open_checkpoint` does. Collective.
+    """Makes a function by which each rank opens a checkpoint, as `open` does. Collective.
 
-    The function is local, to be called once, in a round of the caller's: it raises what `open_checkpoint` does, or
+    The function is local, to be called once, in a round of the caller's: it raises what `open` does, or
     CheckpointError where this rank has not got what rank 0 has read.
 
     Args:
         what: names the caller's work in errors.
-        url, base_root: as for `open_checkpoint`.
+        url, base_root: as for `open`.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError, CheckpointError: rank 0 cannot read it. All ranks raise

@@ -35,7 +35,11 @@ _FAR_THREADS = 32  # where they wait for answers all the time
 class TensorInfo:
     """Shape and dtype of a stored tensor, and the boxes that it is stored in.
 
-    `tied_to` is the key with which it was one memory when it was saved, and under which it is stored, if there is one.
+    Args:
+        shape: the global one.
+        dtype: as stored.
+        boxes: in the order in which they are stored; together they are the whole tensor.
+        tied_to: the key with which it was one memory when it was saved, and under which it is stored; None if none is.
     """
 
     shape: tuple[int, ...]

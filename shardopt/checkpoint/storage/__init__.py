@@ -1,22 +1,17 @@
 """Storage of checkpoints: local directories, and all else that fsspec opens. No other room tells them apart."""
 
-from shardopt.checkpoint.storage.answers import AnsweredStorage, Answers
-from shardopt.checkpoint.storage.base import ReadInto, Span, Storage
-from shardopt.checkpoint.storage.local import LocalStorage, is_temporary
-from shardopt.checkpoint.storage.open import absolute_url, storage_of, use_options, wrap_os_errors
-from shardopt.checkpoint.storage.remote import RemoteStorage
+from shardopt.checkpoint.storage.answers import AnsweredStorage as AnsweredStorage
+from shardopt.checkpoint.storage.answers import Answers as Answers
+from shardopt.checkpoint.storage.base import ReadInto as ReadInto
+from shardopt.checkpoint.storage.base import Span as Span
+from shardopt.checkpoint.storage.base import Storage as Storage
+from shardopt.checkpoint.storage.local import LocalStorage as LocalStorage
+from shardopt.checkpoint.storage.local import is_temporary as is_temporary
+from shardopt.checkpoint.storage.open import absolute_url as absolute_url
+from shardopt.checkpoint.storage.open import storage_of as storage_of
+from shardopt.checkpoint.storage.open import use_options as use_options
+from shardopt.checkpoint.storage.open import wrap_os_errors as wrap_os_errors
+from shardopt.checkpoint.storage.remote import RemoteStorage as RemoteStorage
+from shardopt.exports import offer as _offer
 
-__all__ = [
-    "AnsweredStorage",
-    "Answers",
-    "LocalStorage",
-    "ReadInto",
-    "RemoteStorage",
-    "Span",
-    "Storage",
-    "absolute_url",
-    "is_temporary",
-    "storage_of",
-    "use_options",
-    "wrap_os_errors",
-]
+_offer(__name__)

@@ -24,6 +24,9 @@ from shardopt.world import world
 class PendingSave:
     """A save in the background, as returned by `async_save`.
 
+    Args:
+        url: where the checkpoint will be.
+
     Attributes:
         url: where the checkpoint will be.
         staged: is set when this rank's state was copied to host memory, and may be changed in any way. (Where it was

@@ -1,8 +1,9 @@
 """Rules for models whose tensors Hugging Face names and arranges otherwise than others do."""
 
-from shardopt.checkpoint.rearrange.families.deepseek import deepseek
-from shardopt.checkpoint.rearrange.families.gpt2 import gpt2
-from shardopt.checkpoint.rearrange.families.llama3 import llama3
-from shardopt.checkpoint.rearrange.families.qwen3 import qwen3
+from shardopt.checkpoint.rearrange.families.deepseek import deepseek as deepseek
+from shardopt.checkpoint.rearrange.families.gpt2 import gpt2 as gpt2
+from shardopt.checkpoint.rearrange.families.llama3 import llama3 as llama3
+from shardopt.checkpoint.rearrange.families.qwen3 import qwen3 as qwen3
+from shardopt.exports import offer as _offer
 
-__all__ = ["deepseek", "gpt2", "llama3", "qwen3"]
+_offer(__name__)

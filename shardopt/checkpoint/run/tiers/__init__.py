@@ -1,5 +1,6 @@
 """Tiers of a run: directories of each host that are faster than its root."""
 
-from shardopt.checkpoint.run.tiers.tier import Tier
+from shardopt.checkpoint.run.tiers.tier import Tier as Tier
+from shardopt.exports import offer as _offer
 
-__all__ = ["Tier"]
+_offer(__name__)

@@ -1,1 +1,0 @@
-"""Verbs as data, and the parsers that are made of them."""

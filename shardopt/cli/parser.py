@@ -1,0 +1,93 @@
+"""The parser of the command line, made of the table of verbs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from shardopt.cli.verbs import JSON, VERBS, Verb
+
+
+def parse(arguments: Sequence[str], version: str) -> tuple[Verb, dict[str, Any]]:
+    """Returns the verb of a command line and the values of its arguments by name.
+
+    Where a shell asks for completions, they are printed to it instead (argcomplete, of the extra `cli`).
+
+    Raises:
+        SystemExit: a wrong call (2), or help or the version was printed.
+    """
+    parser = _parser(version)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(parser)
+    found, unknown = parser.parse_known_args(arguments)
+    values = vars(found)
+    own: _Parser = values.pop("parser")
+    if unknown:
+        own.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if "verb" not in values:
+        own.print_help(sys.stderr)
+        own.exit(2)
+    return values.pop("verb"), values
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest verb or option where one is misspelt, and takes no abbreviation of an option.
+
+    An abbreviation would become ambiguous, or another option's, with the next option.
+    """
+
+    known: list[str]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        self.known = []
+        self.set_defaults(parser=self)
+
+    def verbs(self, words: Iterable[str]) -> Any:
+        """Takes these verbs; returns what makes a parser of each."""
+        self.known.extend(words)
+        return self.add_subparsers(metavar="VERB")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with status 2."""
+        misspelt = re.search(r"(?:invalid choice: '|unrecognized arguments: )([\w-]+)", message)
+        near = difflib.get_close_matches(misspelt[1], self.known, 1) if misspelt else []
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+
+
+def _parser(version: str) -> _Parser:
+    parser = _Parser(prog="shardopt", description="Looks into checkpoints, compares, verifies and rewrites them.")
+    parser.add_argument("--version", action="version", version=f"shardopt {version}")
+    parser.known.append("--version")
+    words: dict[str, list[str]] = {}
+    for verb in VERBS:
+        first, _, second = verb.name.partition(" ")
+        words.setdefault(first, []).extend([second] if second else [])
+    commands = parser.verbs(words)
+    groups = {}
+    for verb in VERBS:
+        group, _, name = verb.name.rpartition(" ")
+        if group and group not in groups:
+            of_group = commands.add_parser(group, help=f"{group} {' or '.join(words[group])}")
+            groups[group] = of_group.verbs(words[group])
+        command: _Parser = groups.get(group, commands).add_parser(name, help=verb.help, description=verb.help)
+        for names, options in (*verb.arguments, JSON):
+            sign = {"metavar": names[0].upper()} if not names[0].startswith("-") else {}
+            command.add_argument(*names, **sign | options)
+            command.known.extend(names)
+        command.set_defaults(verb=verb)
+    return parser
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Prints completions to the shell that has asked for them, and ends the process."""
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        raise SystemExit(0) from None
+    argcomplete.autocomplete(parser)
