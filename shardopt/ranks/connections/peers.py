@@ -85,7 +85,7 @@ class Peers:
         if link is None:
             if socket not in self._listeners:
                 return False
-            self._accept(socket)  # type: ignore[arg-type]  # as it is in the list
+            self._accept(socket)
             return True
         if link.open and mask & WRITE and link.rank is not None:
             self._hub.to_flush[link.rank] = link
