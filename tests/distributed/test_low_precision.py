@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.algorithms import shared_rows
 from shardopt.errors import AlgorithmError, GradientError
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks, run_ranks_outcomes
@@ -122,3 +123,30 @@ def one_bad_gradient():
 def test_a_gradient_that_one_rank_refuses_is_refused_by_all_that_share_its_rows():
     other, own = run_ranks(2, one_bad_gradient, deadline_seconds=60)
     assert "w.grad: found torch.sparse_coo" in own and "w: found a gradient" in other and "another rank" in other
+
+
+def one_bad_gradient_told_late():
+    """As on an accelerator, where to look at what ranks have told each other would be to wait for it."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(shard(torch.ones(64, 128), mesh, Shard(1)))
+    optimizer = shardopt.keyed("adamw", {"w": weight}, state_dtype="uint8")
+    reported = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(shared_rows, "is_on_host", lambda numbers: False)
+        for step in range(4):
+            is_bad = step == 1 and dist.get_rank() == 1
+            give_gradient(weight, torch.ones(64, 128).to_sparse(1) if is_bad else torch.ones(64, 128))
+            try:
+                optimizer.step()
+                reported.append("")
+            except GradientError as error:
+                reported.append(str(error))
+    return reported
+
+
+def test_a_refusal_that_is_told_late_is_raised_in_one_step_of_all():
+    """None of them may wait for the others in an exchange that these have left."""
+    other, own = run_ranks(2, one_bad_gradient_told_late, deadline_seconds=60)
+    assert [bool(each) for each in other] == [False, False, True, False]
+    assert [bool(each) for each in own] == [False, True, True, False]
+    assert "w.grad: found torch.sparse_coo" in own[1] and "another rank refuses" in own[2] and own[2] == other[2]
