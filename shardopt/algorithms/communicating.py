@@ -102,8 +102,12 @@ class AlgorithmOptimizer(Optimizer):
 class ParameterStep:
     """One parameter in one step, on this rank.
 
+    Args:
+        optimizer: whose step it is.
+        group: its options.
+        parameter: the user's tensor.
+
     Attributes:
-        optimizer, group, parameter: whose step it is; its options; the user's tensor.
         key: the parameter's FQN, "" where no keyed optimizer has given it; `name` is for errors.
         view, local_tensors: what is here of the parameter.
         is_held: whether this rank has elements of it.
@@ -187,6 +191,10 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     """The base of optimizers that are handed the user's tensors and communicate by themselves.
 
     Every rank of a parameter must call `step` with it, and the same of them must have gradients.
+
+    Args:
+        params: tensors, plain or sharded, or groups of them.
+        defaults: the options of groups that do not name them.
     """
 
     names: Mapping[Tensor, str] = MappingProxyType({})
