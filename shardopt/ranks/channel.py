@@ -9,8 +9,8 @@ from __future__ import annotations
 import hmac
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -81,23 +81,6 @@ class Channel:
         weakref.finalize(self, _forget, self.node, self.session)
         self._round = 0
         self._witness = Witness(self.node, self.session)
-
-    @contextmanager
-    def beating(self, seconds: float) -> Iterator[None]:
-        """Shows life while this is open, in rounds and between them. Connects with the others where that is not done.
-
-        Raises:
-            RankError: this process can have no thread or descriptor more.
-        """
-        beating = self.node.beating(self.session, seconds)
-        try:
-            beating.__enter__()
-        except RuntimeError as error:
-            raise RankError(f"ranks cannot communicate: {error}") from error
-        try:
-            yield
-        finally:
-            beating.__exit__(None, None, None)
 
     @property
     def session_of_files(self) -> Entry:

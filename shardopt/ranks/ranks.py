@@ -125,7 +125,9 @@ class Ranks(Collectives):
 
         May be opened within itself, and closed by another thread.
         """
-        return nullcontext() if self.channel is None else self.channel.beating(self.deadline_seconds)
+        if self.channel is None:
+            return nullcontext()
+        return self.channel.node.beating(self.channel.session, self.deadline_seconds)
 
     def halt(self, what: str) -> Halt:
         """Makes what has all of these ranks stop at one place. Collective.
@@ -245,7 +247,7 @@ class Ranks(Collectives):
             raise RankError(f"{what}: ranks lost step in an earlier failure ({channel.broken}); restart the job")
         outcome: list[T] = []
         cause: BaseException | None = None
-        with channel.beating(self.deadline_seconds):
+        with channel.node.beating(channel.session, self.deadline_seconds):
             channel.begin_round(as_call(what), self.deadline_seconds)
             try:
                 outcome.append(work())

@@ -12,9 +12,8 @@ from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import Kind, Message, encode
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.proof import Connecting, Meeting
-from shardopt.ranks.files.asking import FOUND, LENGTH, MOST_REQUEST_BYTES, REPLY
 from shardopt.ranks.files.client import FileClient
-from shardopt.ranks.files.server import FileServer
+from shardopt.ranks.files.server import FOUND, LENGTH, MOST_REQUEST_BYTES, REPLY, FileServer
 
 KEY = "6b" * 32
 DATA = bytes(range(256)) * 5000

@@ -54,7 +54,7 @@ def publish(store: Store, key: str, entry: Entry) -> None:
 
 
 def _text(store: Store, entry: Entry) -> str:
-    return json.dumps([entry.name, "" if has_secrets(store) else entry.key, entry.at])
+    return json.dumps([entry.name, "" if world().store_file(store) is not None else entry.key, entry.at])
 
 
 def read(store: Store, key: str) -> Entry | None:
@@ -141,11 +141,6 @@ def withdraw(store: Store, keys: Sequence[str], session: Entry, is_last: bool) -
     forget_secret(store, session.name)
     for key in keys:
         store.delete_key(key)
-
-
-def has_secrets(store: Store) -> bool:
-    """Whether what others must not read lies beside the store, and not in it."""
-    return world().store_file(store) is not None
 
 
 def keep_secret(store: Store, name: str, key: str) -> None:

@@ -14,7 +14,7 @@ _UNCONFIRMED_BYTES = 256 << 10  # of frames that have come: so many are confirme
 
 LINGER_SECONDS = 0.002
 """Between two looks at peers that are waited for."""
-_MOST_TIMES_IN_VAIN = 64  # for which a peer comes back, and not one frame of it arrives
+_MOST_TIMES_IN_VAIN = 64  # for which a peer comes back, and not one frame passes either way
 
 
 class Ended(Exception):
@@ -63,7 +63,7 @@ class Link:
         self._kept: deque[Frame] = deque()  # sent, and not confirmed
         self._confirmed = self._confirmed_bytes = 0  # frames that the peer has
         self._put = self._put_bytes = 0  # frames that were queued since the peer proved itself
-        self._taken_before = self._times_in_vain = 0  # frames when the peer last came back; how often without any new
+        self._passed_before = self._times_in_vain = 0  # frames when the peer last came back; how often without any new
 
     @property
     def session_under_way(self) -> bytes | None:
@@ -92,8 +92,9 @@ class Link:
         world().abort(self.socket)
         self._out.clear()
         self.waits_to_write = False
-        self._times_in_vain = self._times_in_vain + 1 if self.taken == self._taken_before else 0
-        self._taken_before = self.taken
+        passed = self.taken + self._confirmed
+        self._times_in_vain = self._times_in_vain + 1 if passed == self._passed_before else 0
+        self._passed_before = passed
         return self.key != "" and self._times_in_vain < _MOST_TIMES_IN_VAIN
 
     def resume(self, other: Link, sends: bytes, receives: bytes, said: int, told: int) -> None:

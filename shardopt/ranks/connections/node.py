@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
+from shardopt.errors import RankError
 from shardopt.ranks.connections.address import Network, network_of
 from shardopt.ranks.connections.heartbeat import beat_interval
 from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, leader_key, publish, read, unreached_key
@@ -79,7 +80,7 @@ class Node:
         """Begins to look for the others, where that has not begun. With `changed` held.
 
         Raises:
-            RuntimeError: no thread or descriptor is free.
+            RankError: no thread or descriptor is free.
             OptionError: SHARDOPT_NETWORK names what this host has not.
         """
         if self._thread is not None or self.peers.stopping:
@@ -88,15 +89,15 @@ class Node:
         try:
             self._wake = world().socket_pair()
         except OSError as error:
-            raise RuntimeError(str(error)) from error
+            raise RankError(f"ranks cannot communicate: {error}") from error
         thread = world().thread(self._run, f"shardopt-ranks-{self.tree.rank}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
             for end in self._wake:
                 end.close()
             self._wake = None
-            raise
+            raise RankError(f"ranks cannot communicate: {error}") from error
         self._thread = thread
         _nodes[next(_numbers)] = self
 
@@ -126,8 +127,13 @@ class Node:
     def beating(self, name: bytes, seconds: float) -> Iterator[None]:
         """Shows life in a session until the end of the block; blocks may overlap, also in several threads.
 
+        Connects with the others where that is not done.
+
         Args:
             seconds: after which others would give this rank up.
+
+        Raises:
+            RankError, OptionError: as `start`.
         """
         interval = beat_interval(seconds)
         with self.changed:

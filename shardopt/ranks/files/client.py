@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.meeting import CONNECT_SECONDS, NotMet, meet
 from shardopt.ranks.connections.proof import Meeting
-from shardopt.ranks.files.asking import (
+from shardopt.ranks.files.server import (
     FOUND,
     MOST_RANGES,
     MOST_REASON_BYTES,
@@ -39,7 +36,6 @@ class FileClient:
         self._server, self._below, self._above = server, below, above
         self._lock = world().lock()
         self._free: list[Socket] = []
-        _clients.add(self)
 
     def read_into(self, directory: str, name: str, spans: Sequence[Span]) -> None:
         """Fills the memory of spans from a file.
@@ -74,13 +70,6 @@ class FileClient:
         for socket in free:
             socket.close()
 
-    def abandon(self) -> None:
-        """In a child that was forked: closes its descriptors of what stays the parent's."""
-        for socket in self._free:
-            with suppress(OSError):
-                socket.close()
-        self._free = []
-
     def _ask(self, socket: Socket, directory: str, name: str, spans: Sequence[Span]) -> None:
         ranges = [(offset, memory.nbytes) for offset, memory in spans]
         socket.sendall(encode(Request(directory, name, ranges)))
@@ -96,8 +85,10 @@ class FileClient:
 
     def _take(self) -> Socket:
         with self._lock:
-            if self._free:
-                return self._free.pop()
+            while self._free:
+                socket = self._free.pop()
+                if socket.fileno() >= 0:  # in a child that was forked they are closed, and stay the parent's
+                    return socket
         end = world().monotonic() + SILENT_SECONDS
         meeting = Meeting(self._server.name, self._server.key, self._below, self._above)
         try:
@@ -116,14 +107,3 @@ class FileClient:
 def _bytes_of(spans: Sequence[Span]) -> Iterator[memoryview]:
     for _, memory in spans:
         yield memory.cast("B") if memory.ndim != 1 or memory.itemsize != 1 else memory
-
-
-_clients: weakref.WeakSet[FileClient] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for client in list(_clients):
-        client.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

@@ -1,11 +1,20 @@
-"""Serves byte ranges of files to ranks of other hosts that have proved themselves. It writes nothing."""
+"""Serves byte ranges of files to ranks of other hosts that have proved themselves. It writes nothing.
+
+request   4 bytes: the length of what follows, at most 64 KiB; JSON: [directory, name, [[offset, bytes], ...]]
+reply     1 byte: 0 where there is such a file; 8 bytes: the length of what follows; the ranges one after the other.
+          Otherwise 1, and why there is none.
+
+A connection carries one request at a time, and any number of them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import weakref
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from typing import NamedTuple
 
 from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import Kind, Message
@@ -13,25 +22,70 @@ from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.proof import Listening, Refused
 from shardopt.ranks.connections.unauthenticated import UnauthenticatedPeers
-from shardopt.ranks.files.asking import (
-    FOUND,
-    LENGTH,
-    MOST_REQUEST_BYTES,
-    REFUSED,
-    REPLY,
-    SILENT_SECONDS,
-    NoRequest,
-    Request,
-    decode,
-    receive,
-)
 from shardopt.world import READ, SHUT_RDWR, Selector, Socket, Thread, world
 
 OpenFile = Callable[[str, str], int]
 """Opens a file by its directory and name; returns the descriptor, which the server closes. Raises OSError."""
 
+LENGTH = struct.Struct("!I")
+REPLY = struct.Struct("!BQ")
+FOUND, REFUSED = 0, 1
+MOST_REQUEST_BYTES = 64 << 10
+MOST_RANGES = 512
+MOST_REASON_BYTES = 4 << 10
+SILENT_SECONDS = 20.0
+"""For which a peer may send or take nothing in the middle of something before it is given up."""
 _CLOSE_SECONDS = 2.0
 _NEVER = float("inf")
+
+
+class Request(NamedTuple):
+    """Ranges of bytes of a file; `ranges` are offsets and lengths."""
+
+    directory: str
+    name: str
+    ranges: Sequence[tuple[int, int]]
+
+
+class NoRequest(Exception):
+    """What came is no request: whoever sent it is not one of us."""
+
+
+def encode(request: Request) -> bytes:
+    """Encodes a request, of at most `MOST_RANGES` ranges."""
+    data = json.dumps(request).encode()
+    return LENGTH.pack(len(data)) + data
+
+
+def decode(data: bytes) -> Request:
+    """Decodes what follows the length. Raises NoRequest."""
+    try:
+        directory, name, ranges = json.loads(data)
+        ranges = [(begin, nbytes) for begin, nbytes in ranges]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise NoRequest(str(error)) from None
+    sizes = [size for each in ranges for size in each]
+    if type(directory) is not str or type(name) is not str or len(ranges) > MOST_RANGES:
+        raise NoRequest("no names, or too many ranges")
+    if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
+        raise NoRequest("a range that is none")
+    return Request(directory, name, ranges)
+
+
+def receive_into(socket: Socket, memory: memoryview) -> None:
+    """Fills memory from a socket. Raises ConnectionError if it ends before, TimeoutError if nothing comes."""
+    while memory.nbytes:
+        got = socket.recv_into(memory)
+        if not got:
+            raise ConnectionResetError("the connection has ended")
+        memory = memory[got:]
+
+
+def receive(socket: Socket, nbytes: int) -> bytes:
+    """Receives so many bytes, as `receive_into`."""
+    data = bytearray(nbytes)
+    receive_into(socket, memoryview(data))
+    return bytes(data)
 
 
 class FileServer:
@@ -64,7 +118,6 @@ class FileServer:
         self._wake = world().socket_pair()
         self._thread = world().thread(self._listen, f"shardopt-files-{rank}", daemon=True)
         self._thread.start()
-        _servers.add(self)
 
     def close(self) -> None:
         """Ends all connections, and waits for the threads."""
@@ -79,14 +132,6 @@ class FileServer:
                 socket.shutdown(SHUT_RDWR)  # which wakes its thread
         for _, thread in clients:
             thread.join(_CLOSE_SECONDS)
-
-    def abandon(self) -> None:
-        """In a child that was forked: closes its descriptors of what stays the parent's."""
-        self._stopping = True
-        peers = [link.socket for link in self._unauthenticated.links()]
-        for socket in (*self._listeners, *self._wake, *self._clients, *peers):
-            with suppress(OSError):
-                socket.close()
 
     def _listen(self) -> None:
         with closing(world().selector()) as selector:
@@ -203,14 +248,3 @@ def _next_request(socket: Socket) -> Request | None:
     if length > MOST_REQUEST_BYTES:
         raise NoRequest(f"a request of {length} bytes")
     return decode(receive(socket, length))
-
-
-_servers: weakref.WeakSet[FileServer] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for server in list(_servers):
-        server.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
