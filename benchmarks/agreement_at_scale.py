@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
 from benchmarks.agreement import CountedWorld, Job, _CountingSocket, processor_seconds, serve
 from shardopt.checkpoint.agree_plan import Kept, Planning
@@ -38,7 +38,7 @@ from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.connections.session import pack_reports
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
-from shardopt.world import READ, WRITE, using, world
+from shardopt.world import READ, WRITE, Store, using, world
 
 place_module: Any = importlib.import_module("shardopt.checkpoint.place")
 save_module: Any = importlib.import_module("shardopt.checkpoint.save")  # by which name the package has a function
@@ -153,7 +153,7 @@ def _said_by(rank: int, data: bytes, of_member: bytes) -> bytes:
 
 def stand_in(size: int, port: int, reports: Connection, done: Connection) -> None:
     """Holds the connections of all who are not there, and reports for them, until told to end."""
-    store = dist.PrefixStore(_PREFIX, Job(-1, size, port).get_group_store())
+    store = PrefixStore(_PREFIX, Job(-1, size, port).get_group_store())
     session = _wait_for(store, "session")
     at_leader = _wait_for(store, leader_key(session.name, LEADER))
     stand_ins = []
@@ -196,7 +196,7 @@ def stand_in(size: int, port: int, reports: Connection, done: Connection) -> Non
                     selector.modify(stand.link.socket, READ, stand)
 
 
-def _wait_for(store: dist.Store, key: str) -> Entry:
+def _wait_for(store: Store, key: str) -> Entry:
     while (entry := read(store, key)) is None:
         time.sleep(0.01)
     return entry

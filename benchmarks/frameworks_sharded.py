@@ -30,7 +30,8 @@ def pass_over(ranks: int, states: list[Any] | None, batches: int | None) -> tupl
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    seen, after = [], []
+    seen: list[int] = []
+    after: list[Any] = []
     for rank in range(ranks):
         sampler = DistributedSampler(range(SIZE), ranks, rank, seed=1)  # type: ignore[arg-type]  # a sequence will do
         loader = StatefulDataLoader(range(SIZE), batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]

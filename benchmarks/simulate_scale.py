@@ -37,7 +37,7 @@ from benchmarks.bounds import HEADINGS, row
 from benchmarks.peers import write_table
 from shardopt.checkpoint.agree_plan import KeptPlan, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_of
-from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_NAME, file_name
+from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_NAME, Dtype, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import check_covers
@@ -73,7 +73,7 @@ SHAPES = {
 
 def describe_parameters(layouts: dict[str, Layout]) -> Description:
     """Parameters in bfloat16 and their AdamW state, as one rank sees them."""
-    tensors = {}
+    tensors: dict[str, tuple[tuple[str, ...], Dtype, Layout]] = {}
     bf16, fp32 = DTYPES["bfloat16"], DTYPES["float32"]
     for fqn, layout in layouts.items():
         tensors[f"model.{fqn}"] = (("model", fqn), bf16, layout)
@@ -106,7 +106,7 @@ def plan(mesh: Mesh) -> SavePlan:
     return _kept[fingerprint][0]
 
 
-def worked(function, *args):
+def worked(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     """Returns seconds of the processor, and the result: one thread works, and others of the machine do not count."""
     with gc_paused():  # as in a save
         begin = time.process_time()
