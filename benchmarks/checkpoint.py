@@ -23,17 +23,18 @@ from benchmarks import dcp
 from benchmarks.peers import RESULTS, interleaved, on_ranks, write_table
 from shardopt import checkpoint
 
-GIB = 1 << 30
+SMALL = 10_000  # tensors
+ROWS, COLUMNS = 8192, 4096  # of a large one
 
 
 def small_plain() -> dict[str, Any]:
-    return {f"layers.{i}.weight": torch.randn(16, 16) for i in range(10_000)}
+    return {f"layers.{i}.weight": torch.randn(16, 16) for i in range(SMALL)}
 
 
 def small_sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.randn(64, 16)
-    return {f"layers.{i}.weight": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(10_000)}
+    return {f"layers.{i}.weight": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(SMALL)}
 
 
 def large(dim: int) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def large(dim: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {}
     for i in range(16):
-        whole = torch.empty(1, 1).expand(8192, 4096)
+        whole = torch.empty(1, 1).expand(ROWS, COLUMNS)
         local = (
             whole.chunk(mesh.size(), dim)[mesh.get_rank()]
             if mesh.get_rank() < len(whole.chunk(mesh.size(), dim))
@@ -49,7 +50,7 @@ def large(dim: int) -> dict[str, Any]:
         )
         filled = torch.full(local.shape, float(i + 1))
         state[f"layers.{i}.weight"] = torch.distributed.tensor.DTensor.from_local(
-            filled, mesh, [Shard(dim)], shape=torch.Size((8192, 4096)), stride=(4096, 1)
+            filled, mesh, [Shard(dim)], shape=torch.Size((ROWS, COLUMNS)), stride=(COLUMNS, 1)
         )
     return state
 

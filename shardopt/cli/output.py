@@ -170,6 +170,15 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('x') else 's'}"
 
 
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns ascending numbers as runs without a gap: the first and the last of each."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
+        runs.append((first, number))
+    return runs
+
+
 def shortened(text: str, most: int) -> str:
     """Returns the text, or its beginning and "…" where it is longer."""
     return text if len(text) <= most else text[: most - 1] + "…"
