@@ -102,8 +102,10 @@ class AlgorithmOptimizer(Optimizer):
 class ParameterStep:
     """One parameter in one step, on this rank.
 
-    Attributes:
+    Args:
         optimizer, group, parameter: whose step it is; its options; the user's tensor.
+
+    Attributes:
         key: the parameter's FQN, "" where no keyed optimizer has given it; `name` is for errors.
         view, local_tensors: what is here of the parameter.
         is_held: whether this rank has elements of it.
@@ -187,6 +189,9 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     """The base of optimizers that are handed the user's tensors and communicate by themselves.
 
     Every rank of a parameter must call `step` with it, and the same of them must have gradients.
+
+    Args:
+        params, defaults: as for `torch.optim.Optimizer`.
     """
 
     names: Mapping[Tensor, str] = MappingProxyType({})
