@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -31,12 +32,12 @@ from typing import Any
 
 import matplotlib
 import numpy
-import torch.distributed as dist
 from matplotlib import pyplot
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # from a compiled module
 
 from benchmarks.peers import RESULTS, write_table
 from shardopt.ranks import Ranks
-from shardopt.world import World, using
+from shardopt.world import Store, World, using
 
 matplotlib.use("Agg")
 
@@ -52,7 +53,7 @@ class Job:
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self._rank, self._size = rank, size
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS))
+        self._store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS))
 
     def rank(self) -> int:
         return self._rank
@@ -60,7 +61,7 @@ class Job:
     def size(self) -> int:
         return self._size
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
 
@@ -77,9 +78,13 @@ def take_part(job: Job, rounds: int, before: Callable[[str], None]) -> None:
     before("different")
     for i in range(rounds):
         name = f"{rank:05d}-{i:04d}-{'0' * 40}.safetensors"
-        ranks.agree("saving", lambda n=name: [[n, 1 << 30, "0" * 32]], lambda got: got, len)
+        ranks.agree("saving", partial(_said_of, name), lambda got: got, len)
     before("end")
     ranks.agree("ending", lambda: None)
+
+
+def _said_of(name: str) -> list[list[object]]:
+    return [[name, 1 << 30, "0" * 32]]
 
 
 def run_many(first: int, last: int, size: int, port: int, rounds: int, start: Barrier) -> None:
@@ -167,7 +172,7 @@ def run_measured(
 
 
 def serve(size: int, port: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port.send(store.port)
     port.recv()
 

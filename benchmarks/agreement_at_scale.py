@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
 from benchmarks.agreement import CountedWorld, Job, _CountingSocket, processor_seconds, serve
 from shardopt.checkpoint.agree_plan import Kept, Planning
@@ -38,7 +38,7 @@ from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.connections.session import pack_reports
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
-from shardopt.world import READ, WRITE, using, world
+from shardopt.world import READ, WRITE, Selector, Store, using, world
 
 place_module: Any = importlib.import_module("shardopt.checkpoint.place")
 save_module: Any = importlib.import_module("shardopt.checkpoint.save")  # by which name the package has a function
@@ -94,7 +94,7 @@ def run_real(
             told.send((number, data))
             report(hub, name, number, data)
 
-        MessageHub.report = telling  # type: ignore[method-assign]  # to be counted
+        MessageHub.report = telling  # type: ignore[method-assign, assignment]  # to be counted
     found = []
     kept: Kept = {}
     with using(CountedWorld()):
@@ -153,19 +153,7 @@ def _said_by(rank: int, data: bytes, of_member: bytes) -> bytes:
 
 def stand_in(size: int, port: int, reports: Connection, done: Connection) -> None:
     """Holds the connections of all who are not there, and reports for them, until told to end."""
-    store = dist.PrefixStore(_PREFIX, Job(-1, size, port).get_group_store())
-    session = _wait_for(store, "session")
-    at_leader = _wait_for(store, leader_key(session.name, LEADER))
-    stand_ins = []
-    for above, entry in ((0, session), (LEADER, at_leader)):
-        for rank in Tree(above, size).children:
-            if rank not in REAL:
-                meeting = Meeting(session.name, session.key, rank, above)
-                met = meet(entry.at, meeting, lambda: True, CONNECT_SECONDS[1])
-                met.link.seal(met.side.key, met.side.from_below, met.side.from_above)
-                tree = Tree(rank, size)
-                block = tree.block_of(rank) if tree.leads else range(rank, rank + 1)
-                stand_ins.append(_StandIn(met.link, block, tree.leads))
+    stand_ins = _connected(size, port)
     selector = world().selector()
     for each in (reports, done):
         selector.register(each, READ)
@@ -182,21 +170,42 @@ def stand_in(size: int, port: int, reports: Connection, done: Connection) -> Non
                     stand.link.flush()
                     if not stand.link.is_empty:
                         selector.modify(stand.link.socket, READ | WRITE, stand)
-                continue
-            stand = key.data
-            if mask & READ:
-                try:
-                    stand.link.receive()  # whatever it is
-                except Ended:
-                    selector.unregister(stand.link.socket)
-                    continue
-            if mask & WRITE:
-                stand.link.flush()
-                if stand.link.is_empty:
-                    selector.modify(stand.link.socket, READ, stand)
+            else:
+                _serve(key.data, mask, selector)
 
 
-def _wait_for(store: dist.Store, key: str) -> Entry:
+def _serve(stand: _StandIn, mask: int, selector: Selector) -> None:
+    """Takes what has come, whatever it is, and sends what is still to go."""
+    if mask & READ:
+        try:
+            stand.link.receive()
+        except Ended:
+            selector.unregister(stand.link.socket)
+            return
+    if mask & WRITE:
+        stand.link.flush()
+        if stand.link.is_empty:
+            selector.modify(stand.link.socket, READ, stand)
+
+
+def _connected(size: int, port: int) -> list[_StandIn]:
+    store = PrefixStore(_PREFIX, Job(-1, size, port).get_group_store())
+    session = _wait_for(store, "session")
+    at_leader = _wait_for(store, leader_key(session.name, LEADER))
+    stand_ins = []
+    for above, entry in ((0, session), (LEADER, at_leader)):
+        for rank in Tree(above, size).children:
+            if rank not in REAL:
+                meeting = Meeting(session.name, session.key, rank, above)
+                met = meet(entry.at, meeting, lambda: True, CONNECT_SECONDS[1])
+                met.link.seal(met.side.key, met.side.from_below, met.side.from_above)
+                tree = Tree(rank, size)
+                block = tree.block_of(rank) if tree.leads else range(rank, rank + 1)
+                stand_ins.append(_StandIn(met.link, block, tree.leads))
+    return stand_ins
+
+
+def _wait_for(store: Store, key: str) -> Entry:
     while (entry := read(store, key)) is None:
         time.sleep(0.01)
     return entry

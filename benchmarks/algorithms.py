@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shardopt
-from benchmarks.peers import in_turns, write_table
+from benchmarks.peers import in_turns, repeating, write_table
 from shardopt.sharding.view import local_tensors
 
 WIDTH, BLOCKS = 256, 2
@@ -48,7 +48,7 @@ def parameters(matrices_only: bool) -> dict[str, Tensor]:
         shapes[f"blocks.{block}.down"] = (WIDTH, 4 * WIDTH)
         shapes[f"blocks.{block}.norm"] = (WIDTH,)
     generator = torch.Generator().manual_seed(0)
-    made = {}
+    made: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         if len(shape) > 1 or not matrices_only:
             made[name] = torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02)
@@ -69,12 +69,8 @@ def main() -> None:
         params = parameters("matrices" in name)
         optimizer = shardopt.keyed(algorithm, params, lr=1e-5, **options)
 
-        def steps(repetition: int, optimizer: Any = optimizer) -> None:
-            for _ in range(arguments.steps):
-                optimizer.step()
-
         optimizer.step()
-        runs[name] = steps
+        runs[name] = repeating(optimizer.step, arguments.steps)
         state = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
         held = sum(local.nbytes for value in state for local in local_tensors(value))
         nbytes[name] = held / sum(param.numel() for param in params.values())

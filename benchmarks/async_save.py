@@ -14,18 +14,18 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
+from benchmarks import dcp
 from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.save import SaveTerms
@@ -50,6 +50,7 @@ class Layers(nn.Module):
         self.weights = nn.ParameterList(
             DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=(WIDTH, 1)) for local in locals_
         )
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(WIDTH))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class Job:
         layers = max(1, (megabytes << 20) // (3 * 4 * WIDTH * WIDTH))  # weights and two moments
         self.model = Layers(layers)
         self.optimizer = shardopt.keyed("adamw", self.model.named_parameters(), lr=1e-4)
-        self.app = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        self.app: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
         self.inputs = torch.randn(BATCH, WIDTH)
         self.step()
 
@@ -105,7 +106,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
     def by_dcp(stager: DefaultStager | None) -> Callable[[str], Wait]:
         def begin(path: str) -> Wait:
             state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "step": job.app["step"]}
-            writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=False, thread_count=1)
+            writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=False, thread_count=1)
             future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
 
             def wait() -> float:
@@ -138,7 +139,7 @@ def measure(megabytes: int, repetitions: int, folder: str) -> dict[str, Any]:
                 quiet_seconds = slowest(timed(job.step)[0])
             path = f"{folder}/save"
             dist.barrier()
-            call_seconds, wait = timed(lambda begin_save=begin_save, path=path: begin_save(path))
+            call_seconds, wait = timed(partial(begin_save, path))
             during = [timed(job.step)[0] for _ in range(2)]
             stall = slowest(call_seconds + wait())
             during_seconds = slowest(during[0])

@@ -16,25 +16,25 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks import dcp
 from benchmarks.peers import RESULTS, interleaved, on_ranks, write_table
 from shardopt import checkpoint
 
-GIB = 1 << 30
+SMALL = 10_000  # tensors
+ROWS, COLUMNS = 8192, 4096  # of a large one
 
 
 def small_plain() -> dict[str, Any]:
-    return {f"layers.{i}.weight": torch.randn(16, 16) for i in range(10_000)}
+    return {f"layers.{i}.weight": torch.randn(16, 16) for i in range(SMALL)}
 
 
 def small_sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.randn(64, 16)
-    return {f"layers.{i}.weight": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(10_000)}
+    return {f"layers.{i}.weight": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(SMALL)}
 
 
 def large(dim: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def large(dim: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {}
     for i in range(16):
-        whole = torch.empty(1, 1).expand(8192, 4096)
+        whole = torch.empty(1, 1).expand(ROWS, COLUMNS)
         local = (
             whole.chunk(mesh.size(), dim)[mesh.get_rank()]
             if mesh.get_rank() < len(whole.chunk(mesh.size(), dim))
@@ -50,20 +50,20 @@ def large(dim: int) -> dict[str, Any]:
         )
         filled = torch.full(local.shape, float(i + 1))
         state[f"layers.{i}.weight"] = torch.distributed.tensor.DTensor.from_local(
-            filled, mesh, [Shard(dim)], shape=torch.Size((8192, 4096)), stride=(4096, 1)
+            filled, mesh, [Shard(dim)], shape=torch.Size((ROWS, COLUMNS)), stride=(COLUMNS, 1)
         )
     return state
 
 
-def dcp_writer(path: str, durable: bool = True) -> FileSystemWriter:
-    return FileSystemWriter(path, single_file_per_rank=True, sync_files=durable, thread_count=1)
+def dcp_writer(path: str, durable: bool = True) -> dcp.FileSystemWriter:
+    return dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=durable, thread_count=1)
 
 
 def save_peers(
     state: dict[str, Any], folder: str, repeated: bool, durable: bool = True
 ) -> dict[str, Callable[[int], Any]]:
     """Saves to a new path at each repetition, which is removed before the next one."""
-    planner = DefaultSavePlanner(enable_plan_caching=repeated)
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=repeated)
 
     def fresh(name: str, repetition: int) -> str:
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -82,7 +82,7 @@ def save_peers(
 def load_peers(state: dict[str, Any], ours_at: str, dcp_at: str) -> dict[str, Callable[[int], Any]]:
     return {
         "ours": lambda _: checkpoint.load(ours_at, state),
-        "dcp": lambda _: dcp.load(state, storage_reader=FileSystemReader(dcp_at), planner=DefaultLoadPlanner()),
+        "dcp": lambda _: dcp.load(state, storage_reader=dcp.FileSystemReader(dcp_at), planner=dcp.DefaultLoadPlanner()),
     }
 
 
@@ -195,7 +195,7 @@ def first_save(folder: str) -> dict[str, float]:
 def first_load(folder: str) -> dict[str, float]:
     state = small_sharded()
     checkpoint.load(f"{folder}/warm-ours", {"x": torch.zeros(3)})
-    dcp.load({"x": torch.zeros(3)}, storage_reader=FileSystemReader(f"{folder}/warm-dcp"))
+    dcp.load({"x": torch.zeros(3)}, storage_reader=dcp.FileSystemReader(f"{folder}/warm-dcp"))
     return interleaved(load_peers(state, f"{folder}/ours-saved", f"{folder}/dcp-saved"), 1, warm_up=0)
 
 
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--folder", default=tempfile.gettempdir())
     arguments = parser.parse_args()
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in arguments.only:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             for label, times in CASES[name](folder, arguments.repetitions):

@@ -23,6 +23,8 @@ from shardopt import checkpoint
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 MIB = 1 << 20
+WIDTH = 4096
+SMALL = 6_000_000  # elements, of what warms up
 _COPY_BYTES = 16 * MIB
 
 
@@ -30,7 +32,7 @@ def save_source(folder: Path, gib: int) -> None:
     """Saves `gib` GiB in 16 tensors a GiB, each in two boxes of rows."""
     mesh = Mesh((2,), (0, 1))
     checkpoint.save(
-        folder / "whole", {"model": {f"layers.{i}.weight": torch.randn(4096, 4096) for i in range(16 * gib)}}
+        folder / "whole", {"model": {f"layers.{i}.weight": torch.randn(WIDTH, WIDTH) for i in range(16 * gib)}}
     )
     checkpoint.reshard(
         folder / "whole", folder / "src", layout=lambda _, stored: mesh_layout(stored.shape, mesh, (Split(0, 0),))
@@ -126,7 +128,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         save_source(folder, args.gib)
-        checkpoint.save(folder / "small", {"w": torch.ones(6_000_000)})
+        checkpoint.save(folder / "small", {"w": torch.ones(SMALL)})
         load_before = os.getloadavg()[0]
         measured: dict[str, list[tuple[float, int]]] = {peer: [] for peer in conversions(folder, folder)}
         for _ in range(args.repetitions):

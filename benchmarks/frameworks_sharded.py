@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import dcp
 from tests.harness import run_ranks_outcomes
 
 SIZE, BATCH = 120, 3
@@ -30,10 +31,11 @@ def pass_over(ranks: int, states: list[Any] | None, batches: int | None) -> tupl
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    seen, after = [], []
+    seen: list[int] = []
+    after: list[Any] = []
     for rank in range(ranks):
-        sampler = DistributedSampler(range(SIZE), ranks, rank, seed=1)  # type: ignore[arg-type]  # a sequence will do
-        loader = StatefulDataLoader(range(SIZE), batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
+        sampler: DistributedSampler[int] = DistributedSampler(range(SIZE), ranks, rank, seed=1)  # type: ignore[arg-type]  # a sequence will do
+        loader = StatefulDataLoader(range(SIZE), batch_size=BATCH, sampler=sampler)
         if states is not None and rank < len(states):
             loader.load_state_dict(states[rank])
         for number, batch in enumerate(loader, start=1):
@@ -57,7 +59,6 @@ def of_torchdata() -> None:
 def tables(folder: str, plan: str, begin: str | None, init: bool = True, fused: str = "Adagrad") -> list[float]:
     """Trains tables for some steps, from DCP's checkpoint where there is one; saves one at SAVED_AT."""
     warnings.simplefilter("ignore")
-    import torch.distributed.checkpoint as dcp
     from integrations import torchrec_tables as example
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -21,11 +22,11 @@ import torch
 import torch.distributed as dist
 from matplotlib import pyplot
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
-from benchmarks.peers import RESULTS, in_turns, on_ranks, write_table
+from benchmarks.peers import RESULTS, in_turns, on_ranks, repeating, write_table
 from shardopt.sharding.view import local_tensors
 
 matplotlib.use("Agg")  # draws into a file and needs no display
@@ -67,7 +68,7 @@ def parameters(name: str, place: Callable[[Tensor], Tensor] = Tensor.clone) -> d
     shapes: dict[str, tuple[int, ...]] = {each: (WIDTH, WIDTH) for each in ("query", "key", "value", "out")}
     shapes |= {"up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH), "norm": (WIDTH,)}
     generator = torch.Generator().manual_seed(0)
-    made = {}
+    made: dict[str, Tensor] = {}
     for each, shape in shapes.items():
         if len(shape) > 1 or "matrices" not in name:
             dtype = PEERS[name][1]
@@ -90,11 +91,7 @@ def measure_steps(steps: int, repetitions: int, rounds: int) -> tuple[dict[str, 
         params = parameters(name)
         optimizer = optimizer_of(name, params)
 
-        def run(repetition: int, optimizer: Any = optimizer) -> None:
-            for _ in range(steps):
-                optimizer.step()
-
-        runs[name] = run
+        runs[name] = repeating(optimizer.step, steps)
         state = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
         held = sum(local.nbytes for value in state for local in local_tensors(value))
         nbytes[name] = held / sum(param.numel() for param in params.values())
@@ -127,6 +124,10 @@ class Counted:
         return call
 
 
+def _cut(mesh: DeviceMesh, dim: int, full: Tensor) -> Tensor:
+    return distribute_tensor(full, mesh, [Shard(dim % full.ndim)])
+
+
 def measure_exchange(steps: int) -> dict[str, tuple[tuple[float, float], ...]]:
     """By peer: collectives and bytes of a step on this rank, with parameters cut along rows, and along the last."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -134,7 +135,7 @@ def measure_exchange(steps: int) -> dict[str, tuple[tuple[float, float], ...]]:
     for name in PEERS:
         pairs = []
         for dim in (0, -1):
-            params = parameters(name, lambda full, dim=dim: distribute_tensor(full, mesh, [Shard(dim % full.ndim)]))
+            params = parameters(name, partial(_cut, mesh, dim))
             optimizer = optimizer_of(name, params)
             with Counted() as counted:
                 for _ in range(steps):

@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ def count(net: nn.Module) -> Callable[[], int]:
             del alive[name]
 
     for name, parameter in net.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: computed(name, gradient))
-        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: complete(name, parameter))
+        parameter.register_hook(partial(computed, name))  # type: ignore[no-untyped-call]  # torch's
+        parameter.register_post_accumulate_grad_hook(partial(complete, name))  # type: ignore[no-untyped-call]  # torch's
     return lambda: most[0]
 
 

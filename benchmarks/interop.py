@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks import dcp
 from benchmarks.peers import interleaved, on_ranks, write_table
 from shardopt.checkpoint.dcp import StorageReader, StorageWriter
 
@@ -50,7 +49,7 @@ def time_saves(gib: float, folder: str, repetitions: int, durable: bool) -> dict
 
     peers = {
         "ours": peer("ours", lambda path: StorageWriter(path, durable=durable)),
-        "dcp": peer("dcp", lambda path: FileSystemWriter(path, sync_files=durable)),
+        "dcp": peer("dcp", lambda path: dcp.FileSystemWriter(path, sync_files=durable)),
     }
     return interleaved(peers, repetitions)
 
@@ -58,14 +57,14 @@ def time_saves(gib: float, folder: str, repetitions: int, durable: bool) -> dict
 def save_both(gib: float, folder: str) -> None:
     saved = state(gib)
     dcp.save(saved, storage_writer=StorageWriter(f"{folder}/ours-saved"))
-    dcp.save(saved, storage_writer=FileSystemWriter(f"{folder}/dcp-saved"))
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(f"{folder}/dcp-saved"))
 
 
 def time_loads(gib: float, folder: str, repetitions: int) -> dict[str, float]:
     loaded = state(gib)
     peers: dict[str, Callable[[int], Any]] = {
         "ours": lambda _: dcp.load(loaded, storage_reader=StorageReader(f"{folder}/ours-saved")),
-        "dcp": lambda _: dcp.load(loaded, storage_reader=FileSystemReader(f"{folder}/dcp-saved")),
+        "dcp": lambda _: dcp.load(loaded, storage_reader=dcp.FileSystemReader(f"{folder}/dcp-saved")),
     }
     return interleaved(peers, repetitions)
 
@@ -77,7 +76,8 @@ def saves(ranks: int, durable: bool) -> Callable[[float, str, int], dict[str, fl
 def loads(saved_on: int, loaded_on: int) -> Callable[[float, str, int], dict[str, float]]:
     def run(gib: float, folder: str, repetitions: int) -> dict[str, float]:
         on_ranks(saved_on, save_both, gib, folder)
-        return on_ranks(loaded_on, time_loads, gib, folder, repetitions)
+        times: dict[str, float] = on_ranks(loaded_on, time_loads, gib, folder, repetitions)
+        return times
 
     return run
 

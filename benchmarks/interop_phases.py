@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.logger import _dcp_logger
 
+from benchmarks import dcp
 from benchmarks.interop import save_both, state
 from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.dcp import StorageReader, StorageWriter
@@ -84,9 +83,9 @@ def measure(gib: float, folder: str, repetitions: int, what: str) -> dict[str, d
     held = state(gib)
     peers: dict[str, Callable[[str], Any]] = {
         "save ours": lambda path: dcp.save(held, storage_writer=StorageWriter(path, durable=False)),
-        "save dcp": lambda path: dcp.save(held, storage_writer=FileSystemWriter(path, sync_files=False)),
+        "save dcp": lambda path: dcp.save(held, storage_writer=dcp.FileSystemWriter(path, sync_files=False)),
         "load ours": lambda _: dcp.load(held, storage_reader=StorageReader(f"{folder}/ours-saved")),
-        "load dcp": lambda _: dcp.load(held, storage_reader=FileSystemReader(f"{folder}/dcp-saved")),
+        "load dcp": lambda _: dcp.load(held, storage_reader=dcp.FileSystemReader(f"{folder}/dcp-saved")),
     }
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "dcp": []}
     _dcp_logger.setLevel(logging.DEBUG)
@@ -124,7 +123,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="of the state of all ranks together")
     parser.add_argument("--folder", default=tempfile.gettempdir())
     arguments = parser.parse_args()
-    columns = {}
+    columns: dict[str, dict[str, float]] = {}
     for label, ranks, what in (("save, 2 ranks", 2, "save"), ("load, 4 ranks", 4, "load")):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             if what == "load":

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardopt
-from benchmarks.peers import interleaved, on_ranks, write_table
+from benchmarks.peers import calling, interleaved, on_ranks, write_table
 
 CASES = {
     "48 of 64 × 64": [(64, 64)] * 48,
@@ -51,10 +51,10 @@ def measure(shapes: list[tuple[int, int]], repetitions: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, optimizer in optimizers.items():
         optimizer.step()
-        with CommDebugMode() as counted:
+        with CommDebugMode() as counted:  # type: ignore[no-untyped-call]  # torch's
             optimizer.step()
         result[f"{name} collectives"] = counted.get_total_counts()
-    peers = {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in optimizers.items()}
+    peers = {name: calling(optimizer.step) for name, optimizer in optimizers.items()}
     return result | interleaved(peers, repetitions)
 
 

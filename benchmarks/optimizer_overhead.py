@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 import shardopt
-from benchmarks.peers import in_turns, on_ranks, write_table
+from benchmarks.peers import calling, in_turns, on_ranks, write_table
 from shardopt import GradientClipping, GradientClippingOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
 
 PARAMETERS, ELEMENTS, RANKS = 400, 4096, 2
@@ -37,7 +37,9 @@ Row = list[str]
 
 
 def plain_parameters() -> dict[str, Tensor]:
-    named = {f"layers.{i}.weight": torch.nn.Parameter(torch.randn(ELEMENTS)) for i in range(PARAMETERS)}
+    named: dict[str, Tensor] = {
+        f"layers.{i}.weight": torch.nn.Parameter(torch.randn(ELEMENTS)) for i in range(PARAMETERS)
+    }
     for parameter in named.values():
         parameter.grad = torch.randn_like(parameter)
     return named
@@ -72,7 +74,7 @@ def steps(repetitions: int, rounds: int) -> list[Row]:
     rows = []
     for implementation, options in IMPLEMENTATIONS.items():
         peers = optimizers(options)
-        seconds = in_turns({name: lambda _, o=o: o.step() for name, o in peers.items()}, repetitions, rounds)
+        seconds = in_turns({name: calling(o.step) for name, o in peers.items()}, repetitions, rounds)
         for name, each in seconds.items():
             ratio = each / seconds[BARE]
             met = target(ratio, 1.05) if name in (KEYED, WRAPPED) else ""
@@ -82,7 +84,7 @@ def steps(repetitions: int, rounds: int) -> list[Row]:
 
 def state_dicts(repetitions: int, rounds: int) -> list[Row]:
     peers = optimizers(IMPLEMENTATIONS["for-loop"])
-    seconds = in_turns({name: lambda _, o=o: o.state_dict() for name, o in peers.items()}, repetitions, rounds)
+    seconds = in_turns({name: calling(o.state_dict) for name, o in peers.items()}, repetitions, rounds)
     rows = []
     for name, each in seconds.items():
         microseconds = each / PARAMETERS * 1e6

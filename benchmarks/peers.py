@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # from a compiled module
+from torch.multiprocessing.spawn import spawn
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,18 +27,33 @@ RESULTS = Path(__file__).parent / "results"
 def on_ranks(n: int, function: Callable[..., Any], *args: Any) -> Any:
     """Runs `function(*args)` on n gloo ranks, one thread each; returns what rank 0 returned."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (n, folder, function, args), nprocs=n)
+        spawn(_rank, (n, folder, function, args), nprocs=n)  # type: ignore[no-untyped-call]  # torch's
         return torch.load(f"{folder}/result", weights_only=False)
 
 
 def _rank(rank: int, n: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", n), rank=rank, world_size=n)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", n), rank=rank, world_size=n)
     result = function(*args)
     if rank == 0:
         torch.save(result, f"{folder}/result")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def calling(function: Callable[[], Any]) -> Callable[[int], Any]:
+    """A peer that calls a function, whatever the number of the repetition."""
+    return lambda _: function()
+
+
+def repeating(function: Callable[[], Any], times: int) -> Callable[[int], Any]:
+    """A peer that calls a function so many times."""
+
+    def run(_: int) -> None:
+        for _ in range(times):
+            function()
+
+    return run
 
 
 def interleaved(

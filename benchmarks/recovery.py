@@ -352,23 +352,10 @@ def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[st
         seconds = slowest(timed(memcpy)[0])
         took = {"memcpy": (seconds, over_ranks(time.process_time() - begin))}
         for number, (name, manager) in enumerate(managers.items()):
-            for pages in ("over removed files", "on new files"):
-                if pages == "on new files":
-                    for spare in Path(f"{memory}/host-{rank}/{number}").glob(".spare-*"):
-                        spare.unlink()
-                if STAGES[name] is None:
-                    job.app["step"] += 1
-                dist.barrier()
-                begin, training = time.process_time(), 0.0
-                seconds, saved = timed(partial(manager.save, job.app["step"], job.app))
-                if STAGES[name] is not None:
-                    training = -time.thread_time()
-                    job.step()  # whose backward is what a lazy copy has time for
-                    training += time.thread_time()
-                    seconds = saved.result().stall_seconds
-                manager.wait()
-                busy = time.process_time() - begin - training
-                took[f"{name}, {pages}"] = slowest(seconds), over_ranks(busy)
+            took[f"{name}, over removed files"] = one_save(job, manager, STAGES[name])
+            for spare in Path(f"{memory}/host-{rank}/{number}").glob(".spare-*"):
+                spare.unlink()
+            took[f"{name}, on new files"] = one_save(job, manager, STAGES[name])
         if repetition >= 0:
             for name, (seconds, busy) in took.items():
                 stall[name].append(seconds)
@@ -376,6 +363,22 @@ def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[st
     for manager in managers.values():
         manager.close()
     return {"stall": medians(stall), "processor": medians(processor)}
+
+
+def one_save(job: Job, manager: checkpoint.Manager, stage: str | None) -> tuple[float, float]:
+    """The stall of a save, and the processor's seconds of all ranks for it, without those of a step beside it."""
+    if stage is None:
+        job.app["step"] += 1
+    dist.barrier()
+    begin, training = time.process_time(), 0.0
+    seconds, saved = timed(partial(manager.save, job.app["step"], job.app))
+    if stage is not None:
+        training = -time.thread_time()
+        job.step()  # whose backward is what a lazy copy has time for
+        training += time.thread_time()
+        seconds = saved.result().stall_seconds
+    manager.wait()
+    return slowest(seconds), over_ranks(time.process_time() - begin - training)
 
 
 def stall(arguments: argparse.Namespace) -> None:

@@ -11,43 +11,43 @@ import argparse
 import time
 import uuid
 from statistics import median
+from typing import Any
 
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
+from shardopt import checkpoint
 from shardopt.checkpoint.reading import fetch as read
 from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.sharding.box import whole
-from shardopt.sharding.view import Piece
+from shardopt.sharding.pieces import Piece
 
 LATENCY_SECONDS = 0.03
 BYTES_PER_SECOND = 80e6
 
 
-class Far(MemoryFileSystem):
+class Far(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
     protocol = "far"
     cachable = False
 
-    def cat_file(self, path, start=None, end=None, **options):
-        data = super().cat_file(path, start=start, end=end, **options)
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        data: bytes = super().cat_file(path, start=start, end=end, **options)
         time.sleep(LATENCY_SECONDS + len(data) / BYTES_PER_SECOND)
         return data
 
 
-def main():
+def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--megabytes", type=int, default=128)
     megabytes = arguments.parse_args().megabytes
-    from shardopt import checkpoint
-
     root = f"memory://far/{uuid.uuid4().hex}"
     value = torch.arange(megabytes * 250_000, dtype=torch.float32)
     checkpoint.save(root, {"x": value})
     reader = CheckpointReader(OwnSource(RemoteStorage(Far(), root.removeprefix("memory:/"))))
     target = torch.empty_like(value)
-    wants = list(reader.wants("x", [Piece(whole(tuple(value.shape)), target)]))
+    requests = list(reader.requests("x", [Piece(whole(tuple(value.shape)), target)]))
     print(f"{megabytes} MB, {1e3 * LATENCY_SECONDS:g} ms and {BYTES_PER_SECOND / 1e6:g} MB/s a request")
     print("| MiB a request | at a time | seconds | MB/s | at most in flight, MiB |")
     print("|---|---|---|---|---|")
@@ -56,7 +56,7 @@ def main():
         seconds = []
         for _ in range(3):
             begin = time.perf_counter()
-            read.fetch(wants)
+            read.fetch(requests)
             seconds.append(time.perf_counter() - begin)
         print(
             f"| {mib} | {threads} | {median(seconds):.2f} | {4 * value.numel() / median(seconds) / 1e6:.0f} | "

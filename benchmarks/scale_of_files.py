@@ -210,7 +210,8 @@ def main(names: Sequence[str]) -> None:
     if len(names) == 1:
         print(json.dumps(JOBS[names[0]]()))
         return
-    local, over_s3 = [], []
+    local: list[Row] = []
+    over_s3: list[Row] = []
     for name in names or JOBS:  # each in a process of its own, whose memory is measured
         command = [sys.executable, "-m", "benchmarks.scale_of_files", name]
         answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

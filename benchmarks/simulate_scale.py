@@ -37,7 +37,7 @@ from benchmarks.bounds import HEADINGS, row
 from benchmarks.peers import write_table
 from shardopt.checkpoint.agree_plan import KeptPlan, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_of
-from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_NAME, file_name
+from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_NAME, Dtype, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import check_covers
@@ -73,7 +73,7 @@ SHAPES = {
 
 def describe_parameters(layouts: dict[str, Layout]) -> Description:
     """Parameters in bfloat16 and their AdamW state, as one rank sees them."""
-    tensors = {}
+    tensors: dict[str, tuple[tuple[str, ...], Dtype, Layout]] = {}
     bf16, fp32 = DTYPES["bfloat16"], DTYPES["float32"]
     for fqn, layout in layouts.items():
         tensors[f"model.{fqn}"] = (("model", fqn), bf16, layout)
@@ -106,7 +106,7 @@ def plan(mesh: Mesh) -> SavePlan:
     return _kept[fingerprint][0]
 
 
-def worked(function, *args):
+def worked(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     """Returns seconds of the processor, and the result: one thread works, and others of the machine do not count."""
     with gc_paused():  # as in a save
         begin = time.process_time()
@@ -116,6 +116,7 @@ def worked(function, *args):
 
 STAGES, EXPERT_GROUPS, DATA = 16, 32, 32
 LAYERS_OF_STAGE, EXPERT_WIDTH = 2, 4096
+OWN_KIND = 147  # of the ranks whose work is timed
 
 
 def describe_expert_group(stage: int, group: int) -> tuple[tuple[int, ...], Description]:
@@ -240,7 +241,7 @@ def time_kinds(made: Sequence[tuple[tuple[int, ...], Description]], own: int) ->
 def time_experts() -> None:
     made = [describe_expert_group(stage, group) for stage in range(STAGES) for group in range(EXPERT_GROUPS)]
     title = f"{STAGES * EXPERT_GROUPS * DATA:,} ranks of {len(made)} kinds, simulated"
-    print(write_table("scale_kinds", title, ("what", "seconds of the processor"), time_kinds(made, 147)))
+    print(write_table("scale_kinds", title, ("what", "seconds of the processor"), time_kinds(made, OWN_KIND)))
 
 
 def time_mesh() -> None:

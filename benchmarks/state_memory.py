@@ -145,7 +145,7 @@ def measure_rank(stored: str, dim: int, bytes_of_table: float, layers: int) -> l
     """Of this rank, over what the table says: parameters, gradients and state; with a step's peak; with a load's."""
     dtype, options = STORED[stored]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    named = {
+    named: dict[str, Tensor] = {
         name: torch.nn.Parameter(distribute_tensor(full.detach(), mesh, [Shard(dim)]))
         for name, full in parameters(dtype, True, layers).items()
     }

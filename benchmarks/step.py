@@ -47,7 +47,8 @@ BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
 
 def parameters(count: int, elements: int, mesh: DeviceMesh) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Plain parameters with gradients, and DTensors around the same memory, whose local tensors they are."""
-    plain, sharded = {}, {}
+    plain: dict[str, Tensor] = {}
+    sharded: dict[str, Tensor] = {}
     for i in range(count):
         local, gradient = torch.randn(elements), torch.randn(elements)
         plain[f"w{i}"] = torch.nn.Parameter(local)

@@ -40,28 +40,18 @@ def _call(function: str, json: bool, **values: Any) -> int:
     """Runs a verb; returns the exit status. Errors of this package and of the system are printed as one line."""
     output = Output(json)
     try:
-        module, _, name = function.partition(":")
-        status: int = getattr(importlib.import_module(module), name)(output, **values)
-        output.finish()
+        try:
+            module, _, name = function.partition(":")
+            status: int = getattr(importlib.import_module(module), name)(output, **values)
+            output.finish()
+        except (ShardoptError, OSError) as error:
+            output.fail(error)
+            output.finish()
+            status = _WRONG_CALL if isinstance(error, OptionError) else _WRONG
         return status
-    except ReaderGone:
-        return _end_of_pipe()
-    except (ShardoptError, OSError) as error:
-        return _fail(output, error)
-
-
-def _fail(output: Output, error: Exception) -> int:
-    try:
-        output.fail(error)
-        output.finish()
     except (ReaderGone, BrokenPipeError):
-        return _end_of_pipe()
-    return _WRONG_CALL if isinstance(error, OptionError) else _WRONG
-
-
-def _end_of_pipe() -> int:
-    """Ends quietly: what is still in buffers must not fail once more when the interpreter writes it out."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return _READER_GONE
+        # What is still in buffers must not fail once more when the interpreter writes it out.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return _READER_GONE

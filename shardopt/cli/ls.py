@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
-from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural
+from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural, runs_of
 from shardopt.cli.rules import parse_rules
 from shardopt.errors import CheckpointError
 from shardopt.world import utc_text
@@ -243,20 +243,9 @@ def _share_row(each: HostShare) -> list[Cell]:
     return [
         Span(str(each.place.step) + (f" b{each.place.branch}" if each.place.branch else ""), "bold"),
         "" if each.saved_at is None else utc_text(each.saved_at),
-        "" if each.world_size is None else f"{each.world_size:,}",
+        _text(each.world_size),
         counts,
         nbytes,
-        _ranges(each.ranks),
+        ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs_of(each.ranks)),
         Span(_SHARE_TEXTS.get(each.have, each.have), _SHARE_STYLES[each.have]),
     ]
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    """Returns "0-3, 7" for 0, 1, 2, 3, 7."""
-    ends: list[list[int]] = []
-    for rank in ranks:
-        if ends and rank == ends[-1][1] + 1:
-            ends[-1][1] = rank
-        else:
-            ends.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

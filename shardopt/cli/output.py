@@ -73,7 +73,10 @@ class Output:
             right: the columns whose texts end in one place, as numbers do.
         """
         right = set(right)
-        table = [_without_empty_end([_span(cell) for cell in row]) for row in rows]
+        table = [[_span(cell) for cell in row] for row in rows]
+        for row in table:
+            while row and not row[-1].text:
+                row.pop()
         widths: defaultdict[int, int] = defaultdict(int)
         for row in table:
             for i, cell in enumerate(row):
@@ -149,20 +152,20 @@ def cell_width(text: str) -> int:
 
 def nbytes_text(nbytes: float) -> str:
     """Returns a number of bytes in units of 10³: "1.34 GB"."""
-    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
+    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def count_text(count: float) -> str:
     """Returns a count in units of 10³: "124 M"."""
-    return _scaled(count, ("", "K", "M", "B", "T"), " ")
+    return _scaled(count, ("", "K", "M", "B", "T"))
 
 
-def _scaled(number: float, units: Sequence[str], space: str) -> str:
+def _scaled(number: float, units: Sequence[str]) -> str:
     unit = 0
     while number >= 999.5 and unit < len(units) - 1:
         number, unit = number / 1000, unit + 1
     digits = f"{number:.0f}" if unit == 0 or number >= 99.95 else f"{number:.3g}"
-    return f"{digits}{space if units[unit] else ''}{units[unit]}"
+    return f"{digits} {units[unit]}".rstrip()
 
 
 def plural(count: int, word: str) -> str:
@@ -170,15 +173,18 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('x') else 's'}"
 
 
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns ascending numbers as runs without a gap: the first and the last of each."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
+        runs.append((first, number))
+    return runs
+
+
 def shortened(text: str, most: int) -> str:
     """Returns the text, or its beginning and "…" where it is longer."""
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _without_empty_end(row: list[Span]) -> list[Span]:
-    while row and not row[-1].text:
-        row.pop()
-    return row
 
 
 def _span(cell: Cell) -> Span:

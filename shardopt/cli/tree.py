@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardopt.checkpoint.run.steps import by_numbers
+from shardopt.cli.output import runs_of
 
 _DEEPEST = 64  # levels; a key of more dots keeps the rest in its last name
 _MOST_NAMES = 8  # between braces
@@ -179,13 +180,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
     step = numbers[1] - numbers[0] if len(numbers) > 2 else 1
     if step > 1 and all(after - before == step for before, after in pairwise(numbers)):
         return f"{numbers[0]}..{numbers[-1]}..{step}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs_of(numbers))
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:

@@ -27,8 +27,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
-from shardopt.integrations.accelerated import make_keyed
-from shardopt.integrations.optimizers import names_of, require_keyed
+from shardopt.integrations.optimizers import add_objects, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
 from shardopt.ranks import ranks_of
 
@@ -72,13 +71,9 @@ class Accelerator(accelerate.Accelerator):
             "iterations": [getattr(each, "iteration", 0) for each in self._dataloaders],
         }
         app: dict[str, Any] = {"random": RandomState(on_resize="keep"), "accelerator": _State(self, state)}
-        for name, objects in (
-            ("model", [self.unwrap_model(model) for model in self._models]),
-            ("optimizer", require_keyed(self._optimizers, _REMEDY)),
-            ("schedule", self._schedules()),
-        ):
-            if objects:
-                app[names_of(objects, name)] = objects[0] if len(objects) == 1 else objects
+        add_objects(app, "model", [self.unwrap_model(model) for model in self._models])
+        add_objects(app, "optimizer", require_keyed(self._optimizers, _REMEDY))
+        add_objects(app, "schedule", self._schedules())
         if self._custom_objects:
             app["registered"] = [*self._custom_objects]
         return {**app, **(entries or {})}

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from shardopt.data.random_state import RandomState
 from shardopt.errors import Problem, StateError
-from shardopt.integrations.optimizers import names_of, require_keyed
+from shardopt.integrations.optimizers import add_objects, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
 from shardopt.state import PerRank
 
@@ -33,9 +33,8 @@ def app_of(trainer: Trainer, framework: FrameworkState, loaders: LoaderStates) -
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     app: dict[str, Any] = {"model": trainer.lightning_module, "random": RandomState(on_resize="keep")}
     app |= {"loaders": loaders, "lightning": framework}
-    for name, objects in (("optimizer", optimizers), ("schedule", schedules)):
-        if objects:
-            app[names_of(objects, name)] = objects[0] if len(objects) == 1 else [*objects]
+    add_objects(app, "optimizer", optimizers)
+    add_objects(app, "schedule", schedules)
     return app
 
 

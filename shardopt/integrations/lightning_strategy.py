@@ -95,7 +95,9 @@ class ShardoptMixin:
             checkpoints.load(path, app, init_state=True)
         else:  # to validate, test or predict
             own = {name: app[name] for name in ("model", "lightning")}
-            checkpoints.load(path, own, select=r"^(model|lightning)(\.|$)", strict=_unexpected_is_ignored())
+            checkpoints.load(
+                path, own, select=r"^(model|lightning)(\.|$)", strict=checkpoints.Strictness(unexpected="ignore")
+            )
         loaders.put_into(framework.value)
         schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         return {**framework.value, "state_dict": {}, "optimizer_states": [], "lr_schedulers": schedules}
@@ -111,10 +113,6 @@ class ShardoptMixin:
 
 class ShardoptStrategy(ShardoptMixin, ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallel) whose checkpoints shardopt saves and loads."""
-
-
-def _unexpected_is_ignored() -> checkpoints.Strictness:
-    return checkpoints.Strictness(unexpected="ignore")
 
 
 def _path_of_rank_0(path: str | os.PathLike[str]) -> str:

@@ -25,8 +25,7 @@ from transformers.trainer_callback import ExportableState
 from shardopt.checkpoint import Manager
 from shardopt.data.random_state import RandomState
 from shardopt.errors import MismatchError, OptionError, Problem
-from shardopt.integrations.accelerated import make_keyed
-from shardopt.integrations.optimizers import require_keyed
+from shardopt.integrations.optimizers import make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, TrainingRun, of_rank_0
 from shardopt.ranks import ranks_of
 

@@ -117,7 +117,7 @@ def _has_docstring(value):
 
 
 # What a framework's file has for the others beside it.
-BETWEEN_INTEGRATIONS = {"accelerated", "lightning_state", "optimizers", "run"}
+BETWEEN_INTEGRATIONS = {"lightning_state", "optimizers", "run"}
 HELPERS = {"sampler_of", "rest_of_epoch", "batches_of_epoch"}
 
 

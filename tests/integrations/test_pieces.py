@@ -10,10 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, StateError
-from shardopt.integrations.accelerated import make_keyed
 from shardopt.integrations.loader import ResumableLoader
 from shardopt.integrations.loggers import log_figures
-from shardopt.integrations.optimizers import keyed_like, require_keyed
+from shardopt.integrations.optimizers import keyed_like, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, TrainingRun
 from tests.harness import run_ranks_outcomes
 

@@ -1,13 +1,47 @@
-"""Benchmarks can be imported, all of them, and do nothing by that."""
+"""Benchmarks can be imported, all of them, and do nothing by that; and each one runs, in small and on one rank."""
 
 import importlib
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SHARED = ("peers", "bounds", "agreement_at_scale")  # by several benchmarks, or run by another
+SHARED = ("peers", "bounds", "dcp", "agreement_at_scale")  # by several benchmarks, or run by another
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+# What is not run here: these want frameworks that are not installed, or several hosts.
+NOT_RUN = {"frameworks", "frameworks_sharded"}
+
+# Benchmark → arguments, and its own constants, made small.
+ROUND = "--repetitions 1 --rounds 1"
+SMALL = {
+    "agreement": ("--ranks 3 --rounds 1", {}),
+    "algorithms": (f"{ROUND} --steps 1", {"WIDTH": 8, "BLOCKS": 1}),
+    "async_save": ("--ranks 1 --megabytes 1 --repetitions 1", {"WIDTH": 16}),
+    "checkpoint": ("--repetitions 1", {"SMALL": 3, "ROWS": 16, "COLUMNS": 4}),
+    "convert": ("--gib 1 --repetitions 1", {"WIDTH": 8, "SMALL": 100}),
+    "frontier": (f"{ROUND} --steps 1", {"WIDTH": 8, "RANKS": 1}),
+    "in_backward": ("--repetitions 1", {"WIDTH": 16}),
+    "interop": ("--repetitions 1 --gib 0.07", {"ROWS": 8, "COLUMNS": 4}),
+    "interop_phases": ("--repetitions 1 --gib 0.07", {}),
+    "lost_hosts": ("", {"HOSTS": 64, "MONTHS": 3}),
+    "muon": ("--ranks 1 --repetitions 1", {"CASES": {"2 of 8 × 8": [(8, 8)] * 2}}),
+    "optimizer_overhead": (ROUND, {"PARAMETERS": 3, "ELEMENTS": 64, "RANKS": 1}),
+    "recovery": ("stall --megabytes 1 --repetitions 1", {"WIDTH": 16}),
+    "remote": ("--megabytes 1", {"LATENCY_SECONDS": 0.0, "BYTES_PER_SECOND": 1e12}),
+    "sparse": (ROUND, {"SIZES": (2000, 4000), "TOUCHED": 16}),
+    "state_memory": ("--rounds 1", {"WIDTH": 64, "RANKS": 1, "LAYERS_OF_RANKS": (1,)}),
+    "step": (f"{ROUND} --only AdamW", {"SIZES": {"2 × 64": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
+}
+SIMULATED = {
+    "alike": {"REPLICAS": 2, "SHARDS": 4, "LAYERS": 1, "RANK": 3},
+    "kinds": {"STAGES": 2, "EXPERT_GROUPS": 2, "DATA": 2, "EXPERT_WIDTH": 64, "OWN_KIND": 1},
+    "mesh": {},
+    "agreement": {"REPLICAS": 2, "SHARDS": 80, "LAYERS": 1},
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -23,3 +57,73 @@ def test_tables_have_the_names_of_benchmarks():
     code = "".join((FOLDER / f"{name}.py").read_text() for name in MODULES)
     tables = [path.stem for path in (FOLDER / "results").glob("*.md") if path.stem != "README"]
     assert [name for name in tables if name not in MODULES and f'write_table("{name}"' not in code] == []
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """What a benchmark would start in other processes runs in this one, and its tables go to another folder."""
+
+    def on_ranks(n, function, *args):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return function(*args)
+        finally:
+            dist.destroy_process_group()
+
+    def run(name, **constants):
+        module = importlib.import_module(f"benchmarks.{name}")
+        replaced = {"on_ranks": on_ranks, "RESULTS": tmp_path} | constants
+        for constant, value in replaced.items():
+            if hasattr(module, constant) or constant in constants:
+                monkeypatch.setattr(module, constant, value)
+        return module
+
+    run("peers")
+    threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.filterwarnings("ignore")  # of torch's own saving, which is measured beside ours
+def test_it_runs(name, here, monkeypatch, tmp_path, capsys):
+    arguments, constants = SMALL[name]
+    module = here(name, **constants)
+    apart = {
+        "convert": ("measure_apart", lambda peer, folder: module.measure(peer, folder)),
+        "in_backward": ("in_a_child", lambda kind, algorithm, counts: module.measure(kind, algorithm, bool(counts))),
+    }
+    if name in apart:
+        monkeypatch.setattr(module, *apart[name])
+    if name == "interop_phases":
+        here("interop", ROWS=8, COLUMNS=4)
+    monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+    module.main()
+    assert "|" in capsys.readouterr().out or (tmp_path / f"{name}.md").exists()
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_large_jobs_are_simulated(name, here, tmp_path):
+    module = here("simulate_scale", **SIMULATED[name])
+    module.main([name])
+    assert len(list(tmp_path.glob("scale*.md"))) == 1
+
+
+@pytest.mark.parametrize("name", ["opening", "failing", "retention"])
+def test_many_files(name, here):
+    module = here("scale_of_files", PROBLEMS=3)
+    many_files = here("many_files")
+    here("scale_of_files", write_many=lambda path, ranks: many_files.write_checkpoint(path, ranks, 2))
+    rows = module.retention(8, 2) if name == "retention" else module.JOBS[name](8)
+    assert rows and all(len(row) == len(module.HEADINGS) for row in rows)
+
+
+def test_a_bucket_is_served(tmp_path):
+    (tmp_path / "file").write_bytes(b"0123")
+    with importlib.import_module("benchmarks.s3_files").served(str(tmp_path), 1e9) as options:
+        assert urllib.request.urlopen(f"{options['endpoint_url']}/bucket/file", timeout=30).read() == b"0123"
+
+
+def test_each_benchmark_is_run():
+    run = {*SMALL, "simulate_scale", "scale_of_files", "many_files", "s3_files"}
+    assert {*MODULES} - {*SHARED} - NOT_RUN == run
