@@ -275,6 +275,20 @@ class Averaging:
         """Returns the averages of buffers. Batch norm has other ones on each rank: a save stores the first rank's."""
         return [each for name, averages in self._averages.items() if name not in self._params for each in averages]
 
+    def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """Maps names in the state of torch's `AveragedModel` over such a model to names and entries in the state here.
+
+        What is there beside the averages is a copy of the model's own, and has none: buffers, unless they are averaged
+        here, and further names of tied weights.
+        """
+        plain = {name: plain_name(name.removeprefix("module.")) for name in names if name != N_AVERAGED}
+        before = before_all(plain.values())
+        in_model = [plain_name(name) for name in self._model.state_dict(keep_vars=True)]
+        left_out = {name.removeprefix(before_all(in_model)) for name in in_model} - self._averages.keys()
+        own = {name: short.removeprefix(before) for name, short in plain.items()}
+        mapped = {name: (short, self._entry) for name, short in own.items() if short not in left_out}
+        return {**mapped, N_AVERAGED: (AVERAGING, N_AVERAGED)}
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
     ) -> Unmatched:
@@ -322,19 +336,14 @@ class Averaging:
             plan.mapping(STATE, self._state(), offered[STATE], remedy)
 
     def _of_averaged_model(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the state of torch's `AveragedModel` in the form of ours; any other as it is.
-
-        What is in it beside the averages is a copy of the model's own: buffers, and further names of tied weights.
-        """
+        """Returns the state of torch's `AveragedModel` in the form of ours; any other as it is."""
         if STATE in offered or not isinstance(offered.get(N_AVERAGED), Tensor):
             return offered
-        named = {name.removeprefix("module."): value for name, value in offered.items() if name != N_AVERAGED}
-        tensors = _by_plain_name(named.items())
-        own = _by_plain_name(self._model.state_dict(keep_vars=True).items())
-        kept = {
-            name: {self._entry: tensor} for name, tensor in tensors.items() if name in self._averages or name not in own
-        }
-        return {STATE: {**kept, AVERAGING: {N_AVERAGED: offered[N_AVERAGED]}}}
+        state: dict[str, dict[str, Any]] = {}
+        for name, (own, entry) in self.names_of_averaged_model(offered).items():
+            if own == AVERAGING or is_added_up(offered[name]):
+                state[own] = {entry: offered[name]}
+        return {STATE: state}
 
     def _state(self) -> dict[str, Any]:
         list(self._pairs())  # averages follow their weights

@@ -679,12 +679,33 @@ def test_torchs_averages_in_a_checkpoint_load_by_their_names(tmp_path):
     checkpoint.load(tmp_path / "theirs", {"model": normed(), "ema": again})
     for value, wanted in zip(again.state_dict().values(), theirs.state_dict().values(), strict=True):
         assert torch.equal(value, wanted)
-    ours = shardopt.EMA(normed(), 0.5)
+    torch.save({"model": model.state_dict(), "ema": theirs.state_dict()}, tmp_path / "theirs.pt")
     rename = {r"^ema\.module\.(.+)$": r"ema.state.\1.ema", r"^ema\.n_averaged$": "ema.state.__averaging.n_averaged"}
     buffers = r"^ema\..*(running_mean|running_var|num_batches_tracked)$"
-    checkpoint.load(tmp_path / "theirs", {"model": normed(), "ema": ours}, rename=rename, skip=buffers)
-    assert ours.n_averaged == 3
-    assert torch.equal(ours.state_dict()["state"]["0.weight"]["ema"], theirs.module[0].weight)
+    for url in (tmp_path / "theirs", tmp_path / "theirs.pt"):
+        for options in ({}, {"skip": buffers}, {"rename": rename, "skip": buffers}, {"transactional": True}):
+            ours = shardopt.EMA(normed(), 0.5)
+            report = checkpoint.load(url, {"model": normed(), "ema": ours}, **options)
+            assert ours.n_averaged == 3
+            assert torch.equal(ours.state_dict()["state"]["0.weight"]["ema"], theirs.module[0].weight)
+            assert report.renamed["ema.state.0.weight.ema"] == "ema.module.0.weight"
+        with_buffers = shardopt.SWA(normed(), use_buffers=True)
+        checkpoint.load(url, {"model": normed(), "ema": with_buffers})
+        mean = with_buffers.state_dict()["state"]["1.running_mean"]["swa"]
+        assert torch.equal(mean, theirs.module[1].running_mean)
+
+
+def test_torchs_averages_of_another_model_are_refused_by_name(tmp_path):
+    model, theirs = averaged_model()
+    checkpoint.save(tmp_path / "theirs", {"model": model, "ema": theirs})
+    larger = normed().append(torch.nn.Linear(1, 1))
+    with pytest.raises(MismatchError, match=r"ema\.state\.3\.weight: found nothing"):
+        checkpoint.load(
+            tmp_path / "theirs", {"ema": shardopt.EMA(larger)}, strict=checkpoint.Strictness(unexpected="ignore")
+        )
+    smaller = normed()[:2]
+    with pytest.raises(MismatchError, match=r"ema\.state\.2\.weight\.ema"):
+        checkpoint.load(tmp_path / "theirs", {"model": model, "ema": shardopt.EMA(smaller)})
 
 
 def test_torchs_calls_are_taken_or_refused_by_name():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.averaged_model import under_names_of_averages
 from shardopt.checkpoint.matching.foreign import foreign_under_names_of, numbered_roots
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -31,11 +32,15 @@ def names_in_app(
         FormatError: something is stored in a way that is not known, and not to be skipped.
         MismatchError: the rules of `rename` give two keys one name.
     """
-    manifest = contents(reader, skip)
+    manifest, of_torchs_averages = under_names_of_averages(contents(reader, skip), flat, rename)
     if reader.source.is_foreign or numbered_roots(manifest):
         names = foreign_under_names_of(manifest, flat, select, rename, reader.read, reader.source.is_foreign)
-        return names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
-    return under_names_of(manifest, flat, select, rename)
+        names = names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
+    else:
+        names = under_names_of(manifest, flat, select, rename)
+    if not of_torchs_averages:
+        return names
+    return replace(names, renamed={**names.renamed, **of_torchs_averages})
 
 
 def _with_empty_dicts(names: Names, flat: FlatState) -> Names:
