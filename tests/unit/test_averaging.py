@@ -12,7 +12,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW
 from shardopt.errors import LayoutError, MismatchError, StateError
-from shardopt.optim import averaging
+from shardopt.optim.local import averaged_tensors
 
 KINDS = {
     "ema": (lambda model, **o: shardopt.EMA(model, 0.9, **o), get_ema_multi_avg_fn(0.9)),
@@ -113,7 +113,7 @@ def test_fp32_averages_of_bf16_weights(kind, monkeypatch):
     """They are those of the same weights in fp32, in one bucket or in many."""
     net, twin = model(torch.bfloat16), model()
     ours, reference = KINDS[kind][0](net, dtype=torch.float32), KINDS[kind][0](twin)
-    monkeypatch.setattr(averaging, "_SCRATCH_BYTES", 50)
+    monkeypatch.setattr(averaged_tensors, "SCRATCH_BYTES", 50)
 
     def follow():
         twin.load_state_dict(net.state_dict())
@@ -236,6 +236,34 @@ def test_while_swapped_nothing_is_trained_saved_or_loaded(tmp_path):
     detach()
     train(net, optimizer, [0])
     assert ema.n_averaged == 0
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_torch_loads_within_a_swap_are_not_lost_silently(assign):
+    net, other = model(), model(seed=1)
+    ema, own, loaded = shardopt.EMA(net), values(net), {name: each.clone() for name, each in values(other).items()}
+    refused = (
+        r"would be lost[^\n]*\n  - 0\.weight: found values that were written [^;]*, and in \d others?[^;]*; .*"
+        r"swap\(\) once more loses what was written"
+    )
+    with pytest.raises(StateError, match=refused), ema.swap():
+        net.load_state_dict(loaded, assign=assign)
+    assert ema.swapped
+    assert_equal(values(net), loaded)
+    ema.swap()
+    assert not ema.swapped
+    put_back = dict(net.named_buffers()) if assign else own  # what was assigned has taken the place of the parameters
+    assert_equal(values(net), {**loaded, **put_back})
+
+
+def test_an_error_within_a_swap_is_the_one_that_is_raised():
+    net = model()
+    ema, own = shardopt.EMA(net), values(net)
+    with pytest.raises(ZeroDivisionError), ema.swap():
+        with torch.no_grad():
+            net[0].weight.zero_()
+        raise ZeroDivisionError
+    assert_equal(values(net), own)
 
 
 @every_kind
