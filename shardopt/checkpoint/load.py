@@ -203,11 +203,12 @@ def load(
             which two keys get one name. Names within plain values stay. Rules that the checkpoint's names have been
             through already are passed by (`Manager.restore`; spelled otherwise, a rule is another one). Without a
             rule among these, rules by which it does not fit are passed by where all of it fits as it is. Rank 0 says
-            what was renamed.
+            what was renamed. Only a `Manager` records rules; what `save` writes after such a load has no record of any.
         rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
             on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
             tensor is held in memory for it. Options and counters of parameters that become one must be equal; state of
-            another layout than its parameter is refused. What rules leave out is listed in the report.
+            another layout than its parameter is refused. What rules leave out is listed in the report. No checkpoint
+            records them: given again for one in the new form, they are applied again wherever they fit it.
         skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
             checkpoint's own. In one of another format it is the way around what is not known there.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.

@@ -7,6 +7,7 @@ trainer.fit(module)  # from the newest committed checkpoint, if there is one
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -28,16 +29,16 @@ class ShardoptCheckpoint(Checkpoint):
 
     Args:
         root: of the run's checkpoints, as for `checkpoint.Manager`.
-        every: a checkpoint every so many steps.
+        every: a checkpoint every so many steps; or, a `timedelta`, at the first step after each such time.
         options: `start_from`, the URL of a checkpoint of another program, from which a run without any takes model and
-            optimizer; and those of `checkpoint.Manager`, such as `keep` or `stage`. `stop_on` is SIGTERM;
-            None leaves the signal to Lightning.
+            optimizer; and those of `checkpoint.Manager`, such as `keep`, `stage` or `storage_options` (which hold for
+            `start_from` too). `stop_on` is SIGTERM; None leaves the signal to Lightning.
 
     Attributes:
         restored: the step that the last fit began with.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, every: int = 1, **options: Any) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, every: int | timedelta = 1, **options: Any) -> None:
         self._run = TrainingRun(root, every=every, **options)
         self._loaders = LoaderStates()
         self.restored = 0

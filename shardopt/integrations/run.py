@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from shardopt.checkpoint import Manager, Preemption, Strictness, load
@@ -57,9 +58,10 @@ class TrainingRun:
 
     Args:
         root: of the run's checkpoints, as for `checkpoint.Manager`.
-        every: save when this many steps have been done since the last multiple of it.
+        every: save when this many steps have been done since the last multiple of it; or, a `timedelta`, at the first
+            step after each such time, as for `checkpoint.Manager`.
         start_from: the URL of a checkpoint of another program, from which a run without any checkpoint takes models
-            and optimizers; what else is in it stays out.
+            and optimizers; what else is in it stays out. It is opened with the `storage_options` of `options`.
         stop_on: as for `checkpoint.Manager`: at which all ranks save the same step and leave; None for no signal.
         options: others of `checkpoint.Manager`.
     """
@@ -68,7 +70,7 @@ class TrainingRun:
         self,
         root: str | os.PathLike[str],
         *,
-        every: int = 1,
+        every: int | timedelta = 1,
         start_from: str | os.PathLike[str] | None = None,
         stop_on: signal.Signals | Iterable[signal.Signals] | Preemption | None = signal.SIGTERM,
         **options: Any,
@@ -100,7 +102,13 @@ class TrainingRun:
         self._last = self._manager.restore(app)
         if self._last == 0 and self._start_from is not None:
             trained = {name: app[name] for name in _TRAINED if name in app}
-            load(self._start_from, trained, init_state=True, strict=Strictness(unexpected="ignore"))
+            load(
+                self._start_from,
+                trained,
+                init_state=True,
+                strict=Strictness(unexpected="ignore"),
+                storage_options=self._options.get("storage_options"),
+            )
         return self._last
 
     def take_signal_back(self) -> None:
@@ -120,10 +128,12 @@ class TrainingRun:
         """
         if step <= self._last:
             return
-        manager, due = self.manager, step // self._every > self._last // self._every  # a step may count for several
+        every = self._every
+        # A step may count for several, of which one is due.
+        passed = not isinstance(every, timedelta) and step // every > self._last // every
         self._last = step
-        if manager.should_save(step) or due:
-            manager.save(step, app(), force=True)
+        if self.manager.should_save(step) or passed:
+            self.manager.save(step, app(), force=passed)
 
     def end(self, step: int, app: Callable[[], App]) -> None:
         """Saves the last step where it was not, and waits for all that is still being written. Collective."""

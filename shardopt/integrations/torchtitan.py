@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
             `stage` is `checkpoint.Manager`'s, "none" for a save that training waits for. With `stop_on_sigterm` a
             SIGTERM to any rank makes all ranks save after the same step, and leave. `initial_load_path` is a checkpoint
             of shardopt to begin with, of which the model alone is taken where `initial_load_model_only` is set.
+            `storage_options` are arguments of fsspec's file system for both.
         dataloader, model_parts, optimizers, lr_schedulers, states: of the trainer; loaded in place.
         sd_adapter: is not used: `shardopt convert` writes other formats.
         base_folder: what `folder` is relative to.
@@ -58,6 +59,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         last_save_model_only: bool = False
         stage: Literal["none", "now", "lazy"] = "now"
         stop_on_sigterm: bool = True
+        storage_options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
             keep=config.keep_latest_k or None,
             stage=None if config.stage == "none" else config.stage,
             stop_on=signal.SIGTERM if config.stop_on_sigterm and not config.load_only else None,
+            storage_options=config.storage_options or None,
         )
 
     def _load(self, step: int = -1) -> bool:
@@ -105,7 +108,8 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
                     return False
                 if self._config.initial_load_model_only:
                     app, select = {MODEL: self._app[MODEL]}, rf"^{MODEL}\."
-                checkpoint.load(path, app, select=select, init_state=True)
+                options = self._config.storage_options or None
+                checkpoint.load(path, app, select=select, init_state=True, storage_options=options)
         except MismatchError as error:
             raise MismatchError(error.message, [*map(_with_reason, error.problems)]) from None
         if isinstance(app.get(DATA), dict):

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from itertools import cycle, islice
 from typing import Any
 
@@ -51,10 +52,10 @@ class ShardoptCallback(TrainerCallback):
     Args:
         trainer: the one that it is added to.
         root: of the run's checkpoints, as for `checkpoint.Manager`.
-        every: a checkpoint every so many steps.
+        every: a checkpoint every so many steps; or, a `timedelta`, at the first step after each such time.
         options: `start_from`, the URL of a checkpoint of another program, from which a run without any takes model and
-            optimizer; and those of `checkpoint.Manager`, such as `keep` or `stage`. `stop_on` is SIGTERM;
-            None leaves the signal alone.
+            optimizer; and those of `checkpoint.Manager`, such as `keep`, `stage` or `storage_options` (which hold for
+            `start_from` too). `stop_on` is SIGTERM; None leaves the signal alone.
 
     Attributes:
         restored: the step that training began with.
@@ -65,7 +66,9 @@ class ShardoptCallback(TrainerCallback):
         MismatchError: the global batch is another than it was, or the data set has another size; nothing was loaded.
     """
 
-    def __init__(self, trainer: Trainer, root: str | os.PathLike[str], *, every: int = 1, **options: Any) -> None:
+    def __init__(
+        self, trainer: Trainer, root: str | os.PathLike[str], *, every: int | timedelta = 1, **options: Any
+    ) -> None:
         self._trainer = trainer
         self._run = TrainingRun(root, every=every, **options)
         self._random: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, refusal_to_step
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.local.modes import step_in_own_modes
 from shardopt.optim.related import RelatedOptimizer
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
@@ -43,6 +44,7 @@ class CompositeOptimizer(KeyedOptimizer):
         self._join_children()
 
     @not_compiled
+    @step_in_own_modes
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure, calls `_before_step`, and steps the children.
 

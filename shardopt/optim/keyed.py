@@ -15,6 +15,7 @@ from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
+from shardopt.optim.local.modes import in_own_modes
 from shardopt.optim.state_dict.groups import (
     GroupsOfNamed,
     NamedParameters,
@@ -37,6 +38,7 @@ Wrapper = TypeVar("Wrapper", bound=KeyedOptimizerWrapper)
 Grouped = tuple[dict[str, Any], NamedParameters]
 
 
+@in_own_modes
 def keyed(
     algorithm: type[Optimizer] | str,
     named_params: NamedTensors | GroupsOfNamed,

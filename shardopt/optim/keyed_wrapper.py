@@ -15,6 +15,7 @@ from shardopt.algorithms.low_precision.conversion import CannotConvert
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
+from shardopt.optim.local.modes import in_own_modes, step_in_own_modes
 from shardopt.optim.local.state_view import LocalState
 from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf_tensors, refuse_unfit_groups
 from shardopt.optim.state_dict.load_plan import LoadPlan
@@ -25,7 +26,7 @@ from shardopt.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED,
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import is_held
-from shardopt.torch_private import not_compiled, out_of_inference_mode
+from shardopt.torch_private import not_compiled
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -98,6 +99,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self.__dict__["defaults"] = defaults
 
     @not_compiled
+    @step_in_own_modes
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step; hooks run once, on this optimizer.
 
@@ -140,7 +142,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """From now on steps with the fastest implementation where a group names none, as `keyed` says."""
         self._local.chooses = True
 
-    @out_of_inference_mode()
+    @in_own_modes
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:

@@ -20,6 +20,7 @@ from shardopt.checkpoint import Tier
 from shardopt.checkpoint.format.constants import RECORD_NAME
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError
+from shardopt.ranks.files import client
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 HOSTS = 4
@@ -229,6 +230,36 @@ def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed, tier):
     assert [path.read_bytes() for path in damaged] == before
     shutil.rmtree(tmp_path / f"host-{rng.randrange(HOSTS)}")  # both are whole again, so any host may go
     assert run_ranks(4, train, root, hosts, step, copies_on_disk=2)[0][0] == step
+
+
+def warned_over_a_bad_wire(root, hosts, steps, rank):
+    """As `warned`; to one rank each reply with much in it comes with one bit that is another."""
+    receive_into = client.receive_into
+
+    def receive(socket, memory):
+        receive_into(socket, memory)
+        if memory.nbytes > 1000 and dist.get_rank() == rank:
+            memory[memory.nbytes // 2] ^= 1
+
+    client.receive_into = receive
+    return warned(root, hosts, steps)
+
+
+def test_a_bit_that_flips_on_its_way_to_another_host_is_found_and_not_written(tmp_path):
+    root, hosts = str(tmp_path), (0, 1, 2, 3)
+    results = run_ranks(4, warned_over_a_bad_wire, root, hosts, 1, 2)
+    (_, where), _ = results[0]
+    assert where[1]["memory"] == 0  # a copy was not made, and
+    said = "\n".join(results[2][1])
+    assert "copies of hosts://" in said and "were not all made" in said and ".safetensors" in said, said
+    assert not any("were not all made" in line for rank in (0, 1, 3) for line in results[rank][1])
+    copies = {}
+    for path in tmp_path.glob("host-*/memory/step-00000001/*.safetensors"):
+        copies.setdefault(path.name, []).append(path.read_bytes())
+    assert sorted(len(each) for each in copies.values()) == [1, 2, 2, 2]
+    assert all(len(set(each)) == 1 for each in copies.values())
+    (start, where), _ = run_ranks(4, warned, root, hosts, 1)[0]  # without the fault it is made
+    assert start == 1 and where[1]["memory"] == 1
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 12)]])

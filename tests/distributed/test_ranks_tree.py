@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -243,7 +244,19 @@ def over_a_server(folder):
         while not port.exists():
             time.sleep(0.01)
         store = dist.TCPStore("localhost", int(port.read_text()), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    for attempt in range(5):  # on a busy machine gloo's own connections fail at times; what is judged comes later
+        own = dist.PrefixStore(f"attempt-{attempt}", store)
+        try:
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+            failed = ""
+        except (RuntimeError, dist.DistError) as error:
+            failed = str(error)
+        own.set(f"failed-{rank}", failed)
+        if not any(own.get(f"failed-{each}") for each in range(size)):
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    raise ConnectionError(f"gloo has not connected: {failed or 'on another rank'}")
 
 
 def with_store(kind, folder, function, *args):

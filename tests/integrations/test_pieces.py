@@ -2,9 +2,12 @@
 
 import os
 import signal
+from datetime import timedelta
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
 import shardopt
@@ -14,7 +17,9 @@ from shardopt.integrations.loader import ResumableLoader
 from shardopt.integrations.loggers import log_figures
 from shardopt.integrations.optimizers import keyed_like, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, TrainingRun
+from shardopt.world import using
 from tests.harness import run_ranks_outcomes
+from tests.support.worlds import FakeClock
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -143,6 +148,57 @@ def test_steps_that_count_for_several_are_saved_when_one_was_due(tmp_path):
     assert checkpoint.Manager(tmp_path).steps() == [6, 12, 14]
     with pytest.raises(StateError, match="no training under way"):
         _ = run.manager
+
+
+def test_steps_are_saved_every_so_much_time(tmp_path):
+    app, clock = {"step": 0}, FakeClock()
+    with using(clock):
+        run = TrainingRun(tmp_path, every=timedelta(minutes=5), stop_on=None)
+        assert run.begin(app) == 0
+        for step in (2, 4, 4, 6, 8, 12, 14, 16, 18):
+            clock.now += 120
+            app["step"] = step
+            run.after_step(step, lambda: app)
+        run.end(18, lambda: app)
+    assert checkpoint.Manager(tmp_path).steps() == [6, 16, 18]
+
+
+def test_what_a_tier_alone_is_due_for_stays_out_of_the_root(tmp_path):
+    app = {"step": 0}
+    run = TrainingRun(
+        tmp_path / "root", every=4, tiers=[checkpoint.Tier(str(tmp_path / "tier"), every=1)], stop_on=None
+    )
+    run.begin(app)
+    for step in range(1, 7):
+        run.after_step(step, lambda: app)
+        run.manager.wait()
+    assert run.manager.steps() == [4]
+    run.end(6, lambda: app)
+    assert checkpoint.Manager(tmp_path / "root").steps() == [4, 6]
+
+
+class Asking(MemoryFileSystem):
+    """A file system that asks for a password."""
+
+    protocol = "asking"
+    cachable = False
+
+    def __init__(self, password=None, **options):
+        super().__init__(**options)
+        if password != "please":
+            raise PermissionError("no password")
+
+
+def test_storage_options_open_what_a_run_starts_from(tmp_path, monkeypatch):
+    fsspec.register_implementation("asking", Asking, clobber=True)
+    options = {"password": "please"}
+    checkpoint.save("asking://other/weights", {"model": {"x": torch.ones(2)}, "more": 1}, storage_options=options)
+    monkeypatch.setattr("shardopt.checkpoint.storage.open._options", {})  # as in a process of its own
+    app = {"model": {"x": torch.zeros(2)}, "step": 0}
+    run = TrainingRun(tmp_path, start_from="asking://other/weights", storage_options=options, stop_on=None)
+    run.begin(app)
+    assert app["model"]["x"].tolist() == [1.0, 1.0]
+    run.end(0, lambda: app)
 
 
 def hear_the_signal(folder):

@@ -14,7 +14,7 @@ LINE = "a line of the log, or a part of a message, and no remedy"
 ELSEWHERE = {
     r"optim/(backward|scaler|gradients/|local/)": STEPS,
     r"optim/(islands|semi_sync)/": ISLANDS,
-    r"optim/averaging.py": "asks for averages in a module, and no load",
+    r"optim/local/averaging.py": "asks for averages in a module, and no load",
     r"checkpoint/planning/tied.py": RANKS,
     r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
     r"checkpoint/run/restoring.py": LINE,
@@ -26,6 +26,7 @@ TEXTS = {
     "checkpoint.load(…, app, rename=…": "tests/unit/test_rename_left_in_script.py",
     "give one of them memory of its own": "tests/unit/test_overlapping.py",
     "end `with ema.swap():` before": "tests/unit/test_averaging.py",
+    "outside of `with ema.swap():`": "tests/unit/test_averaging.py",
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,
     "what a row is divided by": "a table whose columns lie on several ranks: tests/distributed",

@@ -12,7 +12,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW
 from shardopt.errors import LayoutError, MismatchError, StateError
-from shardopt.optim import averaging
+from shardopt.optim.local import averaged_tensors
 
 KINDS = {
     "ema": (lambda model, **o: shardopt.EMA(model, 0.9, **o), get_ema_multi_avg_fn(0.9)),
@@ -113,7 +113,7 @@ def test_fp32_averages_of_bf16_weights(kind, monkeypatch):
     """They are those of the same weights in fp32, in one bucket or in many."""
     net, twin = model(torch.bfloat16), model()
     ours, reference = KINDS[kind][0](net, dtype=torch.float32), KINDS[kind][0](twin)
-    monkeypatch.setattr(averaging, "_SCRATCH_BYTES", 50)
+    monkeypatch.setattr(averaged_tensors, "SCRATCH_BYTES", 50)
 
     def follow():
         twin.load_state_dict(net.state_dict())
@@ -236,6 +236,34 @@ def test_while_swapped_nothing_is_trained_saved_or_loaded(tmp_path):
     detach()
     train(net, optimizer, [0])
     assert ema.n_averaged == 0
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_torch_loads_within_a_swap_are_not_lost_silently(assign):
+    net, other = model(), model(seed=1)
+    ema, own, loaded = shardopt.EMA(net), values(net), {name: each.clone() for name, each in values(other).items()}
+    refused = (
+        r"would be lost[^\n]*\n  - 0\.weight: found values that were written [^;]*, and in \d others?[^;]*; .*"
+        r"swap\(\) once more loses what was written"
+    )
+    with pytest.raises(StateError, match=refused), ema.swap():
+        net.load_state_dict(loaded, assign=assign)
+    assert ema.swapped
+    assert_equal(values(net), loaded)
+    ema.swap()
+    assert not ema.swapped
+    put_back = dict(net.named_buffers()) if assign else own  # what was assigned has taken the place of the parameters
+    assert_equal(values(net), {**loaded, **put_back})
+
+
+def test_an_error_within_a_swap_is_the_one_that_is_raised():
+    net = model()
+    ema, own = shardopt.EMA(net), values(net)
+    with pytest.raises(ZeroDivisionError), ema.swap():
+        with torch.no_grad():
+            net[0].weight.zero_()
+        raise ZeroDivisionError
+    assert_equal(values(net), own)
 
 
 @every_kind
@@ -679,12 +707,33 @@ def test_torchs_averages_in_a_checkpoint_load_by_their_names(tmp_path):
     checkpoint.load(tmp_path / "theirs", {"model": normed(), "ema": again})
     for value, wanted in zip(again.state_dict().values(), theirs.state_dict().values(), strict=True):
         assert torch.equal(value, wanted)
-    ours = shardopt.EMA(normed(), 0.5)
+    torch.save({"model": model.state_dict(), "ema": theirs.state_dict()}, tmp_path / "theirs.pt")
     rename = {r"^ema\.module\.(.+)$": r"ema.state.\1.ema", r"^ema\.n_averaged$": "ema.state.__averaging.n_averaged"}
     buffers = r"^ema\..*(running_mean|running_var|num_batches_tracked)$"
-    checkpoint.load(tmp_path / "theirs", {"model": normed(), "ema": ours}, rename=rename, skip=buffers)
-    assert ours.n_averaged == 3
-    assert torch.equal(ours.state_dict()["state"]["0.weight"]["ema"], theirs.module[0].weight)
+    for url in (tmp_path / "theirs", tmp_path / "theirs.pt"):
+        for options in ({}, {"skip": buffers}, {"rename": rename, "skip": buffers}, {"transactional": True}):
+            ours = shardopt.EMA(normed(), 0.5)
+            report = checkpoint.load(url, {"model": normed(), "ema": ours}, **options)
+            assert ours.n_averaged == 3
+            assert torch.equal(ours.state_dict()["state"]["0.weight"]["ema"], theirs.module[0].weight)
+            assert report.renamed["ema.state.0.weight.ema"] == "ema.module.0.weight"
+        with_buffers = shardopt.SWA(normed(), use_buffers=True)
+        checkpoint.load(url, {"model": normed(), "ema": with_buffers})
+        mean = with_buffers.state_dict()["state"]["1.running_mean"]["swa"]
+        assert torch.equal(mean, theirs.module[1].running_mean)
+
+
+def test_torchs_averages_of_another_model_are_refused_by_name(tmp_path):
+    model, theirs = averaged_model()
+    checkpoint.save(tmp_path / "theirs", {"model": model, "ema": theirs})
+    larger = normed().append(torch.nn.Linear(1, 1))
+    with pytest.raises(MismatchError, match=r"ema\.state\.3\.weight: found nothing"):
+        checkpoint.load(
+            tmp_path / "theirs", {"ema": shardopt.EMA(larger)}, strict=checkpoint.Strictness(unexpected="ignore")
+        )
+    smaller = normed()[:2]
+    with pytest.raises(MismatchError, match=r"ema\.state\.2\.weight\.ema"):
+        checkpoint.load(tmp_path / "theirs", {"model": model, "ema": shardopt.EMA(smaller)})
 
 
 def test_torchs_calls_are_taken_or_refused_by_name():

@@ -442,6 +442,25 @@ def test_a_wrong_stage_of_async_save(tmp_path, stage):
     checkpoint.async_save(tmp_path / "c", app_of()).result(30)
 
 
+@pytest.mark.parametrize("argument", ["root", "mirror"])
+def test_no_run_is_kept_in_an_archive(argument, tmp_path):
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        manager.save(1, {"x": torch.ones(2)})
+    shutil.make_archive(str(tmp_path / "runs"), "zip", tmp_path, "run")
+    for url in (
+        f"zip://run::file://{tmp_path}/runs.zip",
+        f"zip://run::file://{tmp_path}/none.zip",
+        "tar://a::s3://b/c",
+    ):
+        with pytest.raises(
+            OptionError, match=rf"{argument}: found \w+://[^\n]*, in an archive, which cannot be written"
+        ):
+            checkpoint.Manager(**{"root": tmp_path / "run", argument: url})
+    read = {"x": torch.zeros(2)}
+    checkpoint.load(f"zip://run/step-00000001::file://{tmp_path}/runs.zip", read)
+    assert read["x"].tolist() == [1.0, 1.0]
+
+
 def test_a_root_that_a_disk_does_not_tell_of_is_no_wrong_argument(tmp_path, monkeypatch):
     """A failing disk is for the first round to report, where all ranks hear of it."""
     (tmp_path / "file").write_text("")

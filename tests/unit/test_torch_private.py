@@ -17,6 +17,7 @@ from shardopt.torch_private import (
     gather_lists,
     gathers_as_torch,
     gradient_hooks,
+    has_modes,
     in_forward_of_ddp,
     inverse_scale,
     is_flattened,
@@ -273,3 +274,16 @@ def test_ddp_is_known_by_its_parameters():
         wrapped.itself = wrapped
         del wrapped
         assert not reduced_by_ddp(module.parameters())
+
+
+def test_modes_of_a_program_are_seen():
+    assert not has_modes()
+    for mode in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta")):
+        with mode:
+            assert has_modes()
+        assert not has_modes()
+    torch.set_default_device("meta")
+    assert has_modes()
+    torch.set_default_device(None)
+    with torch.no_grad():
+        assert not has_modes()

@@ -419,3 +419,30 @@ def test_numbers_in_the_state_of_an_old_file_are_the_tensors_of_today(tmp_path, 
         assert stored.keys() == here.keys()
         for entry in stored:
             assert here[entry].dtype == stored[entry].dtype and torch.equal(here[entry], stored[entry])
+
+
+@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam, torch.optim.Adagrad])
+def test_groups_from_before_an_option_existed_load_where_missing_keys_are_ignored(tmp_path, algorithm):
+    """As torch before 1.12 saved them, without `maximize` and what came later."""
+    model = nn.Linear(2, 2)
+    optimizer = algorithm(model.parameters(), lr=0.25)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for name in ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+        saved["param_groups"][0].pop(name, None)
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "old.pt")
+    for is_keyed in (False, True):
+        fresh = nn.Linear(2, 2)
+        made = shardopt.keyed(algorithm, fresh.named_parameters()) if is_keyed else algorithm(fresh.parameters())
+        app = {"model": fresh, "optimizer": made}
+        if is_keyed:
+            with pytest.raises(MismatchError, match=r'maximize: found nothing; .*Strictness\(missing="ignore"\)'):
+                checkpoint.load(tmp_path / "old.pt", app, init_state=True)
+        checkpoint.load(tmp_path / "old.pt", app, init_state=True, strict=Strictness(missing="ignore"))
+        (group,) = made.param_groups
+        assert group["lr"] == 0.25 and group["maximize"] is False
+        for before, after in zip(model.parameters(), fresh.parameters(), strict=True):
+            for entry, value in optimizer.state[before].items():
+                assert torch.equal(made.state[after][entry], value)

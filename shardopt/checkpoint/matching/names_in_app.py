@@ -9,10 +9,11 @@ from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.matching.foreign import foreign_under_names_of, numbered_roots
-from shardopt.checkpoint.matching.renaming import Names, under_names_of
+from shardopt.checkpoint.matching.renaming import Names, renamer, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
-from shardopt.state import FlatState, Path
+from shardopt.param_groups import N_AVERAGED, STATE
+from shardopt.state import FlatState, Path, join
 
 
 def names_in_app(
@@ -31,11 +32,53 @@ def names_in_app(
         FormatError: something is stored in a way that is not known, and not to be skipped.
         MismatchError: the rules of `rename` give two keys one name.
     """
-    manifest = contents(reader, skip)
+    manifest, of_torchs_averages = _under_names_of_averages(contents(reader, skip), flat, rename)
     if reader.source.is_foreign or numbered_roots(manifest):
         names = foreign_under_names_of(manifest, flat, select, rename, reader.read, reader.source.is_foreign)
-        return names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
-    return under_names_of(manifest, flat, select, rename)
+        names = names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
+    else:
+        names = under_names_of(manifest, flat, select, rename)
+    if not of_torchs_averages:
+        return names
+    return replace(names, renamed={**names.renamed, **of_torchs_averages})
+
+
+def _under_names_of_averages(
+    manifest: Manifest, flat: FlatState, rename: Mapping[str, str] | None
+) -> tuple[Manifest, dict[str, str]]:
+    """Returns a manifest with our names where averages of torch's `AveragedModel` are stored, and new → stored key.
+
+        ema.n_averaged                    ema.state.__averaging.n_averaged
+        ema.module.layers.0.weight        ema.state.layers.0.weight.ema
+        ema.module.norm.running_mean      left out, where averages have no buffers
+
+    Where a rule of `rename` is for any of these keys nothing is changed.
+    """
+    stored_key: dict[str, str] = {}
+    paths: dict[str, Path | None] = {}  # by stored key; None for what is left out
+    for handback in flat.handbacks:
+        before = f"{join(handback.path)}."
+        names_of = getattr(handback.target, "names_of_averaged_model", None)
+        if names_of is None or f"{before}{N_AVERAGED}" not in manifest.tensors:
+            continue
+        keys, renamed = [key for key in manifest.tensors if key.startswith(before)], renamer(rename)
+        if all(renamed(key) == key for key in keys):
+            in_state = names_of(key.removeprefix(before) for key in keys)
+            for key in keys:
+                below = in_state.get(key.removeprefix(before))
+                paths[key] = None if below is None else (*handback.path, STATE, *below)
+    if not paths:
+        return manifest, {}
+    tensors = []
+    for key, tensor in manifest.tensors.items():
+        path = paths.get(key, tensor.path)
+        if path is not None:
+            new = join(path) if key in paths else key
+            stored_key[new] = key
+            tensors.append((new, tensor._replace(path=path)))
+    return replace(manifest, tensors=StoredTensors(tensors)), {
+        new: key for new, key in stored_key.items() if new != key
+    }
 
 
 def _with_empty_dicts(names: Names, flat: FlatState) -> Names:

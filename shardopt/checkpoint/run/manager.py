@@ -323,7 +323,10 @@ class Manager:
                 been through, and these are not applied again. Rules may be added; each is applied once. A checkpoint
                 without such a record (by an earlier version, or `checkpoint.save`) that fits as it is is taken as it
                 is: a line tells the call that applies the rules all the same.
-            strict, rearrange, skip, transactional, replicas, progress: as for `load`.
+            rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
+                script: unlike those of `rename` they are recorded nowhere, and a square matrix would be transposed
+                again at each start.
+            strict, skip, transactional, replicas, progress: as for `load`.
 
         Returns:
             The step of the checkpoint, or 0 where there is none.

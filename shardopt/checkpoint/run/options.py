@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardopt.checkpoint.save import SaveOptions
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import is_in_archive, storage_of
 from shardopt.errors import OptionError, Problem
 from shardopt.world import world
 
@@ -126,6 +126,10 @@ def _root_problems(root: Any, mirror: Any) -> list[Problem]:
             continue
         if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
             problems.append(Problem(name, repr(path), "a path or a URL", "give where the checkpoints are to be"))
+            continue
+        if is_in_archive(path):
+            found = f"{os.fspath(path)}, in an archive, which cannot be written"
+            problems.append(Problem(name, found, "a place to save to", "unpack it, or load from it by URL"))
             continue
         storage = storage_of(path)
         urls[name] = storage.url if storage.is_remote else os.path.realpath(storage.url)

@@ -23,6 +23,7 @@ from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
+from shardopt.torch_private import out_of_inference_mode
 from shardopt.world import world
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
@@ -138,7 +139,8 @@ class CheckpointReader:
         # Without memory at first: the files must have the size that the manifest gives before any is allocated for it.
         for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]):
             pass
-        target = torch.empty(box.sizes, dtype=dtype, device="cpu")
+        with out_of_inference_mode():  # the caller's, in which a tensor could never be changed
+            target = torch.empty(box.sizes, dtype=dtype, device="cpu")
         fetch(list(self.requests(key, [Piece(box, target)])))
         return target
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
+from fsspec.archive import AbstractArchiveFileSystem  # type: ignore[import-untyped]  # as above
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
 from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # as above
 
@@ -38,6 +39,17 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
         *links, last = _LINK.split(text)
         return "::".join([*links, f"file://{absolute_url(last)}" if _LOCAL.match(last) else last])
     return os.path.abspath(text[local.end() :] if local else os.path.expanduser(text))
+
+
+def is_in_archive(url: str | os.PathLike[str]) -> bool:
+    """Whether a URL is of files in an archive (zip, tar), which can be read there, and not be written."""
+    protocol = os.fspath(url).partition(":")[0] if _URL.match(os.fspath(url)) else ""
+    if protocol not in known_implementations:
+        return False
+    try:
+        return issubclass(fsspec.get_filesystem_class(protocol), AbstractArchiveFileSystem)
+    except ImportError:
+        return False
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:

@@ -1,0 +1,64 @@
+"""The tensors that averages are of: their names, copies of them, and in which order an update goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.names import before_all, plain_name
+from shardopt.sharding.gradients import is_added_up
+
+SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
+
+Pair = tuple[Tensor, Tensor]
+
+
+def by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns tensors under names without those of wrappers, but what is made of codes and scales, and frozen."""
+    by_name = {plain_name(name): tensor for name, tensor in named if is_added_up(tensor)}
+    before = before_all(by_name)
+    return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
+
+
+def copied(local: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+    """Copies a local tensor, to `device` and, where it is real and floating-point, to `dtype`."""
+    wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
+    return local.detach().to(device=device or local.device, dtype=wanted, copy=True)
+
+
+def refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[Tensor], when: str) -> None:
+    """Raises StateError where local tensors are not as large as they were."""
+    current, required = [tuple(local.shape) for local in tensors], [tuple(local.shape) for local in before]
+    if current != required:
+        remedy = "make the averages after the model is complete and sharded, and keep its tensors"
+        problem = Problem(name, f"local shapes {current}", f"{required}, as {when}", remedy)
+        raise StateError("a tensor has changed under its average", [problem])
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype have an average."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def buckets(pairs: Iterable[Pair]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Groups averages and weights by device and dtype, each for one multi-tensor operation.
+
+    Where weights have to be converted a bucket ends at `SCRATCH_BYTES` of them, or with the weight that exceeds it.
+    """
+    found: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    scratch_bytes = 0
+    for average, weight in pairs:
+        key = average.device, average.dtype, weight.device, weight.dtype
+        averages, weights = found.setdefault(key, ([], []))
+        averages.append(average)
+        weights.append(weight)
+        if (average.device, average.dtype) != (weight.device, weight.dtype):
+            scratch_bytes += average.numel() * average.element_size()
+            if scratch_bytes > SCRATCH_BYTES:
+                yield found.pop(key)
+                scratch_bytes = 0
+    yield from found.values()

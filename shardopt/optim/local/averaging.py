@@ -1,0 +1,398 @@
+"""Averages of a model's weights over training, plain or sharded; `EMA` and `SWA` are the kinds of them.
+
+    opt = shardopt.keyed("adamw", model.named_parameters())
+    ema = shardopt.EMA(model, decay=0.999)
+    ema.attach(opt)                              # an update after each step
+    with ema.swap():
+        evaluate(model)                          # with the averages; afterwards all is as it was
+    checkpoint.save(url, {"model": model, "optimizer": opt, "ema": ema})
+
+Averages lie like their weights, shard by shard, so an update neither communicates nor waits for a device (but where
+averages are kept on another one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.names import before_all, plain_name
+from shardopt.optim.local.averaged_tensors import Pair, buckets, by_plain_name, copied, is_inexact, refuse_other_shapes
+from shardopt.optim.local.swapping import AveragesInModel, Swapped, reshard
+from shardopt.optim.state_dict.groups import refuse_flattened
+from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
+from shardopt.optim.state_dict.saved_form import plan_keys
+from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
+from shardopt.sharding.gradients import is_added_up
+from shardopt.sharding.swapped import refuse_swapped
+from shardopt.sharding.view import assemble, local_tensors, view_of
+from shardopt.signals import CHANGING, is_part_of
+from shardopt.staging_fence import wait_for_copies
+from shardopt.torch_private import out_of_inference_mode
+
+AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]
+
+
+class Averaging:
+    """Averages of the weights of a model, by name; the base of `EMA` and `SWA`.
+
+    The first update copies the weights, later ones move the averages towards them. A tensor that is not
+    floating or complex (counters, masks, positions) has no average: its last value stands for it. What is made of codes
+    and scales (a frozen NF4 weight) is left out.
+
+    Everything here is local to the rank; ranks stay together because they update at the same steps.
+
+    Args:
+        model: sharded already, or plain. Its parameters are averaged, tied ones once, by the names that
+            `named_parameters()` gives, without those of wrappers for checkpointed activations, torch.compile and
+            DistributedDataParallel.
+        dtype: of the averages of real floating-point weights, torch.float32 for bf16 weights, in which small changes
+            are lost; None for that of each weight.
+        use_buffers: whether buffers are averaged as well, as far as they are floating-point.
+        device: where averages are kept, such as "cpu" for those of a model on a GPU: an update then waits for the
+            copies of the weights. None: beside each weight, also when that moves.
+        avg_fn: the formula, as torch's `AveragedModel` takes it: (average, weight, n_averaged) → new average, from the
+            second update on. Of sharded weights it is given local tensors, so that it has to be elementwise. It is
+            code, and not saved.
+        multi_avg_fn: the same for lists of averages, which it changes in place, and weights, of one device and dtype.
+
+    Raises:
+        LayoutError: a weight is sharded in a way that cannot be described, or has no memory yet.
+        StateError: the dtype is not a floating-point one, both formulas are given, or the model is in
+            FullyShardedDataParallel.
+    """
+
+    _entry: ClassVar[str]
+    """The name of an average in state, so that no kind is loaded as another."""
+
+    @out_of_inference_mode()
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        use_buffers: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            problem = Problem("avg_fn", "avg_fn and multi_avg_fn", "one formula", "leave one of them out")
+            raise StateError("averages cannot be made", [problem])
+        if dtype is not None and not dtype.is_floating_point:
+            problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
+            raise StateError("averages cannot be made", [problem])
+        if not isinstance(model, nn.Module):
+            current = f"a {type(model).__name__}"
+            problem = Problem("model", current, "a module, whose parameters have names", "pass the model itself")
+            raise StateError("averages cannot be made", [problem])
+        self._model = model
+        self._use_buffers = use_buffers
+        self._device = None if device is None else torch.device(device)
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
+        reshard(model)
+        self._params = by_plain_name(model.named_parameters())
+        refuse_flattened(self._params)
+        for name, tensor in self._tensors().items():
+            view_of(tensor, name)  # refuses a tensor that could not be saved
+        self._averages = {
+            name: [copied(local, dtype, self._device) for local in local_tensors(tensor)]
+            for name, tensor in self._tensors().items()
+        }
+        self._n_averaged = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._in_model: AveragesInModel | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, while the averages stand in it; torch's `AveragedModel.module` is a model with the averages, too.
+
+        Raises:
+            AttributeError: they do not stand in it, and a state_dict() of it would be that of its own weights.
+        """
+        if not self.swapped:
+            raise AttributeError(
+                f"{type(self).__name__} keeps averages beside the model, and has no module with them; put them in the "
+                "model for a while: `with ema.swap(): weights = model.state_dict()`"
+            )
+        return self._model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's forward with the averages, without gradients; its own weights are back when this returns.
+
+        As `AveragedModel`'s, but that costs a swap and back: for more than one batch `with ema.swap():` is cheaper,
+        within which this is the model's forward alone. Every rank must call.
+
+        Raises:
+            StateError: as `swap`.
+        """
+        if self.swapped:
+            return self._model(*args, **kwargs)
+        with torch.no_grad(), self.swap():
+            return self._model(*args, **kwargs)
+
+    @property
+    def n_averaged(self) -> int:
+        """The number of updates."""
+        return int(self._n_averaged)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the averages stand in the model."""
+        return self._in_model is not None
+
+    @is_part_of(CHANGING)
+    def update(self) -> None:
+        """Takes the model's weights of now into the averages. No device is waited for, if averages are on the weights'.
+
+        Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
+
+        Raises:
+            StateError: the averages stand in the model, a weight was sharded in another way since, or a decay is out
+                of its range; nothing was changed.
+        """
+        self._refuse_swapped("averages cannot be updated")
+        refuse_swapped("averages of other averages cannot be made", self._params.values())
+        n = self.n_averaged
+        own = self._avg_fn is None and self._multi_avg_fn is None
+        step_size = self._step_size(n) if n and own else 1.0
+        with torch.no_grad():
+            for averages, weights in buckets(list(self._pairs())):
+                if n == 0 or not is_inexact(averages[0].dtype):
+                    torch._foreach_copy_(averages, weights)
+                else:
+                    device, dtype = averages[0].device, averages[0].dtype
+                    converted = [weight.detach().to(device, dtype) for weight in weights]
+                    if own:
+                        # torch's formulas take the step towards the weights as one weight for all: a lerp.
+                        torch._foreach_lerp_(averages, converted, step_size)
+                    else:
+                        self._apply(averages, converted)
+        self._n_averaged += 1
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """`update`, as torch's `AveragedModel` calls it.
+
+        Args:
+            model: the one that is averaged, or a wrapper around it.
+
+        Raises:
+            StateError: it has other parameters, which would not be looked at; or as `update`.
+        """
+        given = {id(parameter) for parameter in model.parameters()}
+        if given != {id(parameter) for parameter in self._params.values()}:
+            found, required = "a model with other parameters", "the one that the averages were made of"
+            problem = Problem("model", found, required, f"pass that, or make {type(self).__name__}(model) of this one")
+            raise StateError("averages follow one model", [problem])
+        self.update()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Refuses: averages are no module. torch's `update_bn` asks for these, and would go on with half of one.
+
+        Raises:
+            StateError: names what to call.
+        """
+        remedy = "call shardopt.optim.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
+        problem = Problem(type(self).__name__, "averages beside a model", "a module", remedy)
+        raise StateError("averages have no modules of their own", [problem])
+
+    def _apply(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        """Updates averages by the user's formula."""
+        if self._multi_avg_fn is not None:
+            self._multi_avg_fn(averages, weights, self._n_averaged.clone())
+            return
+        assert self._avg_fn is not None
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(self._avg_fn(average, weight, self._n_averaged.clone()))
+
+    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Updates after each step of `optimizer`, and lets it refuse to step while the averages stand in the model.
+
+        Steps that a GradScaler skips do not count. A copy of the optimizer is not attached.
+
+        Returns:
+            A function that ends this.
+        """
+        before = optimizer.register_step_pre_hook(
+            lambda *unused: self._refuse_swapped("a step would train the averages, and be lost")
+        )
+        after = optimizer.register_step_post_hook(lambda *unused: self.update())
+
+        def detach() -> None:
+            before.remove()
+            after.remove()
+
+        return detach
+
+    @is_part_of(CHANGING)
+    def swap(self) -> Swapped:
+        """Puts the averages in the model, in its own memory; called again, puts back the weights, bit for bit.
+
+        All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
+        (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
+        copy of this rank's shards. Until then nothing here can be updated, saved or loaded; keyed and attached
+        optimizers refuse to step and to change their mode, and other averages of these weights to be updated or put in.
+        The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. Where
+        somebody else writes into its parameters, as torch's `load_state_dict` does, they are not put back until swap()
+        is called once more. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but
+        every rank must swap.
+
+        Returns:
+            A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
+
+        Raises:
+            StateError: the model has other parameters than when the averages were made, or a weight is sharded in
+                another way, or other averages stand in the model; or, where the weights are to be put back, also at the
+                end of the context, somebody wrote into them. Nothing was changed.
+        """
+        if not self.swapped:
+            refuse_swapped("averages cannot be put in the model", self._params.values())
+        self._swap(lose=False)
+        return Swapped(lambda: self.swapped, self._swap)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"state": {fqn: {"ema" or "swa": average}, "__averaging": {"n_averaged": int64 scalar}}}`.
+
+        Averages are placed like their weights, and are the live ones: writing into them changes them. The decay is an
+        argument, and not saved.
+
+        Raises:
+            StateError: the averages stand in the model, where a checkpoint would take them for its weights.
+        """
+        self._refuse_swapped("averages cannot be saved or loaded")
+        return {STATE: self._state()}
+
+    def averages_of_buffers(self) -> list[Tensor]:
+        """Returns the averages of buffers. Batch norm has other ones on each rank: a save stores the first rank's."""
+        return [each for name, averages in self._averages.items() if name not in self._params for each in averages]
+
+    def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """Maps names in the state of torch's `AveragedModel` over such a model to names and entries in the state here.
+
+        What is there beside the averages is a copy of the model's own, and has none: buffers, unless they are averaged
+        here, and further names of tied weights.
+
+        Args:
+            names: as in its `state_dict()`, "n_averaged" and "module.…".
+        """
+        plain = {name: plain_name(name.removeprefix("module.")) for name in names if name != N_AVERAGED}
+        before = before_all(plain.values())
+        in_model = [plain_name(name) for name in self._model.state_dict(keep_vars=True)]
+        left_out = {name.removeprefix(before_all(in_model)) for name in in_model} - self._averages.keys()
+        own = {name: short.removeprefix(before) for name, short in plain.items()}
+        mapped = {name: (short, self._entry) for name, short in own.items() if short not in left_out}
+        return {**mapped, N_AVERAGED: (AVERAGING, N_AVERAGED)}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
+    ) -> Unmatched:
+        """Loads averages in place and all or nothing, as a keyed optimizer loads its state.
+
+        Args:
+            state_dict: as from `state_dict()`, or that of torch's `AveragedModel` over the same model.
+            strict: whether names on one side only are errors; otherwise they are passed over, and returned.
+            convert_dtype: whether averages of another floating-point dtype are converted to the one that is here.
+                Numbers that it cannot hold are errors.
+
+        Raises:
+            MismatchError: lists everything that does not fit; nothing was changed.
+            StateError: the averages stand in the model.
+        """
+        plan = LoadPlan(strict, convert_dtype, into="averaging")
+        self._plan(plan, state_dict)
+        plan.apply()
+        return plan.unmatched
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
+        """Raises what `load_state_dict` would, and changes nothing. Tensors on the meta device stand for stored ones.
+
+        Raises:
+            MismatchError: lists everything that does not fit.
+            StateError: the averages stand in the model.
+        """
+        plan = LoadPlan(strict, convert_dtype, descriptions=True, into="averaging")
+        self._plan(plan, state_dict)
+        plan.check()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self._averages)} tensors after {self.n_averaged} updates"
+
+    def _step_size(self, n: int) -> float:
+        """Returns the weight of the next model in the averages of `n` >= 1 models."""
+        raise NotImplementedError
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        self._refuse_swapped("averages cannot be saved or loaded")
+        offered = self._of_averaged_model(offered)
+        plan_keys(plan, saves_groups=False, offered=offered)
+        if STATE in offered:
+            remedy = "load what was saved from the same model and kind of average, or pass strict=False"
+            plan.mapping(STATE, self._state(), offered[STATE], remedy)
+
+    def _of_averaged_model(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the state of torch's `AveragedModel` in the form of ours; any other as it is."""
+        if STATE in offered or not isinstance(offered.get(N_AVERAGED), Tensor):
+            return offered
+        state: dict[str, dict[str, Any]] = {}
+        for name, (own, entry) in self.names_of_averaged_model(offered).items():
+            if own == AVERAGING or is_added_up(offered[name]):
+                state[own] = {entry: offered[name]}
+        return {STATE: state}
+
+    def _state(self) -> dict[str, Any]:
+        list(self._pairs())  # averages follow their weights
+        tensors = self._tensors()
+        state: dict[str, Any] = {
+            name: {self._entry: assemble(tensors[name], averages)} for name, averages in self._averages.items()
+        }
+        return {**state, AVERAGING: {N_AVERAGED: self._n_averaged}}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors to average. Buffers are looked up each time: a module may replace its tensors."""
+        return self._whole_model() if self._use_buffers else self._params
+
+    def _whole_model(self) -> dict[str, Tensor]:
+        return {**self._params, **by_plain_name(self._model.named_buffers())}
+
+    def _pairs(self) -> Iterator[Pair]:
+        """Yields each average and its local tensor. Averages follow weights that went to another device."""
+        tensors = self._tensors()
+        for name, averages in self._averages.items():
+            weights = local_tensors(tensors[name]) if name in tensors else ()
+            refuse_other_shapes(name, weights, averages, "when the averages were made")
+            for i, local in enumerate(weights):
+                if self._device is None and averages[i].device != local.device:
+                    averages[i] = averages[i].to(local.device)
+                yield averages[i], local
+
+    def _swap(self, lose: bool) -> None:
+        """Puts the averages in the model, or its own weights back; then `lose` is as for `AveragesInModel`."""
+        reshard(self._model)
+        wait_for_copies()  # a save in the background may still be taking the weights
+        now = by_plain_name(self._model.named_parameters())
+        with torch.no_grad():
+            if self._in_model is None:
+                self._refuse_replaced(now)
+                self._in_model = AveragesInModel(self, self._params, self._whole_model(), list(self._pairs()))
+            else:
+                self._in_model.put_back(self._whole_model(), now, lose)
+                self._in_model = None
+
+    def _refuse_replaced(self, now: Mapping[str, Tensor]) -> None:
+        replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
+        if replaced:
+            remedy = "make the averages anew when parameters are replaced by others"
+            current, required = "another parameter in the model, or none", "the one that is averaged"
+            raise StateError("a model has changed", [Problem(name, current, required, remedy) for name in replaced])
+
+    def _refuse_swapped(self, why: str) -> None:
+        if self.swapped:
+            problem = Problem(
+                type(self).__name__, "averages in the model", "its own weights", "call swap() to put them back"
+            )
+            raise StateError(why, [problem])

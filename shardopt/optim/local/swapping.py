@@ -1,0 +1,117 @@
+"""Averages in the place of a model's weights for a while, and its own weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.local.averaged_tensors import Pair, refuse_other_shapes
+from shardopt.sharding.swapped import note_swapped, note_swapped_back
+from shardopt.sharding.view import local_tensors
+
+_WRITTEN = "what was written into the place of averages would be lost when the weights are put back"
+
+
+class AveragesInModel:
+    """Puts averages in a model, in its own memory, and keeps its own values until they are put back. Local.
+
+    Args:
+        holder: has the averages; by it others are refused meanwhile.
+        params: of the model, by name; they come back only if nobody wrote into them.
+        tensors: all whose values are kept and put back: parameters and buffers.
+        pairs: averages, and the local tensors in whose place they go.
+    """
+
+    def __init__(
+        self, holder: object, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor], pairs: Iterable[Pair]
+    ) -> None:
+        self._holder, self._params = holder, params
+        self._own = {
+            name: [local.detach().clone() for local in local_tensors(tensor)] for name, tensor in tensors.items()
+        }
+        for average, local in pairs:
+            local.copy_(average)
+        self._versions = self._versions_now()
+        note_swapped(holder, tensors)
+
+    def put_back(self, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], lose: bool = False) -> None:
+        """Puts the own values back, bit for bit.
+
+        Args:
+            tensors: the parameters that are averaged, and the buffers that the model has now.
+            params: the parameters that it has now.
+            lose: whether values that somebody wrote into parameters in the meantime may be lost.
+
+        Raises:
+            StateError: somebody wrote into parameters, or put others in their place; nothing was put back. The next
+                time that is lost.
+        """
+        pairs: list[Pair] = []
+        for name, tensor in tensors.items():
+            weights = local_tensors(tensor)
+            if name in self._own:  # a buffer may have come or gone
+                refuse_other_shapes(name, weights, self._own[name], "when the averages were put in the model")
+                pairs.extend(zip(weights, self._own[name], strict=True))
+        if not lose:
+            self._refuse_written(params)
+        for local, own in pairs:
+            local.copy_(own)
+        note_swapped_back(self._holder)
+
+    def _refuse_written(self, params: Mapping[str, Tensor]) -> None:
+        versions = self._versions_now()
+        written = [name for name in versions if versions[name] != self._versions[name]]
+        written += [name for name, param in params.items() if self._params.get(name) is not param]
+        if not written:
+            return
+        self._params = {**self._params, **params}
+        self._versions = self._versions_now()
+        others = f", and in {len(written) - 1} other parameters" if len(written) > 1 else ""
+        remedy = (
+            "load weights, and change them, outside of `with ema.swap():`; swap() once more loses what was written, "
+            "and puts the model's own weights back"
+        )
+        found = f"values that were written while the averages stood there{others}"
+        raise StateError(_WRITTEN, [Problem(written[0], found, "the averages", remedy)])
+
+    def _versions_now(self) -> dict[str, list[int]]:
+        """Returns torch's counters of writes, of each parameter and its local tensors."""
+        return {
+            name: [0 if each.is_inference() else each._version for each in (param, *local_tensors(param))]
+            for name, param in self._params.items()
+        }
+
+
+class Swapped:
+    """A context at whose end the model has its own weights again.
+
+    Args:
+        swapped: whether the averages stand in the model.
+        put_back: takes them out; told whether what was written meanwhile may be lost, as after an error.
+    """
+
+    def __init__(self, swapped: Callable[[], bool], put_back: Callable[[bool], None]) -> None:
+        self._swapped, self._put_back = swapped, put_back
+
+    def __enter__(self) -> None:
+        if not self._swapped():
+            problem = Problem("swap()", "averages in the model already", "its own weights", "do not nest swap()")
+            raise StateError("the model's own weights were put back", [problem])
+
+    def __exit__(self, kind: object, *raised: object) -> None:
+        if self._swapped():
+            self._put_back(kind is not None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes the modules of `fully_shard` have their sharded parameters. Local.
+
+    A forward without a backward leaves unsharded copies (the root's always), which the next forward would take
+    although the shards have changed since.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
