@@ -180,8 +180,8 @@ class LoadPlan:
         return into
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
-        alike = into.dtype == offered.dtype and into.shape == offered.shape and not into.is_meta
-        if alike and _is_plain(into) and _is_plain(offered) and (self.descriptions or not offered.is_meta):
+        plain = _is_plain(into) and _is_plain(offered) and into.dtype == offered.dtype and into.shape == offered.shape
+        if plain and not into.is_meta and (self.descriptions or not offered.is_meta):
             if into is not offered and not offered.is_meta:
                 self._copies.append((into, offered))
             return
@@ -237,7 +237,7 @@ class LoadPlan:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether all elements are in one run of memory, or in none (meta): then shape and dtype say all."""
+    """Whether it is nothing but memory, or none (meta): then shape and dtype say all. No other class is asked more."""
     return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
 
 
