@@ -163,6 +163,23 @@ def is_torchs(attribute: str) -> bool:
     )
 
 
+def take_torchs_attributes(optimizer: Optimizer) -> None:
+    """Gives an optimizer what torch's constructor sets in every one: its hooks, and what profiles a step.
+
+    For one that has its state, groups and defaults elsewhere, and no constructor of torch's that would set them.
+    """
+    made = vars(_Blank([{"params": []}], {}))
+    vars(optimizer).update({name: value for name, value in made.items() if is_torchs(name)})
+    optimizer._patch_step_function()
+
+
+class _Blank(Optimizer):
+    """An optimizer of nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Does nothing."""
+
+
 def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
     """Has steps be noted where a schedule looks that was made for another optimizer: it would warn that there are none.
 

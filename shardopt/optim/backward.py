@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -88,6 +89,22 @@ def in_backward(
     return optimizer
 
 
+_NONE = -2  # no backward has this number; -1 is that outside of backwards
+
+
+@dataclass
+class _Now:
+    """What an optimizer in backward is in the middle of; no copy has it."""
+
+    handles: list[RemovableHandle] = field(default_factory=list)
+    waiting: dict[Tensor, None] = field(default_factory=dict)  # with gradients that `accumulate` has collected
+    accumulating: bool = False
+    backward: int = _NONE
+    updated: set[Tensor] = field(default_factory=set)  # in that backward
+    looked_for_gradients: bool = False
+    lock: Lock = field(default_factory=lambda: world().lock())
+
+
 class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
     """The optimizer that `in_backward` makes; it does nothing before `start`.
 
@@ -104,21 +121,11 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         StateError: a parameter's gradients are not set on itself, as those of ShardedTensors.
     """
 
-    _handles: list[RemovableHandle]
-    _waiting: dict[Tensor, None]
-    _accumulating: bool
-    _backward: int
-    _updated: set[Tensor]
-    _looked_for_gradients: bool
-    _lock: Lock
-
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         super().__init__(params, optim_factory)
-        _refuse(params, self.param_groups)
         for group in self.param_groups:
-            names = {parameter: self._names[parameter] for parameter in group[PARAMS]}
-            _refuse_waiting(self._local.waiting_for_others(names, group))
-        self._forget()
+            self._refuse({parameter: self._names[parameter] for parameter in group[PARAMS]}, group)
+        self._now = _Now()
 
     def start(self) -> None:
         """From now on backward updates the parameters.
@@ -128,7 +135,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         """
         _refuse_updated(self._names)
         self._refuse_reduced()
-        self._handles = [self._listen(parameter) for parameter in self._names]
+        self._now.handles = [self._listen(parameter) for parameter in self._names]
 
     def stop(self) -> None:
         """Backward updates nothing any more, and leaves gradients where they are; state stays.
@@ -136,9 +143,9 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         Until then the parameters keep this optimizer, and it keeps them, where Python's garbage collector does not see
         it: the memory of a model that is dropped before is not freed.
         """
-        for handle in self._handles:
+        for handle in self._now.handles:
             handle.remove()
-        self._forget()
+        self._now = _Now()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -147,11 +154,11 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         They take the memory that gradients take. Under `fully_shard`, `set_requires_gradient_sync(False)` can be used
         in its place, which keeps whole gradients and saves communication.
         """
-        before, self._accumulating = self._accumulating, True
+        before, self._now.accumulating = self._now.accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._now.accumulating = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Changes no parameter that backward has updated.
@@ -166,27 +173,26 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._handles and not self._looked_for_gradients:
-            self._looked_for_gradients = True
-            if self._backward == _NONE and not self._waiting:
+        if self._now.handles and not self._now.looked_for_gradients:
+            self._now.looked_for_gradients = True
+            if self._now.backward == _NONE and not self._now.waiting:
                 warn_of_no_gradients(self._names)
-        for parameter in list(self._waiting):
+        for parameter in list(self._now.waiting):
             self._update(parameter)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that `accumulate` has collected; there are no others, and none are kept as zeros."""
-        self._waiting.clear()
+        self._now.waiting.clear()
         super().zero_grad(set_to_none=True)
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
-        _refuse({name: parameter for parameter, name in names.items()}, [{**self.defaults, **options}])
-        if self._handles:
+        self._refuse(names, {**self.defaults, **as_texts(options)})
+        if self._now.handles:
             _refuse_updated(names)
-        _refuse_waiting(self._local.waiting_for_others(names, {**self.defaults, **as_texts(options)}))
         super()._add_group(names, options)
-        if self._handles:
-            self._handles += map(self._listen, names)
+        if self._now.handles:
+            self._now.handles += map(self._listen, names)
 
     def _listen(self, parameter: Tensor) -> RemovableHandle:
         """Registers a hook, called by torch when a gradient is complete, and by `fully_shard` when it is reduced."""
@@ -200,24 +206,24 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         return cast(RemovableHandle, handle)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._accumulating:
-            self._waiting[parameter] = None
+        if self._now.accumulating:
+            self._now.waiting[parameter] = None
             return
         # Where a model lies on several devices, each has a thread of backward.
-        with self._lock:
+        with self._now.lock:
             backward = backward_under_way()
-            if backward != self._backward:
-                if self._backward == _NONE:
+            if backward != self._now.backward:
+                if self._now.backward == _NONE:
                     self._refuse_reduced()
                 self._before_backward()
-                self._backward, self._updated = backward, set()
-            if parameter in self._updated:
+                self._now.backward, self._now.updated = backward, set()
+            if parameter in self._now.updated:
                 raise _came_twice(self._names[parameter])
-            self._updated.add(parameter)
+            self._now.updated.add(parameter)
             self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
-        self._waiting.pop(parameter, None)
+        self._now.waiting.pop(parameter, None)
         if parameter.grad is not None:
             _keep_for_this_stream(parameter.grad)
         self._local.step_alone(parameter)
@@ -225,26 +231,44 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         torch.autograd.graph.increment_version(parameter)
         zero_gradients(parameter, set_to_none=True)
 
+    def _refuse(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        """Refuses parameters of one group, or to be, that cannot be stepped in backward; `options` are all of its."""
+        if options.get("differentiable"):
+            problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
+            raise AlgorithmError("a step in backward cannot be differentiated", [problem])
+        problems = [
+            Problem(name, f"a {type(tensor).__name__}", "a plain tensor or a DTensor", "step it after backward")
+            for tensor, name in names.items()
+            if not takes_gradient(tensor)
+        ]
+        if problems:
+            raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
+        narrow = self._local.state.narrow
+        remedy = (
+            "cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward"
+        )
+        problems = [
+            Problem(name, "8-bit state whose blocks lie on several ranks", "scales that need no other rank", remedy)
+            for tensor, name in names.items()
+            if narrow is not None and narrow.waits_for_others(options, tensor)
+        ]
+        if problems:
+            raise AlgorithmError("ranks cannot agree on scales within backward", problems)
+
     def _refuse_reduced(self) -> None:
         if reduced_by_ddp(self._names):
             raise _reduced_later(DistributedDataParallel.__name__)
 
-    def _forget(self) -> None:
-        """Resets to no hooks, no gradients that wait, no backward under way."""
-        self._handles, self._waiting, self._accumulating = [], {}, False
-        self._backward, self._updated = _NONE, set()
-        self._looked_for_gradients = False
-        self._lock = world().lock()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         started = state.pop("_started")
-        super().__setstate__(state)
-        self._forget()
+        super().__setstate__({**state, "_now": _Now()})
         if started:
             self.start()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_started": bool(self._handles)}
+        kept = super().__getstate__()
+        kept["_started"] = bool(kept.pop("_now").handles)
+        return kept
 
 
 def _refuse_algorithm(spec: AlgorithmSpec, groups: Collection[Mapping[str, Any]]) -> None:
@@ -259,29 +283,6 @@ def _refuse_algorithm(spec: AlgorithmSpec, groups: Collection[Mapping[str, Any]]
         remedy = "call in_backward for the parameters of each algorithm, and combine them with CombinedOptimizer"
         problem = Problem("groups", "a group with an algorithm of its own", "one algorithm", remedy)
         raise AlgorithmError("an optimizer in backward has one algorithm", [problem])
-
-
-def _refuse(params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> None:
-    if any(group.get("differentiable") for group in groups):
-        problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
-        raise AlgorithmError("a step in backward cannot be differentiated", [problem])
-    problems = [
-        Problem(name, f"a {type(tensor).__name__}", "a plain tensor or a DTensor", "step it after backward")
-        for name, tensor in params.items()
-        if not takes_gradient(tensor)
-    ]
-    if problems:
-        raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
-
-
-def _refuse_waiting(names: Collection[str]) -> None:
-    remedy = "cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward"
-    problems = [
-        Problem(name, "8-bit state whose blocks lie on several ranks", "scales that need no other rank", remedy)
-        for name in names
-    ]
-    if problems:
-        raise AlgorithmError("ranks cannot agree on scales within backward", problems)
 
 
 def _keep_for_this_stream(gradient: Tensor) -> None:
@@ -352,5 +353,4 @@ def _reduced_later(kind: str) -> StateError:
     return StateError(f"{kind} averages gradients after backward would have used them", [problem])
 
 
-_NONE = -2  # no backward has this number; -1 is that outside of backwards
 _REDUCES_LATER = (DistributedDataParallel, FullyShardedDataParallel)

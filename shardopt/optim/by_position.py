@@ -9,32 +9,33 @@ tensor, a number nor a dict in it goes as the bytes of its typed JSON, because t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import MismatchError, Problem, StateError
+from shardopt.optim.node import Node, StateDict
 from shardopt.optim.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
-from shardopt.optim.state_dict.positions import REMEDY, different_groups, from_torch, is_same_memory, to_torch
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED
+from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import (
     after_load_state_dict,
     after_state_dict,
     before_load_state_dict,
     before_state_dict,
+    take_torchs_attributes,
     without_hooks,
 )
+from shardopt.values import decode_value, encode_value
 
-if TYPE_CHECKING:
-    from shardopt.optim.base import KeyedOptimizer
-
-StateDict = dict[str, Any]
+_REMEDY = "load what as_torch() of an optimizer with the same groups gave, or torch's getters with it"
 
 
 class ByPosition(Optimizer):
@@ -48,8 +49,8 @@ class ByPosition(Optimizer):
         optimizer: is viewed, and kept alive.
     """
 
-    def __init__(self, optimizer: KeyedOptimizer) -> None:
-        super().__init__([{PARAMS: []}], {})
+    def __init__(self, optimizer: Node) -> None:
+        take_torchs_attributes(self)
         self._optimizer = optimizer
 
     @property
@@ -59,35 +60,29 @@ class ByPosition(Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._made:
-            raise self._refused("state")
+        raise self._refused("state")
 
     @property
     def param_groups(self) -> Any:
         """The keyed optimizer's own groups."""
-        return self._optimizer.param_groups if self._made else self.__dict__["param_groups"]
+        return self._optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, param_groups: Any) -> None:
-        if self._made:
-            raise self._refused("param_groups")
-        self.__dict__["param_groups"] = param_groups
+        raise self._refused("param_groups")
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The keyed optimizer's."""
-        return self._optimizer.defaults if self._made else self.__dict__["defaults"]
+        return self._optimizer.defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._made:
-            raise self._refused("defaults")
-        self.__dict__["defaults"] = defaults
+        raise self._refused("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the keyed optimizer, which needs names: `{"params": {fqn: parameter}, ...}`."""
-        if self._made:
-            self._optimizer.add_param_group(param_group)
+        self._optimizer.add_param_group(param_group)
 
     @without_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -167,15 +162,20 @@ class ByPosition(Optimizer):
         absent = [name for name, entries in live.items() if name not in state and name in of_parameters and entries]
         new = [name for name, entries in state.items() if entries and not live.get(name)]
         optimizer._init_named((), [name for name in new if name in of_parameters])
+        before = [(leaf, leaf._saves_groups) for leaf in optimizer._leaves()]
         try:
             unstepped = self._unstepped(state)
             for group in named[PARAM_GROUPS]:
                 group[UNTOUCHED] = [name for name in group[PARAMS] if name in unstepped]
-            with _groups_saved(optimizer):
-                optimizer.load_state_dict({**named, STATE: {**{name: live[name] for name in absent}, **state}})
+            for leaf, _ in before:
+                leaf.save_param_groups(True)
+            optimizer.load_state_dict({**named, STATE: {**{name: live[name] for name in absent}, **state}})
         except BaseException:
             optimizer.drop_state([name for name in new if name in of_parameters])
             raise
+        finally:
+            for leaf, saves in before:
+                leaf.save_param_groups(saves)
         optimizer.drop_state(absent)
         after_load_state_dict(self)
 
@@ -184,10 +184,6 @@ class ByPosition(Optimizer):
 
     def __reduce__(self) -> Any:
         return type(self), (self._optimizer,)
-
-    @property
-    def _made(self) -> bool:
-        return "_optimizer" in self.__dict__
 
     def _refused(self, name: str) -> StateError:
         problem = Problem(name, f"another {name}", "the keyed optimizer's own", "set it there")
@@ -221,7 +217,7 @@ class ByPosition(Optimizer):
                 found, required = "state of no parameter, and no trained one", "a parameter that it can go with"
                 problems = [Problem(name, found, required, "save it through shardopt.checkpoint") for name in named]
                 raise StateError("state cannot be given by position", problems)
-            state.setdefault(carrier, {}).update({name: to_torch(entries, name) for name, entries in named.items()})
+            state.setdefault(carrier, {}).update({name: _to_torch(entries, name) for name, entries in named.items()})
         return state
 
     def _named(self, offered: Mapping[str, Any]) -> StateDict:
@@ -231,7 +227,7 @@ class ByPosition(Optimizer):
             MismatchError: it does not have the groups that are here.
         """
         here, given = self.param_groups, offered.get(PARAM_GROUPS)
-        problems = different_groups(here, given)
+        problems = _different_groups(here, given)
         given = [] if problems else cast("list[Mapping[str, Any]]", given)
         name_of = first_names(self._optimizer.params)
         names = [name_of[parameter] for parameter in self._parameters()]
@@ -239,10 +235,10 @@ class ByPosition(Optimizer):
         name_here = dict(zip(keys, names, strict=False))
         state = offered.get(STATE)
         if not isinstance(state, Mapping):
-            problems.append(Problem(STATE, f"a {type(state).__name__}", "a mapping by parameter", REMEDY))
+            problems.append(Problem(STATE, f"a {type(state).__name__}", "a mapping by parameter", _REMEDY))
             state = {}
         problems += [
-            Problem(f"{STATE}.{key}", "state", "that of a parameter in param_groups", REMEDY)
+            Problem(f"{STATE}.{key}", "state", "that of a parameter in param_groups", _REMEDY)
             for key in state
             if key not in name_here and not problems
         ]
@@ -252,7 +248,7 @@ class ByPosition(Optimizer):
         own = {name: entries for name, entries in self._live().items() if name not in names}
         carrier = self._carrier()
         carried = named.get(name_of[carrier], {}) if carrier is not None else {}
-        of_none = {name: from_torch(carried.pop(name), entries) for name, entries in own.items() if name in carried}
+        of_none = {name: _from_torch(carried.pop(name), entries) for name, entries in own.items() if name in carried}
         groups = []
         for group in given:
             options = {option: value for option, value in group.items() if option not in (PARAMS, "param_names")}
@@ -264,9 +260,16 @@ class ByPosition(Optimizer):
 
         A load of what a getter gave is then none: the first step settles what it would have settled before.
         """
+
+        def places(entries: Mapping[str, Any]) -> Any:
+            return {
+                name: [local.data_ptr() for local in local_tensors(value)] if isinstance(value, Tensor) else value
+                for name, value in entries.items()
+            }
+
         unstepped = self._optimizer.unstepped_state(state)
         live = self._live() if unstepped else {}
-        return {name for name in unstepped if is_same_memory(state[name], live[name])}
+        return {name for name in unstepped if places(state[name]) == places(live[name])}
 
 
 class _MadeState(MutableMapping[Tensor, Any]):
@@ -298,21 +301,34 @@ class _MadeState(MutableMapping[Tensor, Any]):
         return len(self._view.by_parameter())
 
 
-@contextmanager
-def _groups_saved(optimizer: KeyedOptimizer) -> Iterator[None]:
-    """Lets an optimizer, and those that it is made of, save and load groups while this is open."""
-    ahead, leaves = [optimizer], []
-    while ahead:
-        each = ahead.pop()
-        children = each.__dict__.get("_children")
-        if children is None:
-            leaves.append((each, each._save_param_groups))
-        else:
-            ahead += children
-    try:
-        for each, _ in leaves:
-            each.save_param_groups(True)
-        yield
-    finally:
-        for each, saves in leaves:
-            each.save_param_groups(saves)
+def _different_groups(here: Any, given: Any) -> list[Problem]:
+    """Returns the problems of groups that are not as many, or not of as many parameters, as those here."""
+    if not isinstance(given, list) or not all(isinstance(group, Mapping) and PARAMS in group for group in given):
+        return [Problem(PARAM_GROUPS, f"a {type(given).__name__}", "a list of groups with their parameters", _REMEDY)]
+    if len(given) != len(here):
+        return [Problem(PARAM_GROUPS, f"{len(given)} groups", f"{len(here)}", _REMEDY)]
+    counts = [(len(group[PARAMS]), len(own[PARAMS])) for group, own in zip(given, here, strict=True)]
+    return [
+        Problem(f"{PARAM_GROUPS}[{i}].{PARAMS}", f"{count} parameters", f"{own}", _REMEDY)
+        for i, (count, own) in enumerate(counts)
+        if count != own
+    ]
+
+
+def _to_torch(value: Any, key: str) -> Any:
+    """Returns a value of state in the forms that torch flattens; see `_from_torch`."""
+    if isinstance(value, Mapping):
+        return {name: _to_torch(inner, f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, Tensor) or type(value) in (int, float):
+        return value
+    text = json.dumps(encode_value(value, key)).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _from_torch(value: Any, live: Any) -> Any:
+    """Returns a value that `_to_torch` gave as it was; `live` has the kinds."""
+    if isinstance(value, Mapping) and isinstance(live, Mapping):
+        return {name: _from_torch(inner, live.get(name)) for name, inner in value.items()}
+    if isinstance(value, Tensor) and not isinstance(live, Tensor) and value.dtype == torch.uint8:
+        return decode_value(json.loads(value.cpu().numpy().tobytes()))
+    return value

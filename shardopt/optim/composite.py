@@ -1,47 +1,48 @@
-"""The base of optimizers that are made of other optimizers."""
+"""Optimizers that are made of others: the base of all, and that of those around one (clipping, warm-up)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, refusal_to_step
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.modes import step_in_own_modes
-from shardopt.optim.related import RelatedOptimizer
-from shardopt.param_groups import PARAMS
-from shardopt.ranks import Group, SharedGroup
+from shardopt.optim.node import Node
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_named_groups
+from shardopt.optim.state_dict.saved_form import plan_keys
+from shardopt.param_groups import PARAMS, STATE
 from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
-from shardopt.torch_private import is_torchs, not_compiled, step_nested
+from shardopt.torch_private import not_compiled, step_nested
 
 
 class CompositeOptimizer(KeyedOptimizer):
-    """A keyed optimizer without parameters, state and groups of its own: they are those of its children, live.
+    """A keyed optimizer that steps its parts, and whose parameters, state and groups are theirs, live.
 
-    Hooks that are registered here run once for each step taken here, and then those of each child; torch's global ones
-    run once. A subclass says how the names of its children are seen, and overrides `_before_step`.
+    Hooks that are registered here run once for each step taken here, and then those of each part; torch's global ones
+    run once. A subclass overrides `_before_step` for what happens between gradients and step, `_after_step`, and
+    `_own_state` for state that it keeps itself.
 
     Args:
         children: keyed optimizers, which are stepped in this order.
+        keys: of each child, what stands before its names.
+        home: as of `Node`.
 
     Raises:
         StateError: a child is not a keyed optimizer, or loads in a way that could not be undone.
     """
 
-    def __init__(self, children: Sequence[KeyedOptimizer]) -> None:
+    def __init__(self, children: Sequence[KeyedOptimizer], keys: Sequence[str] = ("",), home: Any = None) -> None:
         problems = [problem for child in children for problem in _unfit(child)]
         if problems:
             raise StateError("an optimizer cannot be part of another", problems)
-        # Only torch's own constructor; it sets state and groups, which have their setters below.
-        Optimizer.__init__(self, [{PARAMS: []}], {})
-        self._children = tuple(children)
-        self._join_children()
+        Node.__init__(self, home, [*zip(keys, children, strict=True)])
 
     @not_compiled
     @step_in_own_modes
@@ -56,7 +57,7 @@ class CompositeOptimizer(KeyedOptimizer):
             AlgorithmError: a child has to evaluate the model itself, several times (LBFGS); nothing was changed.
             StateError: averages are in the model (`eval`); nothing was changed.
         """
-        if self._needs_closure:
+        if self.needs_closure:
             remedy = "call step of LBFGS itself; being part of another serves for saving and loading alone"
             problem = Problem(
                 type(self).__name__, "LBFGS among its children", "algorithms that step on gradients", remedy
@@ -99,98 +100,111 @@ class CompositeOptimizer(KeyedOptimizer):
         if any(group.get(TRAIN_MODE) is not mode for group in self.param_groups if TRAIN_MODE in group):
             # Before the first child has changed.
             refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
-        for child in self._children:
-            child.train(mode)
+        super().train(mode)
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        """Plans to load the state of its own, and has every child plan what is offered to it."""
+        state, own = offered.get(STATE), self._own_state()
+        if own and isinstance(state, Mapping):
+            for name, entries in own.items():
+                key = f"{plan.section(STATE)}.{name}"
+                if name in state:
+                    plan.mapping(key, entries, state[name], "load what this wrapper saved")
+                else:
+                    remedy = f"it was saved without {type(self).__name__}: pass strict=False to go on without this"
+                    plan.missing(key, remedy)
+            offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in own}}
+        if self._is_around_one:
+            self._children[0].plan_load(plan, offered)
+            return
+        offered = with_named_groups(offered)
+        plan_keys(plan, self._saves_groups, offered, self._has_state)
+        parts = [
+            Part(key, child._state_names(), len(child.param_groups) if child._saves_groups else None)
+            for key, child in zip(self._keys, self._children, strict=True)
+        ]
+        of_parts = distributed(plan, parts, offered)
+        for part, child, of_part in zip(parts, self._children, of_parts, strict=True):
+            child.plan_load(plan.child(part.key), of_part)
+
+
+class OptimizerWrapper(CompositeOptimizer):
+    """Another keyed optimizer with something around its step.
+
+    Parameters, state, groups and defaults are the wrapped optimizer's, not copies. A subclass overrides
+    `_before_step` for what happens between gradients and step, and `_own_state` for the state that it keeps itself.
+
+    Args:
+        optimizer: is wrapped, and lives on inside.
+
+    Raises:
+        StateError: it is not a keyed optimizer.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        super().__init__([optimizer], home=optimizer)
 
     @property
-    def evaluating(self) -> bool:
-        """Whether any child is."""
-        return any(child.evaluating for child in self._children)
+    def _optimizer(self) -> KeyedOptimizer:
+        """The wrapped one.
 
-    def post_load_state_dict(self) -> None:
-        """Called after state was loaded; every child's."""
-        for child in self._children:
-            child.post_load_state_dict()
-
-    def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-        """Returns those of every child."""
-        return [each for child in self._children for each in child.unshared_tensors()]
-
-    def _keep_options(self, names: set[str]) -> None:
-        for child in self._children:
-            child._keep_options(names)
+        Trainers that make the class of an optimizer a base of their own wrapper's (Lightning) keep this under that very
+        name in the wrapper itself.
+        """
+        kept: KeyedOptimizer | None = vars(self).get("_optimizer")
+        return self._children[0] if kept is None else kept
 
     @property
-    def group(self) -> Group | None:
-        """That of the children, where one has any."""
-        return next((child.group for child in self._children if child.group is not None), None)
+    def params(self) -> Mapping[str, Tensor]:
+        """FQN → parameter, the wrapped optimizer's."""
+        return self._optimizer.params
 
-    def work_with(self, group: SharedGroup) -> None:
-        """From now on every child takes these for the ranks that train its parameters."""
-        super().work_with(group)
-        for child in self._children:
-            child.work_with(group)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer."""
+        self._optimizer.add_param_group(param_group)
 
-    def unmatched_patterns(self) -> list[Problem]:
-        """Returns those of every child."""
-        return [problem for child in self._children for problem in child.unmatched_patterns()]
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._optimizer!r}"
 
-    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        for child in self._children:
-            child._note_given(group, options)
 
-    def save_param_groups(self, save: bool) -> None:
-        """Whether `state_dict` has the groups of every child, and `load_state_dict` needs them."""
-        for child in self._children:
-            child.save_param_groups(save)
+class StateOfParts(MutableMapping[Any, Any]):
+    """`state` of an optimizer that is made of others: looked up where it is, under parameters, or names with keys.
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether any child does."""
-        return any(child.updates_in_backward for child in self._children)
+    Args:
+        homes: have it as `state`; each with the key that stands before its names.
+        locate: returns which of them has a key, and the key as it is there; or raises KeyError.
+    """
 
-    def __getstate__(self) -> dict[str, Any]:
-        # As torch's: hooks, and wrappers that schedules have put around `step`, stay with this instance.
-        return {name: value for name, value in vars(self).items() if not is_torchs(name) and name != "_part_of"}
+    def __init__(self, homes: Iterable[tuple[str, Any]], locate: Callable[[Any], tuple[Any, Any]]) -> None:
+        self._homes, self._locate = list(homes), locate
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._join_children()
+    def __getitem__(self, key: Any) -> Any:
+        home, inner = self._locate(key)
+        return home.state[inner]
 
-    def _join_children(self) -> None:
-        """Registers this optimizer with its children: those that update in backward call its hooks, too."""
-        for child in self._children:
-            child._is_part_of(self)
+    def __setitem__(self, key: Any, value: Any) -> None:
+        home, inner = self._locate(key)
+        home.state[inner] = value
 
-    @property
-    def _made(self) -> bool:
-        """Whether the children are there; torch's constructor sets attributes of theirs before that."""
-        return "_children" in self.__dict__
+    def __delitem__(self, key: Any) -> None:
+        home, inner = self._locate(key)
+        del home.state[inner]
 
-    def _atoms(self) -> tuple[Optimizer, ...]:
-        """Returns those of every child."""
-        return tuple(chain.from_iterable(child._atoms() for child in self._children))
+    def __iter__(self) -> Iterator[Any]:
+        for own_key, home in self._homes:
+            for key in home.state:
+                yield with_key(key, own_key) if isinstance(key, str) else key
 
-    def _children_and_owners(self) -> Iterator[RelatedOptimizer]:
-        yield from self._children
-        yield from super()._children_and_owners()
+    def __len__(self) -> int:
+        return sum(len(home.state) for _, home in self._homes)
 
-    @property
-    def _has_state(self) -> bool:
-        return any(child._has_state for child in self._children)
+    def clear(self) -> None:
+        """Removes the state of all of them."""
+        for _, home in self._homes:
+            home.state.clear()
 
-    @property
-    def _needs_closure(self) -> bool:
-        return any(child._needs_closure for child in self._children)
-
-    @property
-    def _saves_groups(self) -> bool:
-        return any(child._saves_groups for child in self._children)
-
-    def _after_load(self) -> None:
-        for child in self._children:
-            child._after_load()
-        super()._after_load()
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 def _unfit(child: KeyedOptimizer) -> list[Problem]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.optim.composite import OptimizerWrapper
 from shardopt.optim.fused import FusedOptimizer
-from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.torch_private import step_nested
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer, low_precision
@@ -14,6 +16,7 @@ from shardopt.algorithms.registry import spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
+from shardopt.optim.composite import OptimizerWrapper
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.local.modes import in_own_modes
 from shardopt.optim.state_dict.groups import (
@@ -23,11 +26,8 @@ from shardopt.optim.state_dict.groups import (
     Places,
     by_pattern,
     named_in_groups,
-    patterns_of,
-    unmatched_patterns,
 )
 from shardopt.optim.state_dict.options import known_options, refuse_bad_options
-from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.param_groups import PARAMS, STORAGE_OPTIONS
 from shardopt.ranks import Group, SharedGroup
 from shardopt.state import Tied
@@ -35,7 +35,7 @@ from shardopt.state import Tied
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
 Wrapper = TypeVar("Wrapper", bound=KeyedOptimizerWrapper)
-Grouped = tuple[dict[str, Any], NamedParameters]
+Grouped = tuple[int, dict[str, Any], NamedParameters]
 
 
 @in_own_modes
@@ -112,11 +112,10 @@ def build(
     defaults = _options_for(main, defaults)
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
-    places: dict[Any, list[int]] = {}
-    grouped, patterns = by_pattern(params, given), patterns_of(given)
+    grouped, patterns, unmatched = by_pattern(params, given)
     if with_members is not None:
         grouped.pop()  # that of what is in none of them: there is nothing
-    unmatched = unmatched_patterns(params, given) if with_members is None else []
+        unmatched = []
     if unmatched and is_alone:  # of several, another may have what it matches
         raise StateError("a pattern matches no parameter", unmatched)
     for position, (options, matched) in enumerate(grouped):
@@ -129,15 +128,24 @@ def build(
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         given_here = {**(defaults if optimizer is main else {}), **options}
         optimizer([torch.zeros(1, 1, device="cpu")], **known_options(optimizer, given_here))
-        groups_of.setdefault(optimizer, []).append((options, members))
-        places.setdefault(optimizer, []).append(position)
+        groups_of.setdefault(optimizer, []).append((position, options, members))
     built: list[Wrapper] = []
     for optimizer, grouped_own in groups_of.items():
-        made = _build(wrapper, optimizer, grouped_own, defaults if optimizer is main else {})
+        (_, first, members), *others = grouped_own
+        given_to_all = defaults if optimizer is main else {}
+        made = wrapper(members, partial(_made, optimizer, first, given_to_all))
+        for _, options, members in others:
+            made.add_param_group({PARAMS: members, **options})
+        places, given_to_groups, _ = zip(*grouped_own, strict=True)
+        made.made_of(given_to_all, given_to_groups, Places(patterns, places), () if built else unmatched)
         made.work_with(shared_group)
-        made.note_patterns(Places(patterns, tuple(places[optimizer])), () if built else unmatched)
         built.append(made)
     return built
+
+
+def _made(algorithm: Any, options: Mapping[str, Any], defaults: Mapping[str, Any], tensors: list[Tensor]) -> Optimizer:
+    made: Optimizer = algorithm([{PARAMS: tensors, **options}], **defaults)
+    return made
 
 
 def _class_of(algorithm: Any, less: bool = False) -> Any:
@@ -160,13 +168,3 @@ def _class_of(algorithm: Any, less: bool = False) -> Any:
 def _options_for(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options as the class takes them: only one that stores in fewer bits has options for that."""
     return {**options} if issubclass(optimizer, LowPrecisionOptimizer) else without_defaults(options)
-
-
-def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Sequence[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
-    (options, members), *others = grouped
-    made = wrapper(members, lambda tensors: optimizer([{PARAMS: tensors, **options}], **defaults))
-    for options, members in others:
-        made.add_param_group({PARAMS: members, **options})
-    made.choose_implementation()
-    made.give(defaults, [options for options, _ in grouped])
-    return made

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import AlgorithmOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE
-from shardopt.algorithms.low_precision.conversion import CannotConvert
+from shardopt.algorithms.low_precision.conversion import CannotConvert, converted
 from shardopt.algorithms.low_precision.options import as_texts
+from shardopt.errors import Problem
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.modes import in_own_modes, step_in_own_modes
-from shardopt.optim.local.state_view import LocalState
-from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf_tensors, refuse_unfit_groups
+from shardopt.optim.state_dict.groups import Places, first_names, named, refuse_non_leaf_tensors
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.state_dict.offered_form import with_named_groups
+from shardopt.optim.state_dict.offered import with_named_groups
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
-from shardopt.optim.state_dict.saved_form import untouched_in
+from shardopt.optim.state_dict.saved_form import KeyedGroup
 from shardopt.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
-from shardopt.ranks import SharedGroup
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import is_held
 from shardopt.torch_private import not_compiled
@@ -50,53 +51,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         except ValueError:
             refuse_non_leaf_tensors(params)  # torch does too, but names none of them
             raise
-        super().__init__(params, {}, local.groups)
-        self._dropped, self._tied = params.dropped, params.tied
+        self._local = local
+        self._make_leaf(params, local)
         self._given_to_all = given_options(local.optimizer, local.optimizer.defaults)
-        self._given = {id(group): (group, given_options(local.optimizer, group)) for group in local.groups}
-        self._bind(local)
-
-    # Replacing these, as torch allows, replaces those of the optimizer that steps.
-
-    @property
-    def state(self) -> Any:
-        """Parameter → its state, live; another mapping that is set here is taken over entry by entry."""
-        self._refuse_torchs_getters()
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._made:
-            self.__dict__["state"].replace(state)
-        else:
-            self.__dict__["state"] = state
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups, live; others that are set here have to have the optimizer's own parameters, and all options."""
-        return self._local.groups if self._made else self.__dict__["param_groups"]
-
-    @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
-        if not self._made:
-            self.__dict__["param_groups"] = param_groups
-            return
-        groups = param_groups if isinstance(param_groups, list) else list(param_groups)
-        refuse_unfit_groups(groups, self._names, self._local.required_options)
-        self._local.optimizer.param_groups = groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The options of groups that are added without them."""
-        defaults: dict[str, Any] = self._local.optimizer.defaults if self._made else self.__dict__["defaults"]
-        return defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._made:
-            self._local.optimizer.defaults = defaults
-        else:
-            self.__dict__["defaults"] = defaults
+        self._given = [(group, given_options(local.optimizer, group)) for group in local.param_groups]
 
     @not_compiled
     @step_in_own_modes
@@ -124,24 +82,6 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """Drops or zeroes gradients, as torch does; of ShardedTensor parameters those of their local shards."""
         self._local.zero_grad(set_to_none)
 
-    def train(self, mode: bool = True) -> None:
-        """Puts the weights to train into the model, or their averages; see `KeyedOptimizer.train`."""
-        self._local.train(mode)
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether averages are in the model in place of the weights to train."""
-        return self._local.evaluating
-
-    def work_with(self, group: SharedGroup) -> None:
-        """From now on takes these for the ranks that train the parameters; an algorithm that asks does, too."""
-        super().work_with(group)
-        self._local.work_with(group)
-
-    def choose_implementation(self) -> None:
-        """From now on steps with the fastest implementation where a group names none, as `keyed` says."""
-        self._local.chooses = True
-
     @in_own_modes
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
@@ -166,12 +106,12 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         names = None if names is None else set(names)
         super().init_state(sparse_grad_parameter_names, names=names)
         if names is None:
-            self._local.make_state(self._names)
-            self._local.make_global_state(self._local.global_names)
+            self._local.state.make(self._names)
+            self._local.state.make_global(self._local.state.global_names)
         else:
             chosen = [self._params[name] for name in self._params if name in names]
-            self._local.make_state(dict.fromkeys(chosen), frozen_too=True)
-            self._local.make_global_state(names)
+            self._local.state.make(dict.fromkeys(chosen), frozen_too=True)
+            self._local.state.make_global(names)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
         """Returns those of the names whose state is there and as `init_state` makes it; makes one of each to compare.
@@ -180,7 +120,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             names: as in `state_dict()["state"]`; others are passed over.
         """
         key_of = {name: self._params.get(name, name) for name in names}
-        initial = self._local.with_initial_state(key for key in key_of.values() if key in self.state)
+        initial = self._local.state.initial(key for key in key_of.values() if key in self.state)
         return {name for name, key in key_of.items() if key in initial}
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
@@ -189,46 +129,21 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         besides = {name for group in self.param_groups for name in group} - {TRAIN_MODE}
         refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)
-        added = self.param_groups[-1]
-        self._given[id(added)] = added, {}
-        self._note_given(added, {**self._given_to_all, **options})
+        self._given.append((self.param_groups[-1], plain_options({**self._given_to_all, **options})))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._local.optimizer!r}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        views = ("state", "param_groups", "defaults")  # of values in _local
-        kept = {name: value for name, value in super().__getstate__().items() if name not in views}
-        given = list(self._given.values())
-        return {**kept, "_local": self._local, "_given": given, "_given_to_all": self._given_to_all}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._names = state["_names"]
-        self._bind(state["_local"])
-        super().__setstate__({**state, "_given": {id(group): (group, given) for group, given in state["_given"]}})
+        super().__setstate__(state)
         self._local.hand_over_parameters(self._names)
 
-    def _state_names(self) -> set[str]:
-        return super()._state_names() | self._local.global_names
-
-    def _bind(self, local: LocalOptimizer) -> None:
-        """Makes state, groups and defaults those of the optimizer which steps."""
-        for name in ("param_groups", "defaults"):
-            self.__dict__.pop(name, None)  # of torch's constructor
-        self.__dict__["state"] = LocalState(self._names, local)
-        self._local = local
-
-    @property
-    def _made(self) -> bool:
-        return "_local" in self.__dict__
+    def _own_names(self) -> set[str]:
+        return super()._own_names() | self._local.state.global_names
 
     def _atoms(self) -> tuple[Optimizer, ...]:
         """Returns the torch optimizer, which the factory's caller may hold, too."""
         return (self._local.optimizer,)
-
-    @property
-    def _needs_closure(self) -> bool:
-        return self._local.spec is not None and self._local.spec.needs_closure
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         with_masters = (group[PARAMS] for group in self.param_groups if group.get("master_dtype"))
@@ -243,35 +158,48 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         if not isinstance(state, Mapping) or not are_named(groups):
             return offered
         then, made = options_by_member(groups), dict(state)
+        narrow = self._local.state.narrow
+        spec = self._local.spec if narrow is None else narrow.algorithm
+        if spec is None or not spec.elementwise:
+            return offered
         for group in self.param_groups:
             for parameter in group[PARAMS]:
                 name = self._names[parameter]
                 if name in then and isinstance(state.get(name), Mapping) and is_held(parameter):
                     try:
-                        made[name], notes = self._local.converted(group, then[name], parameter, state[name])
+                        made[name], notes = converted(
+                            spec, group, then[name], parameter, state[name], counts=narrow is not None
+                        )
                     except CannotConvert as refusal:
                         plan.problems.append(replace(refusal.problem, key=f"{plan.section(STATE)}.{name}"))
                         continue
                     plan.conversions += notes
         return {**offered, STATE: made}
 
-    def _unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-        return self._local.unlike(group, options, self._kept_options)
+    def made_of(
+        self,
+        defaults: Mapping[str, Any],
+        groups: Iterable[Mapping[str, Any]],
+        places: Places,
+        unmatched: Collection[Problem],
+    ) -> None:
+        """Records how `keyed` has made it, by which a group that names no implementation steps with the fastest.
 
-    @property
-    def _later_options(self) -> frozenset[str]:
-        return frozenset() if self._local.spec is None else self._local.spec.later_options
-
-    def give(self, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> None:
-        """Records the options that the code gives, and no others: in general, and for each group beyond that."""
+        Args:
+            defaults, groups: options that the code gives, and no others: in general, and for each group beyond that.
+            places: of its groups among all that there are.
+            unmatched: a problem for each pattern that matches no parameter on this rank, and maybe some on another.
+        """
+        self._local.chooses = True
+        self._places, self._unmatched = places, tuple(unmatched)
         self._given_to_all = dict(defaults)
-        for group, options in zip(self.param_groups, groups, strict=True):
-            self._given[id(group)] = group, {}
-            self._note_given(group, {**self._given_to_all, **options})
+        each = [plain_options({**defaults, **options}) for options in groups]
+        self._given = list(zip(self.param_groups, each, strict=True))
 
     def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        if id(group) in self._given:
-            self._given[id(group)][1].update(plain_options(options))
+        for each, given in self._given:
+            if each is group:
+                given.update(plain_options(options))
 
     @property
     def algorithm(self) -> str:
@@ -279,19 +207,23 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         spec = self._local.spec
         return type(self._local.optimizer).__qualname__ if spec is None else spec.name
 
-    def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-        _, given = self._given.get(id(group), (group, {}))
-        besides = {**super()._saved_besides(group, names), GIVEN: dict(given)}
-        if not self._local.saves_untouched:
-            return besides
-        return {**besides, UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
+    def _keyed_group(self, position: int, names: list[str], group: dict[str, Any]) -> KeyedGroup:
+        made, local = super()._keyed_group(position, names, group), self._local
+        made.saved[GIVEN] = next((dict(given) for each, given in self._given if each is group), {})
+        if local.state.saves_untouched:
+            made.saved[UNTOUCHED] = [each for each in names if local.state.is_untouched(self._params[each], group)]
+        later = frozenset() if local.spec is None else local.spec.later_options
+        if isinstance(local.optimizer, AlgorithmOptimizer):
+            made = replace(made, unlike=partial(local.optimizer.unlike, group, kept=self._kept_options))
+        return replace(made, later=later)
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
-        untouched = set(untouched_in(offered.get(PARAM_GROUPS, ()) if self._save_param_groups else ()))
+        groups = offered.get(PARAM_GROUPS, ()) if self._save_param_groups else ()
+        untouched = {name for group in groups for name in group.get(UNTOUCHED, ())}
         state = self.state
         for name in self._params.keys() & offered.get(STATE, {}).keys():
             entries = state.get(self._params[name])
             if entries and any(
                 entry in entries for entry in offered[STATE][name]
             ):  # of another algorithm there is none
-                self._local.state_loaded(self._params[name], name in untouched)
+                self._local.state.loaded(self._params[name], name in untouched)

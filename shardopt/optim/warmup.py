@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.composite import OptimizerWrapper, StateOfParts
+from shardopt.optim.node import Held, OwnState
 from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage, is_rate, line_of
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 from shardopt.param_groups import PARAMS, STATE
 
 __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
@@ -90,8 +91,7 @@ class WarmupOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer; its rate is that of this iteration, as of all groups."""
         super().add_param_group(param_group)
-        if "_reference" in self.__dict__:  # torch's constructor calls this, too
-            self._adopt()
+        self._adopt()
 
     def __repr__(self) -> str:
         stages = ", ".join(self._schedule.described())
@@ -110,14 +110,17 @@ class WarmupOptimizer(OptimizerWrapper):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's, live, and the warm-up's own under `param_name`; removed, that begins anew."""
+        """The wrapped optimizer's, live, and the warm-up's own under `param_name`; removed, that begins again."""
         self._refuse_torchs_getters()
-        return _State(self._optimizer.state, self._own_state())
+        own, wrapped = Held(_OwnState(self._own_state()), [], {}), self._optimizer
+
+        def locate(key: Any) -> tuple[Any, Any]:
+            return own if isinstance(key, str) and key in own.state else wrapped, key
+
+        return StateOfParts([("", wrapped), ("", own)], locate)
 
     @state.setter
     def state(self, state: Any) -> None:
-        if "_own" not in self.__dict__:  # torch's constructor sets it before
-            return
         if self._param_name in state:
             self._own.update(state[self._param_name])
             state = {
@@ -220,45 +223,19 @@ class WarmupOptimizer(OptimizerWrapper):
                 yield Problem(f"param_groups[{k}].{lr_param}", value, required, remedy)
 
 
-class _State(MutableMapping[Any, Any]):
-    """`state` of a warm-up: that of the wrapped optimizer, and the warm-up's own."""
+class _OwnState(dict[str, Any]):
+    """The warm-up's own state by its name: it is written into, and removed, it begins again."""
 
-    def __init__(self, wrapped: MutableMapping[Any, Any], own: OwnState) -> None:
-        self._wrapped, self._own = wrapped, own
+    def __setitem__(self, name: str, entries: Any) -> None:
+        self[name].update(entries)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._own[key] if self._is_own(key) else self._wrapped[key]
-
-    def __setitem__(self, key: Any, entries: Any) -> None:
-        if self._is_own(key):
-            self._own[key].update(entries)
-        else:
-            self._wrapped[key] = entries
-
-    def __delitem__(self, key: Any) -> None:
-        if self._is_own(key):
-            self._own[key][POSITION].zero_()
-        else:
-            del self._wrapped[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._wrapped
-        yield from self._own
-
-    def __len__(self) -> int:
-        return len(self._wrapped) + len(self._own)
+    def __delitem__(self, name: str) -> None:
+        self[name][POSITION].zero_()
 
     def clear(self) -> None:
-        """Removes the wrapped optimizer's state, and begins the warm-up anew."""
-        self._wrapped.clear()
-        for key in self._own:
-            del self[key]
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def _is_own(self, key: Any) -> bool:
-        return isinstance(key, str) and key in self._own
+        """Begins again."""
+        for name in self:
+            del self[name]
 
 
 def _number(rate: Any) -> float | None:

@@ -12,9 +12,8 @@ import shardopt
 from shardopt import GradientClipping, GradientClippingOptimizer, KeyedOptimizer
 from shardopt.errors import GradientError, StateError
 from shardopt.optim import CombinedOptimizer
-from shardopt.optim.gradients.joint_norm import _RUN, JointNorm
 from shardopt.optim.gradients.local_gradients import alike
-from shardopt.optim.gradients.norms import GradientNorm
+from shardopt.optim.gradients.norms import _RUN, GradientNorm, JointNorm
 from shardopt.ranks import Ranks
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 

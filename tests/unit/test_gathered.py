@@ -194,7 +194,7 @@ def test_bad_gradient_is_told_and_changes_nothing(mesh):
         assert all(
             local_tensor.grad is None
             for p in twins.ours.values()
-            for local_tensor in twins.optimizer._local.local_tensors(p)
+            for local_tensor in twins.optimizer._local.state.local_tensors(p)
         )
         ours.grad = before
     twins.step()

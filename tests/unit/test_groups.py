@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import AlgorithmError, MismatchError, StateError
-from shardopt.optim.state_dict.groups import by_pattern, unmatched_patterns
+from shardopt.optim.state_dict.groups import by_pattern
 from tests.support.fake_rank import fake_rank
 
 
@@ -69,10 +69,9 @@ def test_a_group_for_the_rest_stands_last_also_where_nothing_is_left():
 )
 def test_every_parameter_lands_exactly_once(names, patterns):
     params = parameters(*names)
-    groups = by_pattern(params, [{"match": pattern} for pattern in patterns])
+    groups, _, unmatched = by_pattern(params, [{"match": pattern} for pattern in patterns])
     landed = [name for _, members in groups for name in members]
     assert sorted(landed) == sorted(names)
-    unmatched = unmatched_patterns(params, [{"match": pattern} for pattern in patterns])
     empty = [f"groups[{i}]" for i, (_, members) in enumerate(groups[:-1]) if not members]
     assert [problem.key for problem in unmatched] == empty and len(groups) == len(patterns) + 1
 

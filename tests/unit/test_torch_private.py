@@ -28,6 +28,7 @@ from shardopt.torch_private import (
     scaler_that_steps,
     step_with_lists,
     step_without_hooks,
+    take_torchs_attributes,
     without_hooks,
 )
 from tests.support.fake_rank import fake_rank
@@ -287,3 +288,22 @@ def test_modes_of_a_program_are_seen():
     torch.set_default_device(None)
     with torch.no_grad():
         assert not has_modes()
+
+
+def test_an_optimizer_without_torchs_constructor_has_all_that_it_sets_but_values():
+    class Bare(torch.optim.Optimizer):
+        def __init__(self):
+            take_torchs_attributes(self)
+
+        def step(self, closure=None):
+            stepped.append(self)
+
+    stepped = []
+    whole = torch.optim.SGD([torch.zeros(1)])
+    bare = Bare()
+    assert vars(whole).keys() - vars(bare).keys() == {"state", "param_groups", "defaults"}
+    bare.register_step_pre_hook(lambda *_: stepped.append("before"))
+    bare.step()
+    assert stepped == ["before", bare]
+    assert whole._optimizer_step_pre_hooks is not bare._optimizer_step_pre_hooks
+    assert Bare()._optimizer_step_pre_hooks == {}  # nobody else's

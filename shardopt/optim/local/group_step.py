@@ -1,18 +1,128 @@
-"""One step of one group: local tensors stand in the place of the user's parameters, and have their gradients."""
+"""One step of one group: local tensors stand in the place of the user's parameters, and have their gradients.
+
+On small parameters most of a step's time goes into asking each of them for its gradient and its state, although from
+one step to the next only the gradients are others. Where that is so, an algorithm is handed the lists that torch's
+`_init_group` gathered in the step before, with the new gradients in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.optim.local.shards import BorrowedGrads, GroupShards, Shards
-from shardopt.optim.local.step_cache import deciding_options, make_cache
+from shardopt.optim.local.memory_order import InOrder
+from shardopt.optim.local.shards import BorrowedGrads, Shards
+from shardopt.sharding.gradients import attach_gradients
 from shardopt.torch_private import gather_lists, step_with_lists
 
 Group = dict[str, Any]
+Options = tuple[Any, ...]
+
+_NUMBERS = (bool, int, float)
+_OTHERS = (type(None), str, tuple, list)
+
+
+class StepCache(NamedTuple):
+    """The result of `_init_group`, and the lists that it filled, but for the gradients.
+
+    Args:
+        options: those that it may have gone by, of `deciding_options`.
+        present: for each local tensor of the group whether it had a gradient.
+        local_tensors: those that had one.
+        state: lists of their state, in the order of `_init_group`'s arguments.
+        init_result: the result of `_init_group`.
+    """
+
+    options: Options
+    present: list[bool]
+    local_tensors: list[Tensor]
+    state: list[list[Tensor]]
+    init_result: Any
+
+
+def deciding_options(group: Mapping[str, Any]) -> Options:
+    """Extracts the options on which a group's state may depend, and which gradients or options are refused.
+
+    Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into, which could
+    wait for a device: of learning rates the class alone matters, and another tensor (or a NumPy number,
+    or whatever else there may be) is equal to nothing.
+    """
+    return tuple(
+        [
+            (name, bool(value))
+            if type(value) in _NUMBERS
+            else (name, type(value) if type(value) in _OTHERS or name.endswith("lr") else object())
+            for name, value in group.items()
+            if name != "params"
+        ]
+    )
+
+
+class GroupShards:
+    """The local tensors of a group's parameters, kept from step to step.
+
+    A step keeps two things here: `cache`, the lists that it gathered, if the next one may go by them; and `in_order`,
+    that it saw them lie alike in memory.
+
+    Args:
+        parameters: of the group, in its order.
+        shards: parameter → its shards, of the sharded ones.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], shards: Mapping[Tensor, Shards]) -> None:
+        self._parameters = list(parameters)
+        self._shards = [shards.get(parameter) for parameter in self._parameters]
+        self.readers = {each.reader: each for each in self._shards if each is not None and each.is_held}
+        self.cache: StepCache | None = None
+        self.in_order: InOrder | None = None
+        self.refresh()
+
+    def are_of(self, parameters: list[Tensor]) -> bool:
+        """Whether the group still has the same parameters."""
+        return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all parameters with elements here are sharded and have one local tensor. Only their state is replaced
+        by nobody else: that of a plain parameter is the inner optimizer's own dict."""
+        return None not in self._shards and len(self.readers) == len(self.local_tensors)
+
+    @property
+    def kinds(self) -> set[tuple[bool, torch.dtype]]:
+        """Whether on the CPU, and dtype, of the local tensors. A plain parameter gets others while it stays the same
+        (`module.to`)."""
+        return self._kinds if None not in self._shards else _kinds_of(self.local_tensors)
+
+    def names_of_local_tensors(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+        """Returns the FQN of the parameter that each local tensor belongs to.
+
+        Args:
+            names: of plain parameters.
+        """
+        plain = {local: names[local] for local in self.local_tensors if local in names}
+        return {**plain, **{local: name for name, local in self.sharded}}
+
+    def refresh(self) -> None:
+        """Looks again which local tensors there are."""
+        pairs = zip(self._parameters, self._shards, strict=True)
+        tensors = ((tensor,) if shards is None else shards.local_tensors for tensor, shards in pairs)
+        self.local_tensors = list(chain.from_iterable(tensors))
+        sharded = [shards for shards in self._shards if shards is not None]
+        self.sharded = [(shards.name, local) for shards in sharded for local in shards.local_tensors]
+        self._kinds = _kinds_of(self.local_tensors)
+
+
+def _kinds_of(tensors: Collection[Tensor]) -> set[tuple[bool, torch.dtype]]:
+    return set(zip(map(_IS_CPU, tensors), map(_DTYPE, tensors), strict=True))
+
+
+_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain parameters this is read in every step
 
 
 class GroupStep:
@@ -54,20 +164,41 @@ class GroupStep:
         """
         shards, kept = self.shards, self.shards.cache
         shards.cache = None
-        self._gradients, self.gradients_in_order = shards.attach(self._borrowed, follow, takes_dense)
+        gradients, others, in_order = attach_gradients(shards.readers, self._borrowed.borrowers)
+        if others:
+            try:
+                for each in [shards.readers[reader] for reader in others]:
+                    follow(each)
+                    each.attach_gradients(self._borrowed, takes_dense)
+            finally:
+                # Those before one that is refused may have other local tensors, and are not looked at again.
+                shards.refresh()
+        else:
+            self._gradients, self.gradients_in_order = gradients, in_order
         self.group["params"] = shards.local_tensors
-        if kept is not None and self._gradients is not None and kept.holds(self._options, self._gradients):
-            self.repeats, shards.cache = True, kept
+        # Nobody but `_init_group` makes or replaces state of these, so it would gather the same lists.
+        if kept is not None and not others and kept.options == self._options:
+            self.repeats = kept.present == [gradient is not None for gradient in gradients]
+            shards.cache = kept if self.repeats else None
 
     def gather(self, optimizer: Optimizer) -> None:
         """Lets torch gather the lists that it steps with, which may make state; or takes those of the last step."""
-        kept = self.shards.cache
+        shards, kept = self.shards, self.shards.cache
         if self.repeats and kept is not None and self._gradients is not None:
-            self.lists, self.init_result = kept.lists_with(self._gradients), kept.init_result
+            self.lists = [kept.local_tensors, list(compress(self._gradients, kept.present)), *kept.state]
+            self.init_result = kept.init_result
             return
         self.lists, self.init_result = gather_lists(optimizer, self.group)
-        if self.shards.alike:
-            self.shards.cache = make_cache(self._options, self.shards.local_tensors, self.lists, self.init_result)
+        stepped, gradients, *state = self.lists
+        if not shards.alike or any(each.layout is not torch.strided for each in gradients):
+            return
+        if any(value is None for each in state for value in each):  # the step makes it
+            return
+        here = set(map(id, stepped))
+        present = [id(local) in here for local in shards.local_tensors]
+        # Of copies, as the step goes on with the lists.
+        kept_state = [list(each) for each in state]
+        shards.cache = StepCache(self._options, present, list(stepped), kept_state, self.init_result)
 
     def fill(self, lists: Sequence[list[Any]]) -> Any:
         """Fills lists as torch's `_init_group` would in the step; returns what it would return."""

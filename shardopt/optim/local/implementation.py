@@ -19,9 +19,8 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind
 from shardopt.errors import AlgorithmError, GradientError, Problem
-from shardopt.optim.local.group_step import GroupStep
+from shardopt.optim.local.group_step import GroupShards, GroupStep
 from shardopt.optim.local.memory_order import InOrder, Row, are_contiguous, lie_in_order, misfits
-from shardopt.optim.local.shards import GroupShards
 
 Group = Mapping[str, Any]
 States = Mapping[Tensor, Mapping[str, Any]]
@@ -56,10 +55,13 @@ def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States,
         shards.in_order = None
         if not step.group.get("fused"):
             continue
-        if known is not None and _lies_as_before(step, known):
-            shards.in_order = known
-            continue
-        if not shards.any_on_cpu:
+        if known is not None and step.lists is not None:
+            # In a step that repeats, gradients in order, the local tensors alone may lie otherwise.
+            repeats = step.repeats and step.gradients_in_order
+            if are_contiguous(step.lists[0]) if repeats else known.still(step.lists):
+                shards.in_order = known
+                continue
+        if not any(local.is_cpu for local in shards.local_tensors):
             continue
         if not step.chosen:
             _refuse_dtypes(spec, shards, names)
@@ -70,17 +72,12 @@ def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States,
             shards.in_order = None if step.lists is None else InOrder(step.lists, columns)
         elif bad_rows := misfits(columns):
             if not step.chosen:
-                raise _would_be_wrong(bad_rows, state, shards.names_of_local_tensors(names))
+                names = shards.names_of_local_tensors(names)
+                problems = [_misfit_problem(row, tensor, state, names[row[0]]) for row, tensor in bad_rows]
+                raise AlgorithmError(
+                    "torch's fused kernels would walk out of these tensors; no step was taken", problems
+                )
             step.group["fused"] = False
-
-
-def _lies_as_before(step: GroupStep, known: InOrder) -> bool:
-    """Whether parameters, gradients and state lie in memory as they did in the step before."""
-    if step.lists is None:
-        return False
-    if step.repeats and step.gradients_in_order:  # then the local tensors alone may lie otherwise
-        return are_contiguous(step.lists[0])
-    return known.still(step.lists)
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
@@ -94,7 +91,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
     Raises:
         GradientError: there is one. No step was taken.
     """
-    if _names_from_gradients(spec, group):
+    if any(entry.initial is AtFirstStep.GRADIENT for entry in spec.entries(group)):
         option, why = "momentum", "a sparse buffer would grow with every step and could not be saved"
     elif spec.takes_sparse and group.get("weight_decay"):
         option, why = "weight_decay", "the decay changes every row"
@@ -125,11 +122,6 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bo
         and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
         and all(on_cpu and dtype in spec.fused_agrees for on_cpu, dtype in shards.kinds)
     )
-
-
-def _names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
-    """Returns the names of state that a group's parameters have only from their first gradient on."""
-    return tuple(entry.name for entry in spec.entries(group) if entry.initial is AtFirstStep.GRADIENT)
 
 
 def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Tensor]] | None:
@@ -182,13 +174,6 @@ def _refuse_dtypes(spec: AlgorithmSpec, shards: GroupShards, names: Mapping[Tens
 
 
 _REMEDY = "leave fused out: the for-loop takes such steps"
-
-
-def _would_be_wrong(
-    bad_rows: Iterable[tuple[Row, Tensor]], state: States, names: Mapping[Tensor, str]
-) -> AlgorithmError:
-    problems = [_misfit_problem(row, tensor, state, names[row[0]]) for row, tensor in bad_rows]
-    return AlgorithmError("torch's fused kernels would walk out of these tensors; no step was taken", problems)
 
 
 def _misfit_problem(row: Row, other: Tensor, state: States, name: str) -> Problem:

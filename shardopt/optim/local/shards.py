@@ -7,10 +7,9 @@ there would drift from theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from copy import deepcopy
-from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from torch import Tensor
 from shardopt.algorithms.dense_gradients import checked_gradients
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import Problem, StateError
-from shardopt.optim.local.memory_order import InOrder
-from shardopt.optim.local.step_cache import StepCache
-from shardopt.sharding.gradients import GradientReader, attach_gradients
+from shardopt.sharding.gradients import GradientReader
 from shardopt.sharding.view import assemble, is_held, local_tensors
 
 State = dict[str, Any]
@@ -108,100 +105,6 @@ class Shards:
         return assemble(self.parameter, tensors)
 
 
-class GroupShards:
-    """The local tensors of a group's parameters, kept from step to step.
-
-    A step keeps two things here: `cache`, the lists that it gathered, if the next one may go by them; and `in_order`,
-    that it saw them lie alike in memory.
-
-    Args:
-        parameters: of the group, in its order.
-        shards: parameter → its shards, of the sharded ones.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], shards: Mapping[Tensor, Shards]) -> None:
-        self._parameters = list(parameters)
-        self._shards = [shards.get(parameter) for parameter in self._parameters]
-        self._readers = {each.reader: each for each in self._shards if each is not None and each.is_held}
-        self.cache: StepCache | None = None
-        self.in_order: InOrder | None = None
-        self._refresh()
-
-    def are_of(self, parameters: list[Tensor]) -> bool:
-        """Whether the group still has the same parameters."""
-        return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
-
-    @property
-    def alike(self) -> bool:
-        """Whether all parameters with elements here are sharded and have one local tensor. Only their state is replaced
-        by nobody else: that of a plain parameter is the inner optimizer's own dict."""
-        return None not in self._shards and len(self._readers) == len(self.local_tensors)
-
-    @property
-    def kinds(self) -> set[tuple[bool, torch.dtype]]:
-        """Whether on the CPU, and dtype, of the local tensors. A plain parameter gets others while it stays the same
-        (`module.to`)."""
-        return self._kinds if None not in self._shards else _kinds_of(self.local_tensors)
-
-    @property
-    def any_on_cpu(self) -> bool:
-        """Whether a local tensor is on the CPU."""
-        return any(map(_IS_CPU, self.local_tensors))
-
-    def attach(
-        self, borrowed: BorrowedGrads, follow: Callable[[Shards], None], takes_dense: bool = True
-    ) -> tuple[list[Tensor | None] | None, bool]:
-        """Gives every local tensor of a sharded parameter its gradient.
-
-        Args:
-            borrowed: records the gradients to be restored afterwards.
-            follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
-            takes_dense: whether the algorithm steps with dense gradients.
-
-        Returns:
-            The gradients of sharded parameters, None for one without; None where one had to be looked at. And whether
-            they are known to be contiguous.
-
-        Raises:
-            GradientError: a gradient does not fit its parameter.
-        """
-        gradients, others, in_order = attach_gradients(self._readers, borrowed.borrowers)
-        if not others:
-            return gradients, in_order
-        try:
-            for shards in [self._readers[reader] for reader in others]:
-                follow(shards)
-                shards.attach_gradients(borrowed, takes_dense)
-        finally:
-            # Those before one that is refused may have other local tensors, and are not looked at again.
-            self._refresh()
-        return None, False
-
-    def names_of_local_tensors(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Returns the FQN of the parameter that each local tensor belongs to.
-
-        Args:
-            names: of plain parameters.
-        """
-        plain = {local: names[local] for local in self.local_tensors if local in names}
-        return {**plain, **{local: name for name, local in self.sharded}}
-
-    def _refresh(self) -> None:
-        pairs = zip(self._parameters, self._shards, strict=True)
-        tensors = ((tensor,) if shards is None else shards.local_tensors for tensor, shards in pairs)
-        self.local_tensors = list(chain.from_iterable(tensors))
-        sharded = [shards for shards in self._shards if shards is not None]
-        self.sharded = [(shards.name, local) for shards in sharded for local in shards.local_tensors]
-        self._kinds = _kinds_of(self.local_tensors)
-
-
-def _kinds_of(tensors: Collection[Tensor]) -> set[tuple[bool, torch.dtype]]:
-    return set(zip(map(_IS_CPU, tensors), map(_DTYPE, tensors), strict=True))
-
-
-_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain parameters this is read in every step
-
-
 class ShardedState(MutableMapping[str, Any]):
     """State of one sharded parameter: live, made of the states of its local tensors when it is looked at.
 
@@ -262,3 +165,31 @@ class ShardedState(MutableMapping[str, Any]):
             for name, value in self._states[0].items():
                 if self._kinds.get(name) is not Kind.PARAMETER and isinstance(value, Tensor):
                     state[name].copy_(value)
+
+
+class Untouched:
+    """State that was made before the first step and that the inner optimizer does not know yet.
+
+    Args:
+        entries: names and values, as the user sees them.
+        written: whether someone has put values of their own into it.
+    """
+
+    def __init__(self, entries: State, written: bool = False) -> None:
+        self.entries = entries
+        self._written = written
+        self._made = [(value, value._version) for value in self._tensors()]
+
+    def written(self) -> bool:
+        """Whether someone wrote into the tensors or replaced them, so that they are no longer initial values."""
+        now = self._tensors()
+        same = len(now) == len(self._made) and all(
+            value is made and value._version == version for value, (made, version) in zip(now, self._made, strict=True)
+        )
+        return self._written or not same
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Untouched, (self.entries, self.written())  # tensors of a copy count their versions from 0
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self.entries.values() if isinstance(value, Tensor)]

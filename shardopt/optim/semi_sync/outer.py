@@ -10,13 +10,14 @@ from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
+from shardopt.optim.composite import OptimizerWrapper
 from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.islands import Islands
 from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
+from shardopt.optim.node import OwnState
 from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 from shardopt.param_groups import PARAMS, STATE
 from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors

@@ -181,8 +181,7 @@ class SemiSync(CombinedOptimizer):
 
     @param_groups.setter
     def param_groups(self, param_groups: Any) -> None:
-        if self._made:
-            self._inner.param_groups = param_groups
+        self._inner.param_groups = param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -191,8 +190,7 @@ class SemiSync(CombinedOptimizer):
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._made:
-            self._inner.defaults = defaults
+        self._inner.defaults = defaults
 
     @property
     def group(self) -> Group | None:
@@ -206,8 +204,6 @@ class SemiSync(CombinedOptimizer):
             StateError: islands are in the middle of an interval, or as that of `inner`; nothing was changed.
             MismatchError: islands do not add the same parameters with the same values; nothing was changed.
         """
-        if not self._made:
-            return
         params = named(param_group[PARAMS], dropped="")
         put = self._outer.add(params)
         self._inner.add_param_group({**param_group, PARAMS: params})

@@ -184,10 +184,9 @@ class SemisyncOptimizer(CombinedOptimizer):
         Raises:
             StateError: always.
         """
-        if self._made:
-            remedy = "add it to the optimizer that is meant, before this one is made"
-            problem = Problem("add_param_group", "a group for two optimizers", "none", remedy)
-            raise StateError("a semi-synchronous optimizer takes no further groups", [problem])
+        remedy = "add it to the optimizer that is meant, before this one is made"
+        problem = Problem("add_param_group", "a group for two optimizers", "none", remedy)
+        raise StateError("a semi-synchronous optimizer takes no further groups", [problem])
 
     def __repr__(self) -> str:
         local, outer = self._optimizer, self._global_optimizer

@@ -30,7 +30,7 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
         required = "an algorithm whose weights are the parameters alone"
         remedy = "take adamw or sgd with a schedule; z and the average of Schedule-Free would not be synchronized"
         problems.append(Problem(role, "a Schedule-Free algorithm", required, remedy))
-    if optimizer._needs_closure:
+    if optimizer.needs_closure:
         found, steps = "an algorithm that evaluates the model itself", "an algorithm that steps on gradients"
         problems.append(Problem(role, found, steps, "take adamw or sgd"))
     if optimizer.updates_in_backward:

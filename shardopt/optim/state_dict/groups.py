@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -265,18 +265,25 @@ class Places:
         return position < len(self.places) and _place_of(name, self.patterns) == self.places[position]
 
 
-def patterns_of(groups: Collection[Mapping[str, Any]]) -> tuple[Pattern, ...]:
-    """Returns the pattern of each group. Raises StateError where "match" is missing or no regular expression."""
-    return tuple(_pattern(position, group) for position, group in enumerate(groups))
-
-
 def _place_of(name: str, patterns: Sequence[Pattern]) -> int:
     return next((place for place, pattern in enumerate(patterns) if pattern.search(name)), len(patterns))
 
 
-def by_pattern(
-    parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]
-) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+class Sorted(NamedTuple):
+    """Parameters in groups.
+
+    Args:
+        groups: options and parameters of each, and last those that no pattern matched, under no options.
+        patterns: of all but that.
+        unmatched: a problem for each pattern that is the first match of no parameter.
+    """
+
+    groups: list[tuple[dict[str, Any], dict[str, Tensor]]]
+    patterns: tuple[Pattern, ...]
+    unmatched: list[Problem]
+
+
+def by_pattern(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> Sorted:
     """Sorts parameters into groups: each goes to the first group whose pattern is found in its name, or to a last one.
 
     Every group keeps its place, also where it is empty: another rank, or another job that goes on, may have parameters
@@ -286,43 +293,28 @@ def by_pattern(
         parameters: name → tensor; a tensor with several names goes where its first name goes, with all its names.
         groups: mappings with "match", a regular expression that is searched for in the name, and options.
 
-    Returns:
-        Options and parameters of each group in the order of `groups`, and last those that no pattern matched, under no
-        options.
-
     Raises:
         StateError: "match" is missing or is no regular expression.
     """
     if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
         problem = Problem("groups", repr(groups), "a list of dicts", 'write [{"match": r"norm|bias", ...}]')
         raise StateError("groups are not as they have to be", [problem])
-    options = [{name: value for name, value in group.items() if name != "match"} for group in groups]
-    return list(zip([*options, {}], _members(parameters, patterns_of(groups)), strict=True))
-
-
-def unmatched_patterns(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> list[Problem]:
-    """Returns a problem for each pattern that is the first match of no parameter."""
-    patterns = patterns_of(groups)
-    members = _members(parameters, patterns)
-    return [
-        Problem(
-            key=f"groups[{i}]",
-            found=f"the pattern {pattern.pattern!r}, {_why_empty(pattern, parameters)}",
-            required="at least one parameter whose first match it is",
-            remedy=f"mend or drop the pattern; the names are {listed(parameters)}",
-        )
-        for i, pattern in enumerate(patterns)
-        if not members[i]
-    ]
-
-
-def _members(parameters: Mapping[str, Tensor], patterns: Sequence[Pattern]) -> list[dict[str, Tensor]]:
-    """Returns the parameters of which each pattern is the first match, and those that none matches."""
+    patterns = tuple(_pattern(position, group) for position, group in enumerate(groups))
     members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
-    canonical = first_names(parameters)
+    first_name = first_names(parameters)
     for name, tensor in parameters.items():
-        members[_place_of(canonical[tensor], patterns)][name] = tensor
-    return members
+        members[_place_of(first_name[tensor], patterns)][name] = tensor
+    unmatched = []
+    for i, pattern in enumerate(patterns):
+        if not members[i]:
+            matches = [name for name in parameters if pattern.search(name)]
+            why = f"whose matches an earlier group took ({listed(matches)})" if matches else "which is found in no name"
+            found = f"the pattern {pattern.pattern!r}, {why}"
+            required = "at least one parameter whose first match it is"
+            remedy = f"mend or drop the pattern; the names are {listed(parameters)}"
+            unmatched.append(Problem(f"groups[{i}]", found, required, remedy))
+    options = [{name: value for name, value in group.items() if name != "match"} for group in groups]
+    return Sorted(list(zip([*options, {}], members, strict=True)), patterns, unmatched)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -346,8 +338,3 @@ def _pattern(position: int, group: Mapping[str, Any]) -> Pattern:
             remedy='write {"match": r"norm|bias", ...}',
         )
         raise StateError("a group has no pattern", [problem]) from None
-
-
-def _why_empty(pattern: Pattern, parameters: Mapping[str, Tensor]) -> str:
-    matches = [name for name in parameters if pattern.search(name)]
-    return f"whose matches an earlier group took ({listed(matches)})" if matches else "which is found in no name"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shardopt.casts import lost_in_cast
 from shardopt.errors import LayoutError, MismatchError, Problem
@@ -156,14 +157,16 @@ class LoadPlan:
     def _merge(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
         """Plans to load one value; returns the one that is to stand there: the same tensor, mapping or object, or a new
         plain value."""
-        if is_stateful(into):
-            self._stateful(key, into, offered, remedy)
+        if isinstance(into, Tensor) and isinstance(offered, Tensor):
+            self._tensor(key, into, offered)
+        elif is_stateful(into):
+            state = dict(into.state_dict())
+            self.mapping(key, state, offered, remedy)
+            self.then(lambda: into.load_state_dict(state))
         elif _is_number_for(into, offered):
             self._tensor(key, into, torch.tensor(offered, dtype=into.dtype, device="cpu"))
         elif _kind(into) != _kind(offered):
             self.problem(key, _kind(offered), _kind(into), "load a checkpoint of the same optimizer and options")
-        elif isinstance(into, Tensor):
-            self._tensor(key, into, offered)
         elif isinstance(into, MutableMapping):
             self.mapping(key, into, offered, remedy)
         elif _kind(into) == "a sequence with tensors":
@@ -176,13 +179,12 @@ class LoadPlan:
             return deepcopy(offered)
         return into
 
-    def _stateful(self, key: str, into: Any, offered: Any, remedy: str) -> None:
-        """Plans to load the state of an object, by its own `load_state_dict`."""
-        state = dict(into.state_dict())
-        self.mapping(key, state, offered, remedy)
-        self.then(lambda: into.load_state_dict(state))
-
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
+        plain = _is_plain(into) and _is_plain(offered) and into.dtype == offered.dtype and into.shape == offered.shape
+        if plain and not into.is_meta and (self.descriptions or not offered.is_meta):
+            if into is not offered and not offered.is_meta:
+                self._copies.append((into, offered))
+            return
         own, given = local_tensors(into), local_tensors(offered)
         if len(own) == len(given) and all(map(is_, own, given)):
             return  # it is offered itself: it is loaded already
@@ -232,6 +234,11 @@ class LoadPlan:
                 f"numbers that {into.dtype} can hold, of at most {largest}",
                 "keep this state in a wider dtype",
             )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is nothing but memory, or none (meta): then shape and dtype say all. No other class is asked more."""
+    return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
 
 
 def _kind(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from numbers import Real
@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shardopt.algorithms.low_precision.conversion import Conversion
 from shardopt.algorithms.registry import algorithms
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.state_dict.load_plan import like
+from shardopt.optim.state_dict.load_plan import LoadPlan, like
 from shardopt.param_groups import ELSEWHERE, IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS, UNTOUCHED
 
 _NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
@@ -131,13 +130,21 @@ def as_number(value: Any) -> Any:
     return value
 
 
-def put_option(group: MutableMapping[str, Any], name: str, value: Any, filled: dict[int, Any]) -> None:
-    """Gives an option of a live group a value as it is saved; a tensor that is there is filled in place.
+def replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
+    """Returns an option of a live group with a value as it is saved; a tensor that is there is filled in place.
 
     Args:
         filled: the value put into each tensor so far, by identity, in this load: groups may share one.
     """
-    group[name] = _replaced(group[name], value, filled)
+    if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex):
+        if not is_equal_option(filled.setdefault(id(here), value), value):
+            here = here.clone()  # a group that shares it has got another value
+        with torch.no_grad():
+            here.fill_(value)
+        return here
+    if isinstance(here, list | tuple) and isinstance(value, list | tuple) and len(here) == len(value):
+        return like(here, [replaced(old, new, filled) for old, new in zip(here, value, strict=True)])
+    return value
 
 
 def given_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,46 +201,30 @@ def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], 
     return overrides
 
 
-def warn_of_overridden(overrides: Iterable[Overridden]) -> None:
-    """Logs, in a few lines, which options are the checkpoint's and not the code's."""
-    overrides = list(overrides)
-    if not overrides:
-        return
-    lines = [f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in overrides]
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
-    names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in overrides))
-    _log.warning(
-        "options of the checkpoint replace those that the code gives:\n%s\n"
-        "to go on with those of the code, call optimizer.keep_options(%s) before loading",
-        "\n".join(lines),
-        names,
-    )
-
-
-def warn_of_another_algorithm(notes: Iterable[str]) -> None:
-    """Logs which groups were loaded although another algorithm had saved them."""
-    notes = list(notes)
-    if notes:
-        shown = notes[:_MOST_LINES] + ([f"and {len(notes) - _MOST_LINES} more"] if len(notes) > _MOST_LINES else [])
-        _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(shown))
-
-
-def warn_of_rounding(names: Sequence[str]) -> None:
-    """Logs of how many parameters the state was rounded to nearest when it was saved, and is rounded at random now."""
-    if names:
+def warn_of(plan: LoadPlan) -> None:
+    """Logs what a load has taken otherwise than the code says: options, algorithms, roundings and forms of state."""
+    if plan.overridden:
+        lines = [
+            f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in plan.overridden
+        ]
+        names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in plan.overridden))
+        _log.warning(
+            "options of the checkpoint replace those that the code gives:\n%s\n"
+            "to go on with those of the code, call optimizer.keep_options(%s) before loading",
+            "\n".join(_first(lines, "  ")),
+            names,
+        )
+    if plan.rounded_anew:
         _log.warning(
             'state in fewer bits was saved with rounding="nearest", and is rounded at random from here on, as the code '
             'gives no rounding; rounding="nearest" goes on as before: %s%s',
-            names[0],
-            f" and {len(names) - 1} more" if len(names) > 1 else "",
+            plan.rounded_anew[0],
+            f" and {len(plan.rounded_anew) - 1} more" if len(plan.rounded_anew) > 1 else "",
         )
-
-
-def warn_of_conversions(conversions: Iterable[Conversion]) -> None:
-    """Logs which entries of state were stored in another form, of how many parameters, and how far they are off."""
+    if plan.algorithms:
+        _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(_first(plan.algorithms)))
     errors: dict[tuple[str, Any, Any], list[float]] = {}
-    for entry, then, now, error in conversions:
+    for entry, then, now, error in plan.conversions:
         errors.setdefault((entry, then, now), []).append(error)
     lines = [
         f"{entry} of {len(each)} parameters: {then or 'none'} to {now or 'none'}, "
@@ -244,17 +235,10 @@ def warn_of_conversions(conversions: Iterable[Conversion]) -> None:
         _log.warning("state was converted:\n  %s", "\n  ".join(lines))
 
 
-def _replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
-    """Returns `here` with a new value: the same tensor, filled, or the value."""
-    if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex):
-        if not is_equal_option(filled.setdefault(id(here), value), value):
-            here = here.clone()  # a group that shares it has got another value
-        with torch.no_grad():
-            here.fill_(value)
-        return here
-    if isinstance(here, list | tuple) and isinstance(value, list | tuple) and len(here) == len(value):
-        return like(here, [_replaced(old, new, filled) for old, new in zip(here, value, strict=True)])
-    return value
+def _first(lines: Sequence[str], indent: str = "") -> list[str]:
+    """Returns the first lines, and how many more there are."""
+    more = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], *([f"{indent}and {more} more"] if more > 0 else [])]
 
 
 def _is_number_tensor(value: Any) -> bool:

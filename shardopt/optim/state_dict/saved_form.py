@@ -10,7 +10,7 @@ the options that all of its parameters have, in whatever groups they were saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,7 @@ from torch import Tensor
 from shardopt.errors import StateError
 from shardopt.optim.state_dict.groups import listed
 from shardopt.optim.state_dict.load_plan import LoadPlan, is_stateful, like
-from shardopt.optim.state_dict.options import (
-    as_number,
-    is_equal_option,
-    overridden,
-    put_option,
-)
+from shardopt.optim.state_dict.options import as_number, is_equal_option, overridden, replaced
 from shardopt.param_groups import (
     ALGORITHM,
     ELSEWHERE,
@@ -35,7 +30,6 @@ from shardopt.param_groups import (
     STATE,
     STORAGE_OPTIONS,
     UNTOUCHED,
-    Groups,
     are_named,
     options_by_member,
     options_elsewhere,
@@ -57,14 +51,6 @@ _STATE_REMEDY = (
 _GROUPS_REMEDY = "load what was saved from the same parameters, or pass strict=False"
 
 
-def _no_pattern(name: str) -> bool:
-    return False
-
-
-def _none_unlike(options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class KeyedGroup:
     """A group of an optimizer and its saved form.
@@ -80,10 +66,10 @@ class KeyedGroup:
 
     live: dict[str, Any]
     saved: dict[str, Any]
-    kept: frozenset[str] = frozenset()
-    has: Callable[[str], bool] = _no_pattern
+    kept: frozenset[str]
+    has: Callable[[str], bool]
     later: frozenset[str] = frozenset()
-    unlike: Callable[[Mapping[str, Any]], Iterable[tuple[str, Any, Any]]] = _none_unlike
+    unlike: Callable[[Mapping[str, Any]], Iterable[tuple[str, Any, Any]]] = lambda options: ()
 
     def where(self, section: str, position: int) -> str:
         """Returns the key of the group in errors: that of its least parameter, or its position if it has none."""
@@ -91,10 +77,10 @@ class KeyedGroup:
         return f"{section}.{names[0]}" if names else f"{section}[{position}]"
 
     def take(self, filled: dict[int, Any]) -> None:
-        """Puts options of `saved`, which a load has changed, into the group; `filled` as for `put_option`."""
+        """Puts options of `saved`, which a load has changed, into the group; `filled` as for `replaced`."""
         for name, value in self.saved.items():
-            if name in self.live and name not in (PARAMS, *self.kept):
-                put_option(self.live, name, value, filled)
+            if name in self.live and name != PARAMS and name not in self.kept:
+                self.live[name] = replaced(self.live[name], value, filled)
 
 
 def as_saved(value: Any) -> Any:
@@ -177,59 +163,49 @@ def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> 
     names = [name for group in groups for name in group.saved[PARAMS]]
     plan.unmatched_names(f"{section}.", names, by_member, _GROUPS_REMEDY)
     elsewhere = options_elsewhere(offered)
+    theirs = [group for group in offered if not group.get(ELSEWHERE)]
     for position, group in enumerate(groups):
         members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
         if not group.saved[PARAMS]:  # no member here decides
             others = {name: options for name, options in elsewhere.items() if group.has(name)}
-            if plan.strict or _agree(others):  # some may be of parameters that are left out
+            trial = LoadPlan()
+            if others and not plan.strict:
+                _common_options(trial, "", others, (*IMPLEMENTATION_OPTIONS, GIVEN, UNTOUCHED))
+            if not trial.problems:  # else some may be of parameters that are left out
                 members = dict(sorted(others.items()))
         if members:
             _plan_group(plan, f"{section}.{next(iter(members))}", group, members)
-        elif _has_twin(position, groups, offered):
+        elif len(groups) == len(theirs) and not group.saved[PARAMS] and not theirs[position][PARAMS]:
             _plan_group(plan, group.where(section, position), group, {"": options_of(offered[position])})
-
-
-def _agree(by_member: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether parameters have the same options."""
-    plan = LoadPlan()
-    _common_options(plan, "", by_member, (*IMPLEMENTATION_OPTIONS, GIVEN, UNTOUCHED)) if by_member else None
-    return not plan.problems
-
-
-def _has_twin(position: int, groups: Sequence[KeyedGroup], offered: Groups) -> bool:
-    """Whether a group and the offered one at its position both have no parameters."""
-    here = [group for group in offered if not group.get(ELSEWHERE)]
-    return len(groups) == len(here) and not groups[position].saved[PARAMS] and not here[position][PARAMS]
 
 
 def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
     """Plans to load the options that the members of a group have, by member, into the group."""
-    saved = group.saved
+    saved, variants = group.saved, _distinct(by_member)
     own_keys = {ALGORITHM, GIVEN} - group.live.keys()  # options may have these names
-    others = [stored for stored in _distinct(by_member) if ALGORITHM in own_keys and _is_of_another(saved, stored)]
-    if others:
-        for algorithm in dict.fromkeys(stored[ALGORITHM] for stored in others):
+    if ALGORITHM in own_keys and ALGORITHM in saved:  # older checkpoints and torchrec's do not say
+        stored_by = dict.fromkeys(each.get(ALGORITHM, saved[ALGORITHM]) for each in variants)
+        others = [algorithm for algorithm in stored_by if algorithm != saved[ALGORITHM]]
+        for algorithm in others:
             _plan_another_algorithm(plan, where, saved[ALGORITHM], algorithm)
-        return
-    _plan_storage(plan, where, group, by_member)
-    for each in _distinct(by_member):
+        if others:
+            return
+    for each in variants:
         for name, stored, here in group.unlike(each):
             remedy = f"resume with {name}={stored!r}, by which the state was made"
             plan.problem(f"{where}.{name}", f"{stored!r}, by which it was saved", repr(here), remedy)
     left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
-    if STORAGE_OPTIONS.keys() <= saved.keys() or any(
-        STORAGE_OPTIONS.keys() <= each.keys() for each in _distinct(by_member)
-    ):
+    if any(STORAGE_OPTIONS.keys() <= each.keys() for each in (saved, *variants)):
+        _plan_storage(plan, where, group, by_member)
         left_out |= STORAGE_OPTIONS.keys()
     options = _common_options(plan, where, by_member, left_out, group.live)
     if group.kept.isdisjoint(next(iter(by_member.values()))):
         plan.loaded_groups.append(group.live)
     if GIVEN in own_keys:
         given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
-        for given_then in _distinct({name: each.get(GIVEN) or {} for name, each in by_member.items()}):
-            plan.overridden += [
-                each for each in overridden(where, given, options, given_then) if each not in plan.overridden
-            ]
+        for each in variants:
+            differing = overridden(where, given, options, each.get(GIVEN) or {})
+            plan.overridden += [override for override in differing if override not in plan.overridden]
     left_out |= {name for name in group.later - options.keys() if saved.get(name) is None}
     into = {name: value for name, value in saved.items() if name not in left_out}
     plan.mapping(where, into, options, _REMEDY)
@@ -334,11 +310,6 @@ def _distinct(by_member: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, A
     return list({id(options): options for options in by_member.values()}.values())
 
 
-def _is_of_another(saved: Mapping[str, Any], offered_group: Mapping[str, Any]) -> bool:
-    """Whether a saved group is another algorithm's. Older checkpoints and torchrec's do not say."""
-    return ALGORITHM in saved and ALGORITHM in offered_group and saved[ALGORITHM] != offered_group[ALGORITHM]
-
-
 def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) -> None:
     key = f"{where}.{ALGORITHM}"
     if plan.strict:
@@ -350,9 +321,3 @@ def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) 
         return
     plan.unmatched.unexpected_keys.append(key)
     plan.algorithms.append(f"{where}: saved by {stored}; {here} goes on with the state that fits, and its own options")
-
-
-def untouched_in(groups: Any) -> Iterator[str]:
-    """Yields the names of parameters in saved groups that have state and never had a step."""
-    for group in groups:
-        yield from group.get(UNTOUCHED, ())

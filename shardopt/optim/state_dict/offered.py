@@ -1,0 +1,164 @@
+"""What is offered to a load: the forms that it may have, and which part of an optimizer it is for.
+
+Names of a part are seen with its key before them: `weight` of the part "dense" is `dense.weight`; a part without a key
+keeps its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardopt.names import before_all, plain_name
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.param_groups import (
+    ELSEWHERE,
+    NAMES_OF_TORCH,
+    PARAM_GROUPS,
+    PARAMS,
+    STATE,
+    are_named,
+    members_only,
+    renamed_group,
+)
+
+
+def with_key(name: str, key: str) -> str:
+    """Returns the name as seen from the whole: "key.name", or "name" where the key is ""."""
+    return f"{key}.{name}" if key else name
+
+
+def without_key(name: str, key: str) -> str:
+    """Strips the key of the part from a name; one that does not begin with it stays."""
+    return name.removeprefix(f"{key}.") if key else name
+
+
+def begins(name: str, key: str) -> bool:
+    """Whether a name may be one of the part with that key."""
+    return not key or name.startswith(f"{key}.")
+
+
+def meant(name: str, keys: Sequence[str]) -> set[int]:
+    """Returns the parts whose key a new name begins with; where there is none, those without a key."""
+    keyed = {index for index, key in enumerate(keys) if key and begins(name, key)}
+    return keyed or {index for index, key in enumerate(keys) if not key}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part, for what is offered to the whole.
+
+    Args:
+        key: stands before its names in the whole.
+        names: those under which it has or may get state.
+        group_count: how many groups it has, if it saves them; else None.
+    """
+
+    key: str
+    names: Collection[str]
+    group_count: int | None
+
+    def takes(self, section: str) -> bool:
+        """Whether it loads "state", or "param_groups"."""
+        return section == STATE or self.group_count is not None
+
+
+def distributed(plan: LoadPlan, parts: Sequence[Part], offered: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what is offered to each part, under the names that it has itself; notes what is for none, or for several.
+
+    Of groups, each part gets those of its parameters; where there are as many as here, also empty ones at the places
+    of its own.
+    """
+    keys = [part.key for part in parts]
+    by_part: list[dict[str, Any]] = [{STATE: {}} if part.group_count is None else _nothing() for part in parts]
+    state, groups = offered.get(STATE, {}), offered.get(PARAM_GROUPS, [])
+    if isinstance(state, Mapping):
+        for name, index in _owners(plan, STATE, state, parts).items():
+            by_part[index][STATE][without_key(name, keys[index])] = state[name]
+    else:
+        remedy = "load what state_dict() of a combined optimizer gave"
+        plan.problem(plan.section(STATE), f"a {type(state).__name__}", "a mapping by name", remedy)
+    if all(part.group_count is None for part in parts):
+        return by_part
+    if not are_named(groups):
+        remedy = "load what state_dict() of a combined optimizer gave"
+        required = 'a list of groups with names under "params"'
+        plan.problem(plan.section(PARAM_GROUPS), f"a {type(groups).__name__}", required, remedy)
+        return by_part
+    owners = _owners(plan, PARAM_GROUPS, [name for group in groups for name in group[PARAMS]], parts)
+    places = [index for index, part in enumerate(parts) for _ in range(part.group_count or 0)]
+    alike = len(places) == sum(not group.get(ELSEWHERE) for group in groups)
+    for index, part in enumerate(parts):
+        if part.group_count is None:
+            continue
+        own = {name for name, owner in owners.items() if owner == index}
+        own |= {name for group in groups for name in group.get(ELSEWHERE, ()) if index in meant(name, keys)}
+        for place, group in enumerate(groups):
+            members = renamed_group(members_only(group, own), partial(without_key, key=part.key))
+            is_twin = alike and not group[PARAMS] and not group.get(ELSEWHERE) and places[place] == index
+            if members[PARAMS] or members.get(ELSEWHERE) or is_twin:
+                by_part[index][PARAM_GROUPS].append(members)
+    return by_part
+
+
+def _nothing() -> dict[str, Any]:
+    return {STATE: {}, PARAM_GROUPS: []}
+
+
+def _owners(plan: LoadPlan, section: str, names: Iterable[str], parts: Sequence[Part]) -> dict[str, int]:
+    """Returns offered name → the part that it is for; notes those that are for none, or for several."""
+    keys = [part.key for part in parts]
+    known = {with_key(name, part.key): {index} for index, part in enumerate(parts) for name in part.names}
+    owners = {}
+    for name in names:
+        candidates = [index for index in known.get(name) or meant(name, keys) if parts[index].takes(section)]
+        if len(candidates) == 1:
+            owners[name] = candidates[0]
+        else:
+            plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
+    return owners
+
+
+def with_named_groups(offered: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns state with its groups as a list, and parameters by name in both; what is none of the forms stays.
+
+    Taken are groups as a list, or as a mapping by the least name in each (earlier versions), with names under "params",
+    or with positions under "params" and names under "param_names" (torch's optimizers). Those are without what
+    wrappers put into them, as the names of keyed optimizers.
+    """
+    groups = offered.get(PARAM_GROUPS)
+    if isinstance(groups, Mapping):
+        return {**offered, PARAM_GROUPS: [*groups.values()]}
+    if not isinstance(groups, list) or not all(map(_has_positions, groups)):
+        return offered
+    names = [plain_name(name) for group in groups for name in group[NAMES_OF_TORCH]]
+    dropped = before_all(names)
+    positions = [position for group in groups for position in group[PARAMS]]
+    by_position = {position: name.removeprefix(dropped) for position, name in zip(positions, names, strict=True)}
+    named = [
+        {
+            PARAMS: [by_position[position] for position in group[PARAMS]],
+            **{option: value for option, value in group.items() if option not in (PARAMS, NAMES_OF_TORCH)},
+        }
+        for group in groups
+    ]
+    state = offered.get(STATE)
+    if isinstance(state, Mapping):
+        offered = {**offered, STATE: {by_position.get(key, key): entries for key, entries in state.items()}}
+    return {**offered, PARAM_GROUPS: named}
+
+
+def _has_positions(group: Any) -> bool:
+    """Whether this is a group of a torch optimizer with as many names as positions."""
+    if not isinstance(group, Mapping):
+        return False
+    positions, names = group.get(PARAMS), group.get(NAMES_OF_TORCH)
+    return (
+        isinstance(positions, list)
+        and isinstance(names, list)
+        and len(positions) == len(names)
+        and all(isinstance(position, int) for position in positions)
+        and all(isinstance(name, str) for name in names)
+    )
