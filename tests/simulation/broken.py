@@ -66,11 +66,11 @@ def branches_known_only_after_the_load(patch: Callable[..., None]) -> None:
     restore = _manager._restore
 
     def forgetful(self: Any, *args: Any) -> Any:
-        before = self._history.branches
+        before = self._run.branches
         try:
             return restore(self, *args)
         except BaseException:
-            self._history._agreed = before
+            self._run.branches = before
             raise
 
     patch(_manager, "_restore", forgetful)
@@ -154,7 +154,7 @@ def rounds_without_names(patch: Callable[..., None]) -> None:
 
 def rounds_of_a_restore_with_one_name(patch: Callable[..., None]) -> None:
     as_call = _of("shardopt.ranks").as_call
-    patch(_of("shardopt.checkpoint.run.history"), "Call", lambda text, same: as_call(text))
+    patch(_of("shardopt.checkpoint.run.context"), "Call", lambda text, same: as_call(text))
 
 
 def put_back(broken: Callable[..., None], monkeypatch: Any) -> None:

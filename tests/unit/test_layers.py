@@ -76,7 +76,8 @@ FLOORS = {
     "checkpoint/reshard": 30,
     "checkpoint/run": 30,
     "checkpoint/run/tiers": 31,
-    "checkpoint/run/saving": 32,
+    "checkpoint/run/after_commit": 32,
+    "checkpoint/run/step_saver": 32,
     "checkpoint/run/manager": 33,
     "checkpoint/dcp": 31,  # over the front doors, for torch's; imported by nobody
     "checkpoint/__init__": 34,

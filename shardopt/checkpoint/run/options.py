@@ -39,13 +39,13 @@ def check_step(step: Any) -> None:
     refuse(count_problem("step", step, 0))
 
 
-def check_restore_options(step: Any, branch: Any, beyond: Any) -> None:
+def check_restore_options(step: Any, branch: Any, newer: Any) -> None:
     """Checks the arguments by which a restore takes a run back. Raises OptionError."""
     refuse(
         [
             *optional_count_problem("step", step, 0),
             *optional_count_problem("branch", branch, 0),
-            *_choice_problem("beyond", beyond, ("set_aside", "remove")),
+            *_choice_problem("newer", newer, ("abandon", "remove")),
         ]
     )
 
@@ -53,7 +53,7 @@ def check_restore_options(step: Any, branch: Any, beyond: Any) -> None:
 def refuse_unknown_branch(branch: int, current: int) -> None:
     """Raises OptionError for a branch that a run does not have."""
     if branch > current:
-        remedy = "see set_aside() for those that there are"
+        remedy = "see abandoned_steps() for those that there are"
         refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
 
 

@@ -7,18 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardopt.checkpoint.reports import LoadReport
-from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.run.context import Candidate
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, UnreadableError
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
-
-
-class Candidate(NamedTuple):
-    """A committed checkpoint of the run, in one of its roots."""
-
-    place: Place
-    url: str
 
 
 class Restored(NamedTuple):
@@ -65,7 +58,7 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
                 continue
             failures[candidate.url] = error
             what = "damaged" if isinstance(error, CorruptionError) else "gone"
-            step = candidate.place.step
+            step = candidate.id.step
             _log.warning("the checkpoint of step %d is %s, taking the one before it: %s", step, what, error)
         else:
             return Restored(candidate, report, frozenset(failures) & {each.url for each in candidates})
@@ -73,7 +66,7 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
 
 def summary_of(restored: Restored, select: str | None) -> str:
     """Returns a line for the log about a restore, of all keys or of those that `select` finds."""
-    step, report = restored.candidate.place.step, restored.report
+    step, report = restored.candidate.id.step, restored.report
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
     ago = "" if report.saved_at is None else f", {_duration(world().wall_clock() - report.saved_at)} ago"
     alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"

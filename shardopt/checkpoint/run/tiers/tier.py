@@ -22,7 +22,7 @@ class Tier:
         copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
         domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains where
             there are such. None is one for each host.
-        most_per_second: bytes that a host fetches for copies at most; None for no limit.
+        max_bytes_per_second: bytes that a host fetches for copies at most; None for no limit.
     """
 
     path: str
@@ -30,7 +30,7 @@ class Tier:
     keep_last: int = 2
     copies: int = 1
     domain: str | None = None
-    most_per_second: float | None = None
+    max_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(self.path))  # whatever directory the process changes to
@@ -54,11 +54,10 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremen
             if type(value) is not int or value < least:
                 wanted = f"an int of at least {least}"
                 problems.append(Problem(f"tiers[{number}].{name}", repr(value), wanted, "mend it"))
-        if tier.most_per_second is not None and not (
-            isinstance(tier.most_per_second, int | float) and tier.most_per_second > 0
-        ):
-            found = repr(tier.most_per_second)
-            problems.append(Problem(f"tiers[{number}].most_per_second", found, "a number of bytes above 0", "mend it"))
+        limit = tier.max_bytes_per_second
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            key = f"tiers[{number}].max_bytes_per_second"
+            problems.append(Problem(key, repr(limit), "a number of bytes above 0", "mend it"))
         if not isinstance(tier.domain, str | None):
             problems.append(Problem(f"tiers[{number}].domain", repr(tier.domain), "a name, or None", "mend it"))
     if len({tier.path for tier in tiers}) < len(tiers):
