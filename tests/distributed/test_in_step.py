@@ -41,7 +41,7 @@ def all_alike(outcomes):
 # A save in the background has failed, and not every rank has heard of it.
 
 NEXT_CALLS = {
-    "async_save": lambda manager, app, root: manager._saver.background.save(f"{root}/next", app),
+    "async_save": lambda manager, app, root: manager._steps.background.save(f"{root}/next", app),
     "save": lambda manager, app, root: checkpoint.save(f"{root}/next", app),
     "Manager.save": lambda manager, app, root: manager.save(7, app),
     "Manager.restore": lambda manager, app, root: manager.restore(app),

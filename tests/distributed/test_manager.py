@@ -84,7 +84,7 @@ def told_to_stop_after_a_failure(root, kind, code):
         pending = checkpoint.async_save(f"{root}/run/step-00000002", app)
     else:
         manager.save(2, app)
-        pending = manager._saver.background.pending if kind == "background" else None
+        pending = manager._steps.background.pending if kind == "background" else None
     if pending is not None:
         assert pending.done.wait(30)
     if manager._run.mirror is not None:

@@ -268,7 +268,7 @@ def run_with_mirror(local, remote, last):
     ) as manager:
         for step in range(1, last + 1):
             manager.save(step, {"x": value(step), "step": step}, metrics={"loss": abs(step - 2)})
-            manager._saver.background.wait()
+            manager._steps.background.wait()
             manager._run.mirror.wait()
     return manager.steps()
 

@@ -15,11 +15,10 @@ from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.branches import CheckpointId
-from shardopt.checkpoint.run.context import Run
+from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.metrics import add_to, metrics_of, save_id_of
-from shardopt.checkpoint.run.restoring import Restored
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
@@ -42,12 +41,13 @@ class AfterCommit:
 
     Attributes:
         base: the URL of the last checkpoint that is known under the root.
+        copying: the tasks that copy on all ranks, and so may fail in the background.
     """
 
     def __init__(self, run: Run, tiers: Tiers | None, exporter: Exporter | None, stop_seconds: float | None) -> None:
         self._run, self.tiers, self._mirror, self._exporter = run, tiers, run.mirror, exporter
         self._keeper, self._stop_seconds = Keeper(run, self._in_use), stop_seconds
-        self._copying = [each for each in (tiers, run.mirror) if each is not None]
+        self.copying = [each for each in (tiers, run.mirror) if each is not None]
         self._known: dict[CheckpointId, str] = {}  # what was committed or restored here, and where
         self._save_ids: dict[CheckpointId, str] = {}  # of these
         self._added: dict[CheckpointId, dict[str, float]] = {}  # metrics, after the commit
@@ -93,7 +93,8 @@ class AfterCommit:
         metrics = metrics_of(checkpoint) if metrics is None else metrics
         with self._committing:
             metrics = {**metrics, **self._added.get(id, {})}
-            self._warn_if_slow(checkpoint.url, seconds)
+            if self._stop_seconds is not None:
+                self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
             self._known[id] = self.base = checkpoint.url
             if self._mirror is not None:
                 self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies())
@@ -109,20 +110,22 @@ class AfterCommit:
         """
         if TIERS_NAME in self._run.root.names and self._run.ranks.rank == 0:
             paths = () if self.tiers is None else self.tiers.paths
-            warn_of_former(self._run.root, paths, 0 if restored is None else restored.candidate.id.step)
+            warn_of_former(self._run.root, paths, 0 if restored is None else restored.id.step)
         if restored is None:
             if self.tiers is not None:
                 self.tiers.restored(None)
             return
-        (id, url), seconds = restored.candidate, restored.report.save_seconds
+        id, url, seconds = restored.id, restored.url, restored.report.save_seconds
         self._known, self._save_ids = {id: url}, {id: restored.report.save_id}
         self.base = url if url == self._run.root.checkpoint(id).url else None  # and not a copy elsewhere
         self._keeper.restored(id, restored.damaged)
-        self.copy_newest(restored.damaged)
+        if self._mirror is not None:
+            self.copy_newest(restored.damaged)
         if self.tiers is not None:
             then = partial(self._committed_at_root, id, seconds, None)
-            self.tiers.restored(restored.candidate, self._run.due.may_have_been_at(id.step), then)
-        self._warn_if_slow(url, seconds)
+            self.tiers.restored(restored, self._run.due.may_have_been_at(id.step), then)
+        if self._stop_seconds is not None:
+            self._warn_if_slow(url, seconds, self._stop_seconds)
 
     def copy_newest(self, damaged: Collection[str] = ()) -> None:
         """Begins to copy the newest checkpoint under the root to the mirror. Collective.
@@ -213,28 +216,23 @@ class AfterCommit:
 
     def finish(self) -> None:
         """Waits until nothing is being copied. Local; a failure stays to be raised."""
-        for each in self._copying:
+        for each in self.copying:
             each.finish()
 
     def take_failures(self) -> list[BaseException]:
         """Returns the failures of copies that were not raised yet, once; does not wait. Local."""
-        return [failure for each in self._copying if (failure := each.failures.take()) is not None]
-
-    @property
-    def copies(self) -> bool:
-        """Whether anything is copied, and so may fail in the background."""
-        return bool(self._copying)
+        return [failure for each in self.copying if (failure := each.failures.take()) is not None]
 
     def raise_failure(self) -> None:
         """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
         run, doing = self._run, f"copying checkpoints of {self._run.root.url}"
         _, failed = run.ranks.agree(
             doing,
-            work=lambda: [each.failures.newest for each in self._copying],
+            work=lambda: [each.failures.newest for each in self.copying],
             report=lambda numbers: numbers,
             decide=lambda reports: [max(numbers) for numbers in zip(*reports, strict=True)],
         )
-        for each, number in zip(self._copying, failed, strict=True):
+        for each, number in zip(self.copying, failed, strict=True):
             if number:
                 work = partial(each.failures.raise_taken, number)
                 run.ranks.agree(doing, work=work)
@@ -242,9 +240,9 @@ class AfterCommit:
     def close(self) -> None:
         """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""
         with ExitStack() as last_first:  # each is closed, whatever another raises
-            for each in reversed(self._copying):
+            for each in reversed(self.copying):
                 last_first.callback(each.failures.raise_taken)
-            for each in reversed(self._copying):
+            for each in reversed(self.copying):
                 last_first.callback(each.close)
 
     def close_own(self) -> None:
@@ -261,11 +259,11 @@ class AfterCommit:
             names |= self._mirror.uploading() | (frozenset() if root is self._run.root else self._mirror.filling())
         return names
 
-    def _warn_if_slow(self, url: str, seconds: float | None) -> None:
-        if self._stop_seconds is not None and seconds is not None and seconds > _SLOW_SHARE * self._stop_seconds:
+    def _warn_if_slow(self, url: str, seconds: float | None, stop_seconds: float) -> None:
+        if seconds is not None and seconds > _SLOW_SHARE * stop_seconds:
             _log.warning(
                 "saving %s took %.3g s, and a job that is told to stop has %g s (seconds of Preemption) for a step and "
                 "a save; give it more, and have the launcher grant more than that before it kills",
-                *(url, seconds, self._stop_seconds),
+                *(url, seconds, stop_seconds),
             )
             self._stop_seconds = None

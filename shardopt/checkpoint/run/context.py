@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, Newer, branches_of, merge_records, parse_id
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.retention import Retention
@@ -45,9 +46,11 @@ class Due:
 
     def at(self, step: int) -> bool:
         """Whether a step is due. By time collective at the first step, and at the first one after one that was due."""
-        if self._steps is None and step != self._asked_for:
+        if self._steps is not None:
+            return step % self._steps == 0
+        if step != self._asked_for:
             self._ask(step)
-        return self.was_at(step)
+        return step in self._were
 
     def was_at(self, step: int) -> bool:
         """Whether a step that was asked for is due. Local."""
@@ -78,6 +81,21 @@ class Candidate(NamedTuple):
 
     id: CheckpointId
     url: str
+
+
+class Restored(NamedTuple):
+    """The checkpoint that a run was restored from.
+
+    Args:
+        id, url: as of a `Candidate`.
+        report: of its load.
+        damaged: the URLs of those that came before it and are damaged.
+    """
+
+    id: CheckpointId
+    url: str
+    report: LoadReport
+    damaged: frozenset[str]
 
 
 @dataclass(eq=False)

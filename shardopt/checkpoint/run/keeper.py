@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
@@ -62,7 +63,8 @@ class Keeper:
             if self._damaged and (url := root.checkpoint(id).url) in self._damaged:
                 if self._run.ranks.rank == 0:
                     self._say_removed([url])
-                    self._logging_failures(root, lambda root: remove_checkpoint(root.checkpoint(id)))
+                    with _logging_failures(root):
+                        remove_checkpoint(root.checkpoint(id))
                 self._damaged -= {url}
 
     def begin(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
@@ -120,30 +122,35 @@ class Keeper:
 
     def remove_newer(self) -> None:
         """On rank 0: removes what was to go when the run was taken back; what is in use now goes with a later save."""
-        is_removed = self._run.branches.is_removed
         for root in self._run.roots:
-            self._logging_failures(root, lambda root: self._remove(root, list(filter(is_removed, root.ids()))))
+            with _logging_failures(root):
+                self._remove(root, [id for id in root.ids() if self._run.branches.is_removed(id)])
 
     def _tidy(self, root: Root) -> None:
-        self._logging_failures(root, self._remove_unwanted)
+        """On rank 0: removes what is not to be kept under a root."""
+        with _logging_failures(root):
+            unwanted = self._unwanted(root)
+            if unwanted:
+                self._remove(root, unwanted)
 
-    def _remove_unwanted(self, root: Root) -> None:
+    def _unwanted(self, root: Root) -> list[CheckpointId]:
         ids, branches, rules = root.ids(), self._run.branches, self._run.rules
         own = [id for id in ids if branches.has(id)]
-        if branches:
-            self._remove(root, [id for id in ids if branches.is_removed(id)])
+        unwanted = [id for id in ids if branches.is_removed(id)] if branches else []
         whole = root.committed_of(own)
         if self._damaged:
             whole = [id for id in whole if root.checkpoint(id).url not in self._damaged]
         if not whole:
-            return
+            return unwanted
         if rules.best is not None:
             for id in set(whole) - self._metrics.keys():
                 self._metrics[id] = _metrics_or_none(root, id)
-        measured = {id.step: self._metrics.get(id, {}) for id in whole}
-        pinned = {id.step: "pinned" for id in (self._resumed, self._saved) if id is not None and id in whole}
-        keep = reasons_to_keep(measured, rules, measured, pinned)
-        newest = self._newest = max(measured)
+        keep: Collection[int] = {id.step for id in whole}
+        newest = self._newest = max(keep)
+        if rules.last is not None:  # or all are kept
+            measured = {id.step: self._metrics.get(id, {}) for id in whole}
+            pinned = {id.step: "pinned" for id in (self._resumed, self._saved) if id is not None and id in whole}
+            keep = reasons_to_keep(measured, rules, measured, pinned)
         if self._saved is not None and newest > self._saved.step and not self._warned:
             self._warned = True
             _log.warning(
@@ -154,11 +161,9 @@ class Keeper:
             )
         # Oldest first, and only below the newest: what is above it may be a save that another process of this job,
         # not dead yet, is about to give up.
-        self._remove(root, [id for id in own if id.step < newest and id.step not in keep])
+        return unwanted + [id for id in own if id.step < newest and id.step not in keep]
 
     def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
-        if not ids:
-            return
         # A checkpoint that a background save of this process writes may be anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
         busy = {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)} | urls_being_read()
@@ -175,11 +180,13 @@ class Keeper:
         if damaged:
             _log.warning("what is damaged there makes way for what is saved now: %s", ", ".join(damaged))
 
-    def _logging_failures(self, root: Root, remove: Callable[[Root], None]) -> None:
-        try:
-            remove(root)
-        except (OSError, CheckpointError) as error:
-            _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
+
+@contextmanager
+def _logging_failures(root: Root) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
 
 
 def _metrics_or_none(root: Root, id: CheckpointId) -> Mapping[str, float]:

@@ -20,10 +20,10 @@ from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
 from shardopt.checkpoint.rearrange.rules import AnyRule
-from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
+from shardopt.checkpoint.reports import SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
-from shardopt.checkpoint.run.branches import Branches, Newer
-from shardopt.checkpoint.run.context import Candidate, Run
+from shardopt.checkpoint.run.branches import Newer
+from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.export import Export, Exporter
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
@@ -31,13 +31,11 @@ from shardopt.checkpoint.run.options import (
     check_restore_options,
     check_run_options,
     check_step,
-    refuse_unknown_branch,
 )
 from shardopt.checkpoint.run.preemption import Preemption, preemption_of
-from shardopt.checkpoint.run.restoring import restore_newest, summary_of
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.step_saver import StepSaver
+from shardopt.checkpoint.run.steps import Steps, summary_of
 from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
@@ -137,7 +135,7 @@ class Manager:
             None if export is None or rank else Exporter(export),
             None if preemption is None or rank else preemption.seconds,
         )
-        self._saver = StepSaver(self._run, self._after, stage, incremental, terms)
+        self._steps = Steps(self._run, self._after, stage, incremental, terms)
         self._tied, self._closed, self._warned_of_step = options.tied, False, False
 
     def path(self, step: int) -> str:
@@ -192,8 +190,8 @@ class Manager:
         check_step(step)
         refuse_within(f"adding metrics to step {step} of {self._run.root.url}")
         with self._run.ranks.beating():
-            self._saver.background.wait()
-            self._after.add_metrics(self._branches().id_of(int(step)), metrics)
+            self._steps.background.wait()
+            self._after.add_metrics(self._steps.branches().id_of(int(step)), metrics)
 
     @is_part_of(SAVING)
     def delete(self, step: int) -> None:
@@ -211,12 +209,12 @@ class Manager:
         check_step(step)
         refuse_within(f"removing step {step} of {self._run.root.url}")
         with self._run.ranks.beating():
-            self._saver.delete(self._branches().id_of(int(step)))
+            self._steps.delete(self._steps.branches().id_of(int(step)))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
-        stops, is_due = self._stops_after(step), self._saver.is_due(step)
-        return stops or is_due
+        stops = self._stop is not None and self._stop.after(step, self._run.ranks)
+        return self._steps.is_due(step) or stops
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:
@@ -224,7 +222,7 @@ class Manager:
 
         With each tier is the number of hosts that may be lost without it, and None with the root.
         """
-        self._branches()
+        self._steps.branches()
         found = {} if self._tiers is None else self._tiers.where()
         for step in self.steps():
             found.setdefault(step, {})[self._run.root.url] = None
@@ -252,19 +250,20 @@ class Manager:
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """
         self._require_open()
-        check_step(step)
+        if type(step) is not int or step < 0:
+            check_step(step)
         if not (force or self.should_save(step)):
             return None
         refuse_within(f"saving step {step} of {self._run.root.url}", app)
         with self._run.ranks.beating():
-            if self._stops_after(step):
-                self._save_and_leave(step, app, metrics)
-            self._saver.raise_failure_of_copy()
-            id = self._branches().id_of(int(step))
-            if self._saver.has(id, at_root=force):
-                return self._saver.result_of(id)
+            if self._stop is not None and self._stop.after(step, self._run.ranks):
+                self._save_and_leave(self._stop, step, app, metrics)
+            self._steps.raise_failure_of_copy()
+            id = self._steps.branches().id_of(int(step))
+            if self._steps.has(id, at_root=force):
+                return self._steps.result_of(id)
             self._warn_of_other_step(step, app)
-            return self._saver.save(id, app, metrics, at_root=force)
+            return self._steps.save(id, app, metrics, at_root=force)
 
     @is_part_of(LOADING)
     def restore(
@@ -323,52 +322,32 @@ class Manager:
         """
         self._require_open()
         refuse_within(f"restoring {self._run.root.url}", but=[LOADING])
-        check_restore_options(step, branch, newer)
+        if step is not None or branch is not None or newer != "abandon":
+            check_restore_options(step, branch, newer)
+        run, rename = self._run, rename or {}
         load_from = partial(
             load,
             app=app,
             strict=strict,
             select=select,
-            rename=LeftInScript(rename or {}),
+            rename=LeftInScript(rename),
             rearrange=rearrange,
             skip=skip,
             transactional=transactional,
             replicas=replicas,
             init_state=True,
             progress=progress,
-            deadline_seconds=self._run.ranks.deadline_seconds,
-            group=self._run.group.group,
+            deadline_seconds=run.ranks.deadline_seconds,
+            group=run.group.group,
             tied=self._tied,
         )
-        with self._run.ranks.beating():
-            return self._restore(load_from, step, branch, newer, required)
-
-    def _restore(
-        self, load_from: partial[LoadReport], step: int | None, branch: int | None, newer: Newer, required: bool
-    ) -> int:
-        run, rank = self._run, self._run.ranks.rank
-        self._saver.background.wait()
-        if self._tiers is not None:
-            self._tiers.finish()
-        # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
-        current = run.agree_on_branches(needs_copies=True).current
-        seen_from = current if branch is None else branch
-        refuse_unknown_branch(seen_from, current)
-        required = required or step is not None
-        restored = restore_newest(lambda: run.candidates(seen_from, step, required, self._on_tiers()), load_from)
-        if restored is None:
-            self._saver.restored(None, tuple(load_from.keywords["rename"].items()))  # a new run has the new names
-            if rank == 0:
-                where = run.root.url if run.root.is_there() else f"{run.root.url}, which is not there"
-                announce(f"restored nothing: there is no checkpoint in {where}")
-            return 0
-        restored_step = restored.candidate.id.step
-        if step is not None or branch is not None:
-            self._take_back(restored_step, seen_from, newer)
-        self._saver.restored(restored, restored.report.rename_rules or ())
-        if rank == 0:
-            announce(summary_of(restored, load_from.keywords["select"]))
-        return restored_step
+        with run.ranks.beating():
+            restored = self._steps.restore(load_from, step, branch, newer, required, rename)
+        if run.ranks.rank == 0:
+            where = run.root.url if restored or run.root.is_there() else f"{run.root.url}, which is not there"
+            nothing = f"restored nothing: there is no checkpoint in {where}"
+            announce(nothing if restored is None else summary_of(restored, select))
+        return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)
     def wait(self) -> None:
@@ -380,7 +359,7 @@ class Manager:
         self._require_open()
         refuse_within(f"waiting for saves of {self._run.root.url}")
         with self._run.ranks.beating():
-            self._saver.wait()
+            self._steps.wait()
 
     def close(self) -> None:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
@@ -403,7 +382,7 @@ class Manager:
                 # Not before the others: the signal would end the process, and what is being saved with it.
                 last_first.callback(self._stop.close)
             last_first.callback(self._after.close)
-            last_first.callback(self._saver.background.close, alone)
+            last_first.callback(self._steps.background.close, alone)
 
     def __enter__(self) -> Manager:
         return self
@@ -429,39 +408,22 @@ class Manager:
             *(counted, step, counted),
         )
 
-    def _stops_after(self, step: int) -> bool:
-        return self._stop is not None and self._stop.after(step, self._run.ranks)
-
-    def _branches(self) -> Branches:
-        """Returns the branches as all ranks know them. Collective the first time."""
-        if not self._run.is_agreed:
-            self._run.agree_on_branches(needs_copies=False)
-            self._after.copy_newest()
-        return self._run.branches
-
-    def _on_tiers(self) -> list[Candidate]:
-        return [] if self._tiers is None else self._tiers.candidates()
-
-    def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
-        self._run.take_back(step, seen_from, newer, self._on_tiers())
-        if newer == "remove":
-            self._after.remove_newer()
-
-    def _save_and_leave(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> NoReturn:
+    def _save_and_leave(
+        self, stop: Stop, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> NoReturn:
         """Makes the last save of a job that is to stop; then logs earlier failures, and ends the process."""
-        assert self._stop is not None
-        earlier = self._saver.take_failures()
+        earlier = self._steps.take_failures()
         try:
-            id = self._branches().id_of(int(step))
-            if not self._saver.has(id, at_root=True):
+            id = self._steps.branches().id_of(int(step))
+            if not self._steps.has(id, at_root=True):
                 self._warn_of_other_step(step, app)
-                self._saver.save_last(id, app, metrics, self._stop.grace_seconds)
+                self._steps.save_last(id, app, metrics, stop.grace_seconds)
         finally:
             for failure in earlier:
                 _log.error("before the job was told to stop, this had failed: %s", failure)
         if self._run.ranks.rank == 0:
             _log.warning("told to stop: saved step %d, and leaving", step)
-        self._stop.leave()
+        stop.leave()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -16,16 +16,12 @@ class Root:
     """Reads and writes what lies directly under the root of a run. Local to the rank that asks."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+        self.storage, self.url = storage, storage.url
         self.names: frozenset[str] = frozenset()
         """Of all that lies directly under it, as the last listing has shown."""
         self.records: Mapping[str, Branch] = {}
         """Of branches, by file name, as the last listing has shown."""
         self._committed: frozenset[CheckpointId] = frozenset()  # that were found to be, where to look costs a request
-
-    @property
-    def url(self) -> str:
-        return self.storage.url
 
     def is_there(self) -> bool:
         """Whether there is such a directory; on a store, whether anything is under this prefix."""

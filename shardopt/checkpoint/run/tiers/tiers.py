@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from shardopt.checkpoint.hosts.finding import whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
-from shardopt.checkpoint.run.context import Candidate, Run
+from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import note_tiers, tiers_at
@@ -154,7 +154,7 @@ class Tiers:
         ]
 
     def restored(
-        self, restored: Candidate | None, to_root: bool = False, then: Callable[[], None] = lambda: None
+        self, restored: Restored | None, to_root: bool = False, then: Callable[[], None] = lambda: None
     ) -> None:
         """Goes on from a checkpoint: removes what is newer, verifies and copies this one, and promotes it. Collective.
 

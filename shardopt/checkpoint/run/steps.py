@@ -1,0 +1,266 @@
+"""Saves the steps of a run to a tier or to its root, in the call or in the background, and restores the newest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from shardopt.checkpoint.async_save import AsyncSaver, Stage
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
+from shardopt.checkpoint.run.after_commit import AfterCommit
+from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
+from shardopt.checkpoint.run.context import Candidate, Restored, Run
+from shardopt.checkpoint.run.options import refuse_unknown_branch
+from shardopt.checkpoint.save import SaveTerms, save_now
+from shardopt.checkpoint.writing.pending import PendingSave, take_failures
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError, UnreadableError
+from shardopt.world import world
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class Steps:
+    """Saves and restores steps, one after the other. All ranks make the same calls.
+
+    Args:
+        run: whose steps these are.
+        after: begins what follows each commit.
+        stage: as for `async_save`; None to save in the call.
+        incremental: whether a save refers to the one before.
+        terms: of all saves.
+    """
+
+    def __init__(self, run: Run, after: AfterCommit, stage: Stage | None, incremental: bool, terms: SaveTerms) -> None:
+        self._run, self._after, self._tiers = run, after, after.tiers
+        self._stage, self._incremental, self._terms = stage, incremental, terms
+        self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
+
+    @cached_property
+    def background(self) -> AsyncSaver:
+        """Saves in the background; made at first use, as a run that is only looked at needs none."""
+        return AsyncSaver()
+
+    def branches(self) -> Branches:
+        """Returns the branches as all ranks know them. Collective the first time."""
+        if not self._run.is_agreed:
+            self._run.agree_on_branches(needs_copies=False)
+            self._after.copy_newest()
+        return self._run.branches
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is due at the root or on a tier. By time collective, as `Due.at`."""
+        return self._run.due.at(step) or (self._tiers is not None and self._tiers.is_due(step))
+
+    def has(self, id: CheckpointId, at_root: bool) -> bool:
+        """Whether a step was committed or restored here, and is there; says so. Collective.
+
+        Args:
+            at_root: as for `AfterCommit.url_of`.
+        """
+        if self._last is not None and self._last[0] == id:
+            self.background.wait()  # which may have failed, and then is no checkpoint
+        url = self._after.url_of(id, at_root)
+        if url is not None and self._run.ranks.rank == 0:
+            announce(f"step {id.step} is in {url} already: nothing was saved")
+        return url is not None
+
+    def result_of(self, id: CheckpointId) -> SaveReport | PendingSave | None:
+        """Returns what the last save has returned, if it was this one. Local."""
+        return self._last[1] if self._last is not None and self._last[0] == id else None
+
+    def save(
+        self, id: CheckpointId, app: Mapping[str, Any], metrics: Mapping[str, float] | None, at_root: bool
+    ) -> SaveReport | PendingSave:
+        """Saves to the first tier that is due, or to the root where none is. Collective.
+
+        Args:
+            at_root: whether to save to the root in any case, where nothing is lost with its hosts.
+        """
+        self._after.prepare(id, in_turn=True)
+        url, terms, fallback_urls = self._run.root.checkpoint(id).url, self._terms, ()
+        if self._tiers is not None and not at_root:
+            url, *fallback_urls = *self._tiers.urls(id), url
+        if self._stage is not None and self._incremental:
+            self.background.wait()  # for what this one may refer to
+        if self._incremental or fallback_urls:
+            base = self._after.base if self._incremental else None
+            terms = replace(terms, base=base, instead=tuple(fallback_urls))
+        if self._stage is None:
+            return self._save_now(id, url, app, metrics, terms, in_turn=True)
+        numbers = _numbers_or_none(metrics)
+        pending = self.background.save(
+            url,
+            app,
+            terms,
+            stage=self._stage,
+            metrics=metrics,
+            afterwards=lambda report: self._after.committed(id, report, numbers, in_turn=True),
+        )
+        self._last = id, pending
+        return pending
+
+    def save_last(
+        self, id: CheckpointId, app: Mapping[str, Any], metrics: Mapping[str, float] | None, seconds: float
+    ) -> None:
+        """Saves to the root, in the call, whatever has failed before. Collective.
+
+        Args:
+            seconds: as `deadline_seconds`, where those are more.
+        """
+        self._after.prepare(id, in_turn=False)
+        base, seconds = self._after.base if self._incremental else None, min(self._terms.deadline_seconds, seconds)
+        terms = replace(self._terms, base=base, deadline_seconds=seconds)
+        self._save_now(id, self._run.root.checkpoint(id).url, app, metrics, terms, in_turn=False)
+
+    def _save_now(
+        self,
+        id: CheckpointId,
+        url: str,
+        app: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        terms: SaveTerms,
+        in_turn: bool,
+    ) -> SaveReport:
+        numbers = _numbers_or_none(metrics) if metrics else {}
+        report = save_now(url, app, terms, metrics, raise_earlier=in_turn)
+        self._after.committed(id, report, numbers, in_turn)
+        self._last = id, report
+        return report
+
+    def restore(
+        self,
+        load: Callable[[str], LoadReport],
+        step: int | None,
+        branch: int | None,
+        newer: Newer,
+        required: bool,
+        rename: Mapping[str, str],
+    ) -> Restored | None:
+        """Loads the newest checkpoint that is whole, and goes on from it; None where there is none. Collective.
+
+        Args:
+            load: loads from a URL.
+            step, branch, newer, required: as for `Manager.restore`.
+            rename: rules of names; those of the names in a run that begins.
+        """
+        run = self._run
+        self.background.wait()
+        if self._tiers is not None:
+            self._tiers.finish()
+        # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
+        current = run.agree_on_branches(needs_copies=True).current
+        seen_from = current if branch is None else branch
+        if seen_from > current:
+            refuse_unknown_branch(seen_from, current)
+        required = required or step is not None
+        restored = restore_newest(lambda: run.candidates(seen_from, step, required, self._on_tiers()), load)
+        renamed = tuple(rename.items())  # a new run has the new names
+        if restored is not None:
+            if step is not None or branch is not None:
+                self._take_back(restored.id.step, seen_from, newer)
+            renamed = restored.report.rename_rules or ()
+        self._last, self._terms = None, replace(self._terms, renamed=renamed)
+        self._after.restored(restored)
+        return restored
+
+    def _on_tiers(self) -> list[Candidate]:
+        return [] if self._tiers is None else self._tiers.candidates()
+
+    def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
+        self._run.take_back(step, seen_from, newer, self._on_tiers())
+        if newer == "remove":
+            self._after.remove_newer()
+
+    def delete(self, id: CheckpointId) -> None:
+        """Removes a checkpoint wherever it is, once nothing is being saved or copied. Collective."""
+        self.wait()
+        self._after.delete(id)
+        if self._last is not None and self._last[0] == id:
+            self._last = None
+
+    def wait(self) -> None:
+        """Waits for saves and copies in the background, and raises their failures. Collective."""
+        self.background.wait()
+        self._after.finish()
+        self.raise_failure_of_copy()
+
+    def raise_failure_of_copy(self) -> None:
+        """Raises the failure of a copy, on all ranks if one of them has met it. Collective where anything is copied."""
+        if self._after.copying:
+            # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
+            self.background.finish()
+            self._after.raise_failure()
+
+    def take_failures(self) -> list[BaseException]:
+        """Takes the failures of saves and copies that were not raised on this rank; waits for the save in flight."""
+        saves = [self.background.take_failure(), *take_failures()]
+        return [each for each in (*saves, *self._after.take_failures()) if each is not None]
+
+
+def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Returns metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
+    try:
+        return {} if metrics is None else numbers_of(metrics)
+    except StateError:
+        return {}
+
+
+def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:
+    """Loads the first of the candidates that is whole; None where there are none. Collective.
+
+    Args:
+        look: returns the candidates, the best first, the same on every rank. Called again after each that did not
+            load, since another process of the job, which is not dead yet, may have removed that one for a newer one.
+        load: loads from a URL.
+
+    Raises:
+        CorruptionError, CheckpointNotFoundError: there were some, and none is whole: the error of the last one.
+        The errors of `load` that are not about damage.
+    """
+    failures: dict[str, CheckpointError] = {}
+    tried_twice: set[str] = set()
+    while True:
+        candidates = look()
+        candidate = next((each for each in candidates if each.url not in failures), None)
+        if candidate is None:
+            for failure in reversed(failures.values()):
+                raise failure
+            return None
+        try:
+            report = load(candidate.url)
+        except (CorruptionError, CheckpointNotFoundError) as error:
+            if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
+                tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
+                _log.warning("%s: trying once more", error)
+                continue
+            failures[candidate.url] = error
+            what = "damaged" if isinstance(error, CorruptionError) else "gone"
+            step = candidate.id.step
+            _log.warning("the checkpoint of step %d is %s, taking the one before it: %s", step, what, error)
+        else:
+            return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})
+
+
+def summary_of(restored: Restored, select: str | None) -> str:
+    """Returns a line for the log about a restore, of all keys or of those that `select` finds."""
+    report = restored.report
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
+    ago = "" if report.saved_at is None else f", {_duration(world().wall_clock() - report.saved_at)} ago"
+    alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"
+    return f"restored step {restored.id.step} from {report.url}, saved by {ranks}{ago}{alone}"
+
+
+def _duration(seconds: float) -> str:
+    """ "5 s", "3 min", "2 h 5 min", "4 days"; clocks of hosts differ, so it may be less than nothing."""
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours / 24:.0f} days"
