@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
-from shardopt.checkpoint.run.preemption import Preemption
+from shardopt.checkpoint.run.options import Preemption
 from shardopt.checkpoint.save import SaveOptions
 from shardopt.errors import MismatchError, RankError, ShardoptError
 from tests.simulation.files import Inode

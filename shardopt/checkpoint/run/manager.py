@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from shardopt.checkpoint.async_save import Stage
 from shardopt.checkpoint.load import load
@@ -28,11 +28,12 @@ from shardopt.checkpoint.run.export import Export, Exporter
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.options import (
+    Preemption,
     check_restore_options,
     check_run_options,
     check_step,
+    preemption_of,
 )
-from shardopt.checkpoint.run.preemption import Preemption, preemption_of
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps, summary_of
@@ -136,7 +137,7 @@ class Manager:
             None if preemption is None or rank else preemption.seconds,
         )
         self._steps = Steps(self._run, self._after, stage, incremental, terms)
-        self._tied, self._closed, self._warned_of_step = options.tied, False, False
+        self._tied, self._closed = options.tied, False
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
@@ -209,7 +210,7 @@ class Manager:
         check_step(step)
         refuse_within(f"removing step {step} of {self._run.root.url}")
         with self._run.ranks.beating():
-            self._steps.delete(self._steps.branches().id_of(int(step)))
+            self._steps.delete(int(step))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
@@ -257,13 +258,8 @@ class Manager:
         refuse_within(f"saving step {step} of {self._run.root.url}", app)
         with self._run.ranks.beating():
             if self._stop is not None and self._stop.after(step, self._run.ranks):
-                self._save_and_leave(self._stop, step, app, metrics)
-            self._steps.raise_failure_of_copy()
-            id = self._steps.branches().id_of(int(step))
-            if self._steps.has(id, at_root=force):
-                return self._steps.result_of(id)
-            self._warn_of_other_step(step, app)
-            return self._steps.save(id, app, metrics, at_root=force)
+                self._steps.save_and_leave(step, app, metrics, self._stop)
+            return self._steps.save(step, app, metrics, at_root=force)
 
     @is_part_of(LOADING)
     def restore(
@@ -395,35 +391,6 @@ class Manager:
                 raise
             # The error that ended the program is the one to raise; very likely the save failed for the same reason.
             _log.error("the save in the background has failed too: %s", failure)
-
-    def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
-        """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
-        counted = app.get("step") if isinstance(app, Mapping) else None
-        if type(counted) is not int or counted == step or self._warned_of_step or self._run.ranks.rank:
-            return
-        self._warned_of_step = True
-        _log.warning(
-            'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
-            "before the save, or call it otherwise in the app if it counts something else",
-            *(counted, step, counted),
-        )
-
-    def _save_and_leave(
-        self, stop: Stop, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None
-    ) -> NoReturn:
-        """Makes the last save of a job that is to stop; then logs earlier failures, and ends the process."""
-        earlier = self._steps.take_failures()
-        try:
-            id = self._steps.branches().id_of(int(step))
-            if not self._steps.has(id, at_root=True):
-                self._warn_of_other_step(step, app)
-                self._steps.save_last(id, app, metrics, stop.grace_seconds)
-        finally:
-            for failure in earlier:
-                _log.error("before the job was told to stop, this had failed: %s", failure)
-        if self._run.ranks.rank == 0:
-            _log.warning("told to stop: saved step %d, and leaving", step)
-        stop.leave()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format.metrics import numbers_of
@@ -18,6 +18,7 @@ from shardopt.checkpoint.run.options import refuse_unknown_branch
 from shardopt.checkpoint.save import SaveTerms, save_now
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError, UnreadableError
+from shardopt.stopping import Stop
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -38,6 +39,7 @@ class Steps:
         self._run, self._after, self._tiers = run, after, after.tiers
         self._stage, self._incremental, self._terms = stage, incremental, terms
         self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
+        self._warned_of_step = False
 
     @cached_property
     def background(self) -> AsyncSaver:
@@ -55,7 +57,56 @@ class Steps:
         """Whether a step is due at the root or on a tier. By time collective, as `Due.at`."""
         return self._run.due.at(step) or (self._tiers is not None and self._tiers.is_due(step))
 
-    def has(self, id: CheckpointId, at_root: bool) -> bool:
+    def save(
+        self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, at_root: bool
+    ) -> SaveReport | PendingSave | None:
+        """Saves to the first tier that is due, or to the root where none is. Collective.
+
+        Args:
+            at_root: whether to save to the root in any case, where nothing is lost with its hosts.
+
+        Returns:
+            As `Manager.save`: nothing is saved where the step was committed or restored here, and is there.
+        """
+        if self._after.copying:
+            self._raise_failure_of_copy()
+        id = self.branches().id_of(int(step))
+        if self._has(id, at_root):
+            return self._last[1] if self._last is not None and self._last[0] == id else None
+        self._warn_of_other_step(step, app)
+        self._after.prepare(id, in_turn=True)
+        urls = [self._run.root.checkpoint(id).url]
+        if self._tiers is not None and not at_root:
+            urls = [*self._tiers.urls(id), *urls]
+        if self._stage is None:
+            return self._save_now(id, urls, app, metrics, self._terms, in_turn=True)
+        return self._save_in_background(id, urls, app, metrics, self._stage)
+
+    def save_and_leave(
+        self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop
+    ) -> NoReturn:
+        """Saves to the root, whatever has failed before; then logs earlier failures, and ends the process. Collective.
+
+        Args:
+            stop: by which the job is to stop; its `grace_seconds` count as `deadline_seconds` where those are more.
+        """
+        earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
+        try:
+            id = self.branches().id_of(int(step))
+            if not self._has(id, at_root=True):
+                self._warn_of_other_step(step, app)
+                self._after.prepare(id, in_turn=False)
+                seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
+                terms = replace(self._terms, deadline_seconds=seconds)
+                self._save_now(id, [self._run.root.checkpoint(id).url], app, metrics, terms, in_turn=False)
+        finally:
+            for failure in filter(None, earlier):
+                _log.error("before the job was told to stop, this had failed: %s", failure)
+        if self._run.ranks.rank == 0:
+            _log.warning("told to stop: saved step %d, and leaving", step)
+        stop.leave()
+
+    def _has(self, id: CheckpointId, at_root: bool) -> bool:
         """Whether a step was committed or restored here, and is there; says so. Collective.
 
         Args:
@@ -68,68 +119,60 @@ class Steps:
             announce(f"step {id.step} is in {url} already: nothing was saved")
         return url is not None
 
-    def result_of(self, id: CheckpointId) -> SaveReport | PendingSave | None:
-        """Returns what the last save has returned, if it was this one. Local."""
-        return self._last[1] if self._last is not None and self._last[0] == id else None
+    def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
+        """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
+        counted = app.get("step") if isinstance(app, Mapping) else None
+        if type(counted) is not int or counted == step or self._warned_of_step or self._run.ranks.rank:
+            return
+        self._warned_of_step = True
+        _log.warning(
+            'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
+            "before the save, or call it otherwise in the app if it counts something else",
+            *(counted, step, counted),
+        )
 
-    def save(
-        self, id: CheckpointId, app: Mapping[str, Any], metrics: Mapping[str, float] | None, at_root: bool
-    ) -> SaveReport | PendingSave:
-        """Saves to the first tier that is due, or to the root where none is. Collective.
-
-        Args:
-            at_root: whether to save to the root in any case, where nothing is lost with its hosts.
-        """
-        self._after.prepare(id, in_turn=True)
-        url, terms, fallback_urls = self._run.root.checkpoint(id).url, self._terms, ()
-        if self._tiers is not None and not at_root:
-            url, *fallback_urls = *self._tiers.urls(id), url
-        if self._stage is not None and self._incremental:
+    def _save_in_background(
+        self,
+        id: CheckpointId,
+        urls: Sequence[str],
+        app: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        stage: Stage,
+    ) -> PendingSave:
+        if self._incremental:
             self.background.wait()  # for what this one may refer to
-        if self._incremental or fallback_urls:
-            base = self._after.base if self._incremental else None
-            terms = replace(terms, base=base, instead=tuple(fallback_urls))
-        if self._stage is None:
-            return self._save_now(id, url, app, metrics, terms, in_turn=True)
         numbers = _numbers_or_none(metrics)
         pending = self.background.save(
-            url,
+            urls[0],
             app,
-            terms,
-            stage=self._stage,
+            self._terms_with(self._terms, urls),
+            stage=stage,
             metrics=metrics,
             afterwards=lambda report: self._after.committed(id, report, numbers, in_turn=True),
         )
         self._last = id, pending
         return pending
 
-    def save_last(
-        self, id: CheckpointId, app: Mapping[str, Any], metrics: Mapping[str, float] | None, seconds: float
-    ) -> None:
-        """Saves to the root, in the call, whatever has failed before. Collective.
-
-        Args:
-            seconds: as `deadline_seconds`, where those are more.
-        """
-        self._after.prepare(id, in_turn=False)
-        base, seconds = self._after.base if self._incremental else None, min(self._terms.deadline_seconds, seconds)
-        terms = replace(self._terms, base=base, deadline_seconds=seconds)
-        self._save_now(id, self._run.root.checkpoint(id).url, app, metrics, terms, in_turn=False)
-
     def _save_now(
         self,
         id: CheckpointId,
-        url: str,
+        urls: Sequence[str],
         app: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
         terms: SaveTerms,
         in_turn: bool,
     ) -> SaveReport:
         numbers = _numbers_or_none(metrics) if metrics else {}
-        report = save_now(url, app, terms, metrics, raise_earlier=in_turn)
+        if self._incremental or len(urls) > 1:
+            terms = self._terms_with(terms, urls)
+        report = save_now(urls[0], app, terms, metrics, raise_earlier=in_turn)
         self._after.committed(id, report, numbers, in_turn)
         self._last = id, report
         return report
+
+    def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
+        """Returns terms with what a save may refer to, and where it goes where there is no room."""
+        return replace(terms, base=self._after.base if self._incremental else None, instead=tuple(urls[1:]))
 
     def restore(
         self,
@@ -175,8 +218,9 @@ class Steps:
         if newer == "remove":
             self._after.remove_newer()
 
-    def delete(self, id: CheckpointId) -> None:
+    def delete(self, step: int) -> None:
         """Removes a checkpoint wherever it is, once nothing is being saved or copied. Collective."""
+        id = self.branches().id_of(step)
         self.wait()
         self._after.delete(id)
         if self._last is not None and self._last[0] == id:
@@ -186,19 +230,14 @@ class Steps:
         """Waits for saves and copies in the background, and raises their failures. Collective."""
         self.background.wait()
         self._after.finish()
-        self.raise_failure_of_copy()
-
-    def raise_failure_of_copy(self) -> None:
-        """Raises the failure of a copy, on all ranks if one of them has met it. Collective where anything is copied."""
         if self._after.copying:
-            # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
-            self.background.finish()
-            self._after.raise_failure()
+            self._raise_failure_of_copy()
 
-    def take_failures(self) -> list[BaseException]:
-        """Takes the failures of saves and copies that were not raised on this rank; waits for the save in flight."""
-        saves = [self.background.take_failure(), *take_failures()]
-        return [each for each in (*saves, *self._after.take_failures()) if each is not None]
+    def _raise_failure_of_copy(self) -> None:
+        """Raises the failure of a copy, on all ranks if one of them has met it. Collective."""
+        # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
+        self.background.finish()
+        self._after.raise_failure()
 
 
 def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
