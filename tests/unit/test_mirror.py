@@ -441,7 +441,7 @@ def test_a_copy_whose_manifest_is_damaged_is_made_anew(tmp_path, caplog):
     (tmp_path / "b" / name / "manifest.json").write_text("{}")
     uploaded(local, remote, name)
     assert checkpoint.verify(f"{remote}/{name}").ok
-    assert "it is copied anew" in caplog.text
+    assert "it is copied again" in caplog.text
 
 
 @pytest.mark.parametrize("restores", [False, True])

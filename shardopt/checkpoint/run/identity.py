@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import damaged
@@ -87,12 +87,7 @@ def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> No
             are of two runs, or the root cannot be read. Each directory is named.
         CorruptionError: neither the root nor the mirror has a record that is whole.
     """
-    ranks.agree(
-        f"looking whose steps lie at {_paths(tiers)}",
-        work=lambda: _look_at_all(tiers),
-        report=lambda seen: seen,
-        decide=lambda reports: _refuse_others(_identity_of(run.roots)[0], run.root, reports),
-    )
+    _look_at_all(ranks, f"looking whose steps are at {_paths(tiers)}", tiers, lambda seen: _check(run.roots, seen))
 
 
 def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
@@ -104,40 +99,37 @@ def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
     """
 
     def begin(reports: list[list[Any]]) -> str:
-        identity, lacking = _identity_of(run.roots)
-        _refuse_others(identity, run.root, reports)
+        identity, lacking = _refuse_others(run.roots, reports)
         identity = identity or RunIdentity(world().random_name(_ID_BYTES), redacted(run.root.url))
         _keep(identity, run.root, lacking)
         return identity.pack().decode()
 
-    def mark(record: str) -> list[Any]:
-        for hosts in tiers:
-            if hosts.is_leader:
-                hosts.directory.keep_once(LABEL_NAME, record.encode())
-        return _look_at_all(tiers)
-
-    _, record = ranks.agree(
-        f"beginning a run at {_paths(tiers)}",
-        work=lambda: _look_at_all(tiers),
-        report=lambda seen: seen,
-        decide=begin,
-    )
-    ranks.agree(
-        f"marking {_paths(tiers)} as the run's",
-        work=lambda: mark(record),
-        report=lambda seen: seen,
-        # Two runs may have begun at once: each sees what is there now.
-        decide=lambda reports: _refuse_others(_identity_of(run.roots)[0], run.root, reports),
-    )
+    record = _look_at_all(ranks, f"beginning a run at {_paths(tiers)}", tiers, begin)
+    # Two runs may have begun at once: each sees what is there now.
+    what = f"marking {_paths(tiers)} as the run's"
+    _look_at_all(ranks, what, tiers, lambda seen: _check(run.roots, seen), record.encode())
 
 
 def _paths(tiers: Sequence[Hosts]) -> str:
     return " and ".join(hosts.root for hosts in tiers)
 
 
-def _look_at_all(tiers: Sequence[Hosts]) -> list[Any]:
-    """Returns what this rank sees of each tier where it leads its host, else None."""
-    return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
+def _look_at_all(
+    ranks: Ranks, what: str, tiers: Sequence[Hosts], decide: Callable[[list[Any]], Any], mark: bytes | None = None
+) -> Any:
+    """Returns what rank 0 decides by what each rank sees of each tier: where it leads its host, else None. Collective.
+
+    Args:
+        mark: a record that is first put where none is.
+    """
+
+    def look() -> list[Any]:
+        for hosts in tiers:
+            if mark is not None and hosts.is_leader:
+                hosts.directory.keep_once(LABEL_NAME, mark)
+        return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
+
+    return ranks.agree(what, work=look, report=lambda seen: seen, decide=decide)[1]
 
 
 def _look_at(hosts: Hosts) -> list[Any]:
@@ -155,8 +147,9 @@ def _look_at(hosts: Hosts) -> list[Any]:
     return [hosts.directory.path, label, any(parse_id(name) is not None for name in here.names())]
 
 
-def _refuse_others(run: RunIdentity | None, root: Root, reports: Sequence[Sequence[Any]]) -> None:
-    """Raises CheckpointError where a host's directory is of another run than this one, which is None if it is new."""
+def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> tuple[RunIdentity | None, list[Root]]:
+    """Raises CheckpointError where a host's directory is of another run; else returns what `_identity_of` does."""
+    (run, lacking), root = _identity_of(roots), roots[0]
     others = "name another path; or remove the directory from each host, if nobody needs what it has; or, if that is "
     as_root = f"{others}the run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
     as_label = f"{others}of this run, copy {root.url}/{RUN_NAME} to {LABEL_NAME} there"
@@ -174,6 +167,11 @@ def _refuse_others(run: RunIdentity | None, root: Root, reports: Sequence[Sequen
                 problems.append(Problem(where, found, required, as_root))
     if problems:
         raise CheckpointError("a host's directory belongs to another run", problems)
+    return run, lacking
+
+
+def _check(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> None:
+    _refuse_others(roots, reports)
 
 
 def _identity_of(roots: Sequence[Root]) -> tuple[RunIdentity | None, list[Root]]:

@@ -17,7 +17,7 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.run.background import Turns
 from shardopt.checkpoint.run.branches import by_numbers
-from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
@@ -174,15 +174,13 @@ class Mirror:
             return manifest, data
 
         with ranks.beating():
-            is_wanted = ranks.on_rank_0(
-                self._describe(upload), lambda: self._turns.jobs[-1] is upload and not is_copied(source, target)
-            )
-            if not is_wanted:
-                return
             try:
-                manifest, nbytes = copy_over_ranks(ranks, source, target, read)
+                copied = copy_over_ranks(ranks, source, target, read, lambda: self._turns.jobs[-1] is upload)
             finally:
                 self._referred = frozenset()
+            if copied is None:
+                return
+            manifest, nbytes = copied
             total = sum(file.nbytes for file in manifest.own_files)
             self.report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
             emit_report("upload", self.report)

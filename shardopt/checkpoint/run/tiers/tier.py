@@ -45,21 +45,17 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremen
     problems = []
     taken = {os.path.realpath(root.url) for root in roots if not root.is_remote}
     for number, tier in enumerate(tiers):
+        counts = {name: getattr(tier, name) for name in ("every", "keep_last", "copies")}
+        wrong = {name: "an int of at least 1" for name, n in counts.items() if type(n) is not int or n < 1}
         if os.path.realpath(tier.path) in taken:
-            required = "another path than the root's and the mirror's: what a tier has is removed"
-            problems.append(Problem(f"tiers[{number}].path", repr(tier.path), required, "give it one of its own"))
-    for number, tier in enumerate(tiers):
-        for name, least in (("every", 1), ("keep_last", 1), ("copies", 1)):
-            value = getattr(tier, name)
-            if type(value) is not int or value < least:
-                wanted = f"an int of at least {least}"
-                problems.append(Problem(f"tiers[{number}].{name}", repr(value), wanted, "mend it"))
+            wrong["path"] = "another path than the root's and the mirror's: what a tier has is removed"
         limit = tier.max_bytes_per_second
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-            key = f"tiers[{number}].max_bytes_per_second"
-            problems.append(Problem(key, repr(limit), "a number of bytes above 0", "mend it"))
+            wrong["max_bytes_per_second"] = "a number of bytes above 0"
         if not isinstance(tier.domain, str | None):
-            problems.append(Problem(f"tiers[{number}].domain", repr(tier.domain), "a name, or None", "mend it"))
+            wrong["domain"] = "a name, or None"
+        for name, required in wrong.items():
+            problems.append(Problem(f"tiers[{number}].{name}", repr(getattr(tier, name)), required, "mend it"))
     if len({tier.path for tier in tiers}) < len(tiers):
         problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
     if tiers and incremental:

@@ -17,9 +17,9 @@ from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.background import Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.tiers.tier import Tier
-from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import NoSpaceError
 from shardopt.ranks import Ranks
@@ -142,7 +142,7 @@ class TierWork:
             else:
                 self._copy(ranks, target, number, id)
         if job.to_root:
-            self._promote_to_root(ranks, whole, self._root.checkpoint(id))
+            copy_over_ranks(ranks, whole, self._root.checkpoint(id), lambda: (whole.manifest, whole.record))
             job.then()
 
     def _mend(self, ranks: Ranks, hosts: Hosts, id: CheckpointId) -> None:
@@ -227,13 +227,6 @@ class TierWork:
 
         for work in (copy, record):
             ranks.agree(what, work=work)
-
-    def _promote_to_root(self, ranks: Ranks, whole: WholeCheckpoint, target: Storage) -> None:
-        copied = ranks.on_rank_0(
-            f"promoting {target.url.rstrip('/').rpartition('/')[2]} to the root", lambda: is_copied(whole, target)
-        )
-        if not copied:
-            copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record))
 
 
 def clear_shares(hosts: Hosts, unwanted: Callable[[CheckpointId], bool]) -> None:
