@@ -89,11 +89,12 @@ class Turns(Generic[J]):
     def begin(self, job: J) -> None:
         """Has a job done in its turn; does not wait."""
         with self._changed:
-            self._jobs.append((self.failures.begin(), job))
             if self._worker is None:
                 # Not a daemon: a program that ends waits for it. It ends when there is nothing to do.
-                self._worker = world().thread(self._work, self._name)
-                self._worker.start()
+                worker = world().thread(self._work, self._name)
+                worker.start()  # which raises where a process can have no thread more; nothing is begun then
+                self._worker = worker
+            self._jobs.append((self.failures.begin(), job))
 
     def withdraw_waiting(self) -> list[J]:
         """Returns the jobs that have no turn yet, which then have none."""
