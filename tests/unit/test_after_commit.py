@@ -1,4 +1,4 @@
-"""What follows a commit: begun in the order that docs/architecture.md has, and not entered where there is none of it."""
+"""What follows a commit: begun in the order of docs/architecture.md, and not entered where there is none of it."""
 
 import sys
 from pathlib import Path
