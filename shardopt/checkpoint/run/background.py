@@ -68,13 +68,13 @@ class Turns(Generic[J]):
         do: does a job; what it raises is logged, and kept in `failures`.
         describe: says what a job is about, for the log: "copying a to b".
         name: of the thread.
-        gives_way: whether the thread has a low priority.
+        low_priority: whether the thread has a low priority.
     """
 
     def __init__(
-        self, do: Callable[[J], None], describe: Callable[[J], str], name: str, gives_way: bool = False
+        self, do: Callable[[J], None], describe: Callable[[J], str], name: str, low_priority: bool = False
     ) -> None:
-        self._do, self._describe, self._name, self._gives_way = do, describe, name, gives_way
+        self._do, self._describe, self._name, self._low_priority = do, describe, name, low_priority
         self._changed = world().condition()
         self._jobs: deque[tuple[int, J]] = deque()  # the first is under way
         self._worker: Thread | None = None
@@ -111,8 +111,8 @@ class Turns(Generic[J]):
                 pass
 
     def _work(self) -> None:
-        if self._gives_way:
-            world().give_way()
+        if self._low_priority:
+            world().lower_priority()
         while True:
             with self._changed:
                 if not self._jobs:

@@ -67,7 +67,7 @@ class TierQueue(Turns[Job]):
     """
 
     def __init__(self, do: Callable[[Job, Callable[[], bool]], None]) -> None:
-        super().__init__(self._do_one, self._describe, "shardopt-tiers", gives_way=True)
+        super().__init__(self._do_one, self._describe, "shardopt-tiers", low_priority=True)
         self._do_job = do
 
     def supersede(self) -> list[Job]:
