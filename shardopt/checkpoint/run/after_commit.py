@@ -14,6 +14,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.run.background import Task
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
@@ -47,7 +48,7 @@ class AfterCommit:
     def __init__(self, run: Run, tiers: Tiers | None, exporter: Exporter | None, stop_seconds: float | None) -> None:
         self._run, self.tiers, self._mirror, self._exporter = run, tiers, run.mirror, exporter
         self._keeper, self._stop_seconds = Keeper(run, self._in_use), stop_seconds
-        self.copying = [each for each in (tiers, run.mirror) if each is not None]
+        self.copying: list[Task] = [each for each in (tiers, run.mirror) if each is not None]
         self._known: dict[CheckpointId, str] = {}  # what was committed or restored here, and where
         self._save_ids: dict[CheckpointId, str] = {}  # of these
         self._added: dict[CheckpointId, dict[str, float]] = {}  # metrics, after the commit
@@ -241,14 +242,12 @@ class AfterCommit:
         """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""
         with ExitStack() as last_first:  # each is closed, whatever another raises
             for each in reversed(self.copying):
-                last_first.callback(each.failures.raise_taken)
-            for each in reversed(self.copying):
                 last_first.callback(each.close)
 
     def close_own(self) -> None:
         """Waits for what rank 0 does alone: exports, whose failure it raises, and removals. Local."""
         with ExitStack() as last_first:
-            last_first.callback(self._keeper.close)
+            last_first.callback(self._keeper.finish)
             if self._exporter is not None:
                 last_first.callback(self._exporter.close)
 

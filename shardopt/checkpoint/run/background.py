@@ -1,11 +1,11 @@
-"""Jobs in the background: done in turn, in a thread; and their failures, until each rank has raised them once."""
+"""Tasks in the background: done in turn, in a thread; and their failures, until each rank has raised them once."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shardopt.world import Thread, world
 
@@ -127,3 +127,26 @@ class Turns(Generic[J]):
             with self._changed:
                 self._jobs.popleft()
                 self._changed.notify(_ALL)
+
+
+class Task:
+    """A task that follows a commit: copies on tiers, a mirror, exports, retention. Each has a `begin` of its own.
+
+    Args:
+        turns: in which it is done.
+
+    Attributes:
+        failures: that were not raised yet.
+    """
+
+    def __init__(self, turns: Turns[Any]) -> None:
+        self._turns, self.failures = turns, turns.failures
+
+    def finish(self) -> None:
+        """Waits until all that was begun is done. Local; a failure stays to be raised."""
+        self._turns.finish()
+
+    def close(self) -> None:
+        """Waits as `finish` does. Raises a failure that was not raised yet. Local."""
+        self.finish()
+        self.failures.raise_taken()

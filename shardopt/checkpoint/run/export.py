@@ -23,7 +23,7 @@ from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES, ConvertOptions, 
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.rearrange.rules import AnyRule
-from shardopt.checkpoint.run.background import Turns
+from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -75,13 +75,13 @@ class _Wanted(NamedTuple):
     hold: ExitStack
 
 
-class Exporter:
+class Exporter(Task):
     """Writes the exports of a run, in a thread of rank 0. Other ranks make none."""
 
     def __init__(self, export: Export) -> None:
         self._export = export
         self._root = storage_of(export.url)
-        self._turns: Turns[_Wanted] = Turns(self._do, self._describe, "shardopt-export")
+        super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
     def begin(self, id: CheckpointId, url: str, metrics: Mapping[str, float]) -> None:
         """Takes a checkpoint that was just committed, to be exported if it is to be. Does not wait."""
@@ -96,11 +96,6 @@ class Exporter:
         wanted.hold.enter_context(reading(url))
         self._turns.begin(wanted)
 
-    def close(self) -> None:
-        """Waits for the export that is being written. Raises the failure of the last one."""
-        self._turns.finish()
-        self._turns.failures.raise_taken()
-
     def _is_better(self, value: float | None, than: float | None) -> bool:
         if self._export.best is None or value is None or than is None:
             return True
@@ -112,7 +107,7 @@ class Exporter:
     def _do(self, wanted: _Wanted) -> None:
         with wanted.hold, wrap_os_errors(f"export {wanted.url} to {self._root.url}"):
             self._write(wanted)
-        self._turns.failures.take()  # of those before: this one is there
+        self.failures.take()  # of those before: this one is there
 
     def _write(self, wanted: _Wanted) -> None:
         if not self._is_better(wanted.value, self._value_of_export()):

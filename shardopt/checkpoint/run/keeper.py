@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reading.in_use import urls_being_read
-from shardopt.checkpoint.run.background import Turns
+from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import metrics_of, record_name
@@ -25,7 +25,7 @@ _WAIT_SECONDS = 1.0
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-class Keeper:
+class Keeper(Task):
     """Keeps the checkpoints that the rules name, under the roots of a run, and no others.
 
     All ranks may call; rank 0 removes. A failure to remove is logged: it is no reason to end a training.
@@ -43,7 +43,7 @@ class Keeper:
         self._damaged: frozenset[str] = frozenset()
         self._warned = False
         self._newest: int | None = None  # committed step, below which a removal that goes on removes
-        self._turns: Turns[Root] = Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy")
+        super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
     def restored(self, id: CheckpointId, damaged: Collection[str]) -> None:
         """Notes that the run was restored from a checkpoint, which stays.
@@ -57,7 +57,7 @@ class Keeper:
     def make_way(self, id: CheckpointId) -> None:
         """Makes a directory free to be saved to: nothing is being removed there, and nothing damaged is there."""
         if self._newest is None or id.step <= self._newest:
-            self.close()  # only below the newest anything is removed
+            self.finish()  # only below the newest anything is removed
         for root in self._run.roots:
             root.forget([id])
             if self._damaged and (url := root.checkpoint(id).url) in self._damaged:
@@ -88,17 +88,13 @@ class Keeper:
             self._turns.begin(root)
             self._turns.finish(_WAIT_SECONDS)
 
-    def close(self) -> None:
-        """Waits until nothing is being removed."""
-        self._turns.finish()
-
     def measured(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Notes the metrics of a checkpoint that was committed before: they count when next something is removed."""
         self._metrics[id] = metrics
 
     def delete(self, id: CheckpointId) -> bool:
         """Removes a checkpoint under all roots, whatever the rules; returns whether there was one. On rank 0."""
-        self.close()
+        self.finish()
         found = False
         for root in self._run.roots:
             found = root.is_committed(id) or found

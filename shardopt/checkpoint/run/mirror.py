@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.run.background import Turns
+from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.sources.read_manifest import read_manifest
@@ -54,7 +54,7 @@ class _Upload:
     afterwards: Callable[[Storage], None]
 
 
-class Mirror:
+class Mirror(Task):
     """Copies committed checkpoints from one root to another, in the background. All ranks must make the same calls.
 
     Args:
@@ -75,9 +75,8 @@ class Mirror:
         self._group = SharedGroup(group, deadline_seconds)
         self._local, self.remote = storage_of(local), storage_of(remote)
         self._side = SideRanks("copies of checkpoints")
-        self._turns: Turns[_Upload] = Turns(self._copy, self._describe, "shardopt-mirror")
         self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to
-        self.failures = self._turns.failures
+        super().__init__(Turns(self._copy, self._describe, "shardopt-mirror"))
         self.report: UploadReport | None = None  # of the last upload that was made
 
     def prepare(self) -> None:
@@ -143,16 +142,7 @@ class Mirror:
 
     def wait(self) -> None:
         """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
-        self.finish()
-        self.failures.raise_taken()
-
-    def finish(self) -> None:
-        """Waits until nothing is being copied. Local; a failure stays to be raised."""
-        self._turns.finish()
-
-    def close(self) -> None:
-        """Waits as `wait` does, with its errors."""
-        self.wait()
+        self.close()
 
     def __enter__(self) -> Mirror:
         return self

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from shardopt.checkpoint.hosts.finding import whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
+from shardopt.checkpoint.run.background import Task
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
@@ -30,7 +31,7 @@ from shardopt.ranks import Ranks, SideRanks
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-class Tiers:
+class Tiers(Task):
     """The tiers of a run, the fastest first. All ranks make the same calls.
 
     Attributes:
@@ -45,7 +46,7 @@ class Tiers:
         self._alone: Ranks | None = None
         self._work = TierWork(run, self._tiers)
         self._queue = TierQueue(self._work.do)
-        self.failures = self._queue.failures
+        super().__init__(self._queue)
         self._met: list[Hosts] = []  # whose directories are known to be of no other run
         self._own: list[Hosts] = []  # and are marked as the run's
         self._led: list[str] = []  # directories of the hosts that this rank leads
@@ -199,14 +200,11 @@ class Tiers:
 
         self._ranks.agree(what, work=clear)
 
-    def finish(self) -> None:
-        """Waits until all that was begun is done. Local; a failure stays to be raised."""
-        self._queue.finish()
-
     def close(self) -> None:
-        """Waits as `finish` does, and gives back what the next save would have been written over."""
+        """Waits as `finish` does, and gives back what the next save would have been written over. Raises a failure."""
         self.finish()
         self._remove_spares()
+        self.failures.raise_taken()
 
     @property
     def _ranks(self) -> Ranks:
