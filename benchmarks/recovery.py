@@ -46,7 +46,7 @@ from benchmarks.s3_files import BUCKET, served
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME, writer_of
-from shardopt.checkpoint.run.identity import LABEL_NAME, RUN_NAME, Run
+from shardopt.checkpoint.run.identity import LABEL_NAME, RUN_NAME, RunIdentity
 from shardopt.flatten import flatten
 from tests.harness.s3 import reached
 
@@ -198,7 +198,7 @@ def restores(memory: str, disk: str, s3: dict[str, object], megabytes: float, re
             if is_wanted is None:
                 root = f"s3://{BUCKET}/run"
             else:
-                run = Run("0" * 32, root).pack()
+                run = RunIdentity("0" * 32, root).pack()
                 if rank == 0:
                     Path(root).mkdir(parents=True)
                     (Path(root) / RUN_NAME).write_bytes(run)

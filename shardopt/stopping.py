@@ -70,7 +70,10 @@ class Stop:
             self._asking = True
             try:
                 if self._stops_at is None:
-                    self._stops_at = self._ask(self._asked + 1, ranks)
+                    if self._halt is None or self._halt[0] is not ranks:
+                        self._halt = ranks, ranks.halt(_QUESTION)
+                    # None while nobody wants to: this rank is past this question then.
+                    self._stops_at = self._halt[1].at(self._asked + 1, self._signaled.is_set())
                     if self._stops_at is not None:
                         self._start_deadline()
             finally:
@@ -78,12 +81,6 @@ class Stop:
             # Not before: a question that was interrupted is asked again, or this rank would count fewer than others.
             self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at
-
-    def _ask(self, question: int, ranks: Ranks) -> int | None:
-        """Returns the question after which all stop; None while there is none: this rank is past this one then."""
-        if self._halt is None or self._halt[0] is not ranks:
-            self._halt = ranks, ranks.halt(_QUESTION)
-        return self._halt[1].at(question, self._signaled.is_set())
 
     def leave(self) -> NoReturn:
         """Raises SystemExit with the exit code, so that the program clears up on its way out."""

@@ -10,13 +10,13 @@ from shardopt.checkpoint.progress import progress_bar as progress_bar
 from shardopt.checkpoint.reports import LoadReport as LoadReport
 from shardopt.checkpoint.reports import SaveReport as SaveReport
 from shardopt.checkpoint.reports import add_listener as add_listener
-from shardopt.checkpoint.reports import figures as figures
+from shardopt.checkpoint.reports import report_metrics as report_metrics
 from shardopt.checkpoint.reshard import reshard as reshard
 from shardopt.checkpoint.run.export import Export as Export
 from shardopt.checkpoint.run.manager import Manager as Manager
 from shardopt.checkpoint.run.mirror import Mirror as Mirror
 from shardopt.checkpoint.run.mirror import UploadReport as UploadReport
-from shardopt.checkpoint.run.preemption import Preemption as Preemption
+from shardopt.checkpoint.run.options import Preemption as Preemption
 from shardopt.checkpoint.run.retention import Retention as Retention
 from shardopt.checkpoint.run.tiers.tier import Tier as Tier
 from shardopt.checkpoint.save import SaveOptions as SaveOptions

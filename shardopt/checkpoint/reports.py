@@ -133,7 +133,7 @@ def add_listener(listener: Listener) -> Callable[[], None]:
             harm to the work. For TensorBoard:
 
         def to_tensorboard(event, report):
-            for name, value in checkpoint.figures(report).items():
+            for name, value in checkpoint.report_metrics(report).items():
                 writer.add_scalar(f"checkpoint/{event}/{name}", value, app["step"])
 
         checkpoint.add_listener(to_tensorboard)
@@ -147,7 +147,7 @@ def add_listener(listener: Listener) -> Callable[[], None]:
     return remove
 
 
-def figures(report: Any) -> dict[str, float]:
+def report_metrics(report: Any) -> dict[str, float]:
     """Returns the numbers of a report by name.
 
     Bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks; where a report does not know of all
@@ -168,7 +168,7 @@ def emit_report(event: str, report: Any) -> None:
     if _log.isEnabledFor(logging.INFO):
         texts = {name: getattr(report, name) for name in ("url", "save_id") if hasattr(report, name)}
         words = [f"{name}={value}" for name, value in texts.items()]
-        words += [f"{name}={_format(value)}" for name, value in figures(report).items()]
+        words += [f"{name}={_format(value)}" for name, value in report_metrics(report).items()]
         _log.info("%s %s", event, " ".join(words))
     for listener in tuple(_listeners):
         try:

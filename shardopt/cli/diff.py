@@ -13,7 +13,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.matching.renaming import names_by_rules, refuse_collisions
 from shardopt.checkpoint.progress import Counter
-from shardopt.checkpoint.run.steps import by_numbers
+from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.cli.contents import head_line, typed, value_text
 from shardopt.cli.difference import TensorDifference, difference_of
 from shardopt.cli.output import Cell, Output, Span, plural

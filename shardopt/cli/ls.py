@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from shardopt import checkpoint
+from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.identity import run_at
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, look_at
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
-from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
 from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural, runs_of
 from shardopt.cli.rules import parse_rules
@@ -78,19 +78,19 @@ def _one(url: str, verify: bool) -> Listed:
     )
 
 
-def document(listing: RunListing, rules: Retention, kept: dict[Place, list[str]]) -> dict[str, Any]:
+def document(listing: RunListing, rules: Retention, kept: dict[CheckpointId, list[str]]) -> dict[str, Any]:
     """Returns a listing as JSON has it. `kept` is null where no rules were given."""
 
     def of(each: Listed) -> dict[str, Any]:
         wire = asdict(each)
         del wire["files"]
-        place = wire.pop("place") and each.place
-        why = [reason for reason in kept.get(place, []) if reason != "no rule"] if place else []
+        id = wire.pop("id") and each.id
+        why = [reason for reason in kept.get(id, []) if reason != "no rule"] if id else []
         return {
-            "step": place.step if place else None,
-            "branch": place.branch if place else None,
+            "step": id.step if id else None,
+            "branch": id.branch if id else None,
             **wire,
-            "kept": place in kept if place and each.in_run and rules.last is not None else None,
+            "kept": id in kept if id and each.in_run and rules.last is not None else None,
             "why": why,
         }
 
@@ -102,11 +102,11 @@ def document(listing: RunListing, rules: Retention, kept: dict[Place, list[str]]
     }
 
 
-def print_listing(output: Output, listing: RunListing, rules: Retention, kept: dict[Place, list[str]]) -> None:
-    """Prints a listing as a table, those of the run first, then those that are set aside."""
+def print_listing(output: Output, listing: RunListing, rules: Retention, kept: dict[CheckpointId, list[str]]) -> None:
+    """Prints a listing as a table, those of the run first, then those that are abandoned."""
     run = [each for each in listing.checkpoints if each.in_run]
     aside = [each for each in listing.checkpoints if not each.in_run]
-    if [each.place for each in listing.checkpoints] == [None]:
+    if [each.id for each in listing.checkpoints] == [None]:
         output.line(Span(listing.url, "bold"), ": one checkpoint, of no run")
     else:
         branch = f", on branch {listing.branches.current}" if listing.branches else ""
@@ -122,12 +122,12 @@ def print_listing(output: Output, listing: RunListing, rules: Retention, kept: d
         right=[0, *range(2, 5 + len(beside) + len(metrics))],
     )
     for each in aside:
-        if each.place is not None:
+        if each.id is not None:
             state = ", to be removed" if each.to_be_removed else ""
             output.line(
-                f"set aside, of branch {each.place.branch}: step {each.place.step}, ",
+                f"abandoned, of branch {each.id.branch}: step {each.id.step}, ",
                 Span(each.condition, _STYLES[each.condition]),
-                f"{state}, in {each.place.name}",
+                f"{state}, in {each.id.name}",
             )
     for each in listing.checkpoints:
         for problem in each.problems:
@@ -135,15 +135,15 @@ def print_listing(output: Output, listing: RunListing, rules: Retention, kept: d
 
 
 def _row(
-    each: Listed, metrics: Sequence[str], rules: Retention, kept: dict[Place, list[str]], has_beside: bool
+    each: Listed, metrics: Sequence[str], rules: Retention, kept: dict[CheckpointId, list[str]], has_beside: bool
 ) -> list[Cell]:
     measured = each.metrics or {}
-    why = [reason for reason in kept.get(each.place, []) if reason != "no rule"] if each.place else []
+    why = [reason for reason in kept.get(each.id, []) if reason != "no rule"] if each.id else []
     stays = ", ".join(why)
-    if not why and each.place and rules.last is not None and each.counts:
+    if not why and each.id and rules.last is not None and each.counts:
         stays = "no"
     return [
-        Span("" if each.place is None else str(each.place.step), "bold"),
+        Span("" if each.id is None else str(each.id.step), "bold"),
         "" if each.saved_at is None else utc_text(each.saved_at),
         _text(each.world_size),
         _text(each.tensors),
@@ -225,8 +225,8 @@ def _tier_document(tier: Mapping[str, Any], listing: TierListing | None) -> dict
 
     def of(share: HostShare) -> dict[str, Any]:
         wire = asdict(share)
-        del wire["place"]
-        return {"step": share.place.step, "branch": share.place.branch, **wire}
+        del wire["id"]
+        return {"step": share.id.step, "branch": share.id.branch, **wire}
 
     here = None
     if listing is not None:
@@ -241,7 +241,7 @@ def _share_row(each: HostShare) -> list[Cell]:
     if each.nbytes is not None and each.nbytes_here is not None:
         nbytes = f"{nbytes_text(each.nbytes_here)} of {nbytes_text(each.nbytes)}"
     return [
-        Span(str(each.place.step) + (f" b{each.place.branch}" if each.place.branch else ""), "bold"),
+        Span(str(each.id.step) + (f" b{each.id.branch}" if each.id.branch else ""), "bold"),
         "" if each.saved_at is None else utc_text(each.saved_at),
         _text(each.world_size),
         counts,

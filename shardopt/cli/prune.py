@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shardopt.checkpoint.commit import remove_checkpoints
+from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.sources.referred import references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.cli import ls
@@ -30,7 +30,7 @@ def prune(
 
     Only whole checkpoints of the run below its newest are removed, and what was to be removed when the run was taken
     back; and what was left of earlier ones as others referred to it, where none does that stays. What is damaged,
-    unfinished, set aside, or the beginning of a branch stays, and so do files to which something refers that stays.
+    unfinished, abandoned, or the beginning of a branch stays, and so do files to which something refers that stays.
     """
     rules = parse_rules(keep_last, keep_every, best)
     listing = list_run(root, verify)
@@ -64,13 +64,13 @@ def prune(
     return 0
 
 
-def _refuse_changed(root: str, listing: RunListing, kept: Collection[Place]) -> None:
+def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointId]) -> None:
     """Raises CheckpointError where the run is another than it was when it was listed, which may take long, or where it
     cannot be known which files are referred to.
     """
     references_under(storage_of(root))
     now = list_run(root)
-    committed = {each.place for each in now.checkpoints if each.counts}
+    committed = {each.id for each in now.checkpoints if each.counts}
     if now.branches != listing.branches or not committed.issuperset(kept):
         problem = Problem(listing.url, "other checkpoints or branches than before", "a run that stays", "try again")
         raise CheckpointError("the run has changed meanwhile; nothing was removed", [problem])
@@ -82,19 +82,19 @@ def unwanted_in(listing: RunListing, rules: Retention) -> list[Listed]:
     Below the newest that is whole, as a run that is under way restores that one and saves above it.
     """
     kept = listing.reasons_to_keep(rules)
-    newest = max((place.step for place in kept), default=-1)
+    newest = max((id.step for id in kept), default=-1)
 
     def is_unwanted(each: Listed) -> bool:
-        if each.place is None or not each.counts:
+        if each.id is None or not each.counts:
             return False
         if not each.in_run:
             return each.to_be_removed
-        return each.place.step < newest and each.place not in kept
+        return each.id.step < newest and each.id not in kept
 
     unwanted = [each for each in listing.checkpoints if is_unwanted(each)]
     needed = {directory for directory, _ in _referred_by_others(listing, unwanted)}
-    bases = [each for each in listing.checkpoints if each.condition == "base" and each.place]
-    return unwanted + [each for each in bases if each.place and each.place.name not in needed]
+    bases = [each for each in listing.checkpoints if each.condition == "base" and each.id]
+    return unwanted + [each for each in bases if each.id and each.id.name not in needed]
 
 
 def bytes_freed(listing: RunListing, unwanted: Sequence[Listed]) -> dict[str, int]:
@@ -104,7 +104,7 @@ def bytes_freed(listing: RunListing, unwanted: Sequence[Listed]) -> dict[str, in
         each.url: sum(
             file.nbytes
             for file in each.files
-            if each.place and file.directory is None and (each.place.name, file.name) not in stay
+            if each.id and file.directory is None and (each.id.name, file.name) not in stay
         )
         for each in unwanted
     }
@@ -118,5 +118,5 @@ def _referred_by_others(listing: RunListing, unwanted: Sequence[Listed]) -> set[
 
 
 def _name(each: Listed) -> str:
-    assert each.place is not None
-    return str(each.place.step) + (f" of branch {each.place.branch}" if not each.in_run else "")
+    assert each.id is not None
+    return str(each.id.step) + (f" of branch {each.id.branch}" if not each.in_run else "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardopt.checkpoint.run.steps import by_numbers
+from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.cli.output import runs_of
 
 _DEEPEST = 64  # levels; a key of more dots keeps the rest in its last name

@@ -1,9 +1,9 @@
 """Figures of checkpoints (bytes, seconds, stall, GB/s) for loggers: TensorBoard, Weights & Biases, or any function.
 
-remove = log_figures(tensorboard(SummaryWriter("out/logs")), step=lambda: app["step"])
-remove = log_figures(wandb.log, step=lambda: app["step"])
-remove = log_figures(trainer.logger.log_metrics, step=lambda: trainer.global_step)  # Lightning
-remove = log_figures(accelerator.log, step=lambda: step)
+remove = log_report_metrics(tensorboard(SummaryWriter("out/logs")), step=lambda: app["step"])
+remove = log_report_metrics(wandb.log, step=lambda: app["step"])
+remove = log_report_metrics(trainer.logger.log_metrics, step=lambda: trainer.global_step)  # Lightning
+remove = log_report_metrics(accelerator.log, step=lambda: step)
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardopt.checkpoint import add_listener, figures
+from shardopt.checkpoint import add_listener, report_metrics
 from shardopt.ranks import ranks_of
 
-__all__ = ["log_figures", "tensorboard"]
+__all__ = ["log_report_metrics", "tensorboard"]
 
 Log = Callable[..., object]
-"""Called with figures by name, and `step=`."""
+"""Called with metrics by name, and `step=`."""
 
 
-def log_figures(log: Log, *, step: Callable[[], int], all_ranks: bool = False) -> Callable[[], None]:
-    """Hands the figures of every save, load and upload to a logger, as "checkpoint/save/seconds"; returns the way back.
+def log_report_metrics(log: Log, *, step: Callable[[], int], all_ranks: bool = False) -> Callable[[], None]:
+    """Hands the metrics of every save, load and upload to a logger, as "checkpoint/save/seconds"; returns the way back.
 
     The logger is called by the thread that did the work. What it raises is logged, and does no harm to the work.
 
     Args:
         log: gets a dict of numbers by name, and the step as the keyword `step`.
-        step: gives the step that the figures are to stand at, when they are there.
+        step: gives the step that the metrics are to stand at, when they are there.
         all_ranks: whether every rank logs, or rank 0 alone.
 
     Returns:
@@ -36,13 +36,13 @@ def log_figures(log: Log, *, step: Callable[[], int], all_ranks: bool = False) -
 
     def listen(event: str, report: Any) -> None:
         if all_ranks or ranks_of(None).rank == 0:
-            log({f"checkpoint/{event}/{name}": value for name, value in figures(report).items()}, step=step())
+            log({f"checkpoint/{event}/{name}": value for name, value in report_metrics(report).items()}, step=step())
 
     return add_listener(listen)
 
 
 def tensorboard(writer: Any) -> Log:
-    """Returns a function for `log_figures` that writes scalars, and flushes them.
+    """Returns a function for `log_report_metrics` that writes scalars, and flushes them.
 
     Args:
         writer: a `SummaryWriter` of TensorBoard.

@@ -298,7 +298,7 @@ def take_back(root, hosts):
     app = app_of(0)
     assert manager.restore(app) == 5 and manager.branch == 1
     assert torch.equal(app["rows"].full_tensor(), value(40))
-    assert manager.restore(app, step=5, branch=0) == 5  # set aside, and still in memory
+    assert manager.restore(app, step=5, branch=0) == 5  # abandoned, and still in memory
     assert_is(app, 5)
     manager.close()
 

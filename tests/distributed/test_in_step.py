@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.run.history import History
+from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.save import SaveTerms
@@ -41,7 +41,7 @@ def all_alike(outcomes):
 # A save in the background has failed, and not every rank has heard of it.
 
 NEXT_CALLS = {
-    "async_save": lambda manager, app, root: manager._saver.background.save(f"{root}/next", app),
+    "async_save": lambda manager, app, root: manager._steps.background.save(f"{root}/next", app),
     "save": lambda manager, app, root: checkpoint.save(f"{root}/next", app),
     "Manager.save": lambda manager, app, root: manager.save(7, app),
     "Manager.restore": lambda manager, app, root: manager.restore(app),
@@ -288,12 +288,12 @@ def in_different_calls(root):
     saver, options = AsyncSaver(), SaveTerms(deadline_seconds=NEVER)
     saver.save(f"{root}/beside", app, options).result()
     manager = checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=NEVER))
-    history = History(Root(storage_of(root)), None, None, SharedGroup(None, NEVER))
+    run = Run(Root(storage_of(root)), SharedGroup(None, NEVER))
     pairs = {
         "load": (lambda: checkpoint.save(f"{root}/1", app), lambda: checkpoint.load(f"{root}/there", app)),
         "step": (lambda: manager.save(10, app), lambda: manager.save(11, app)),
         "restore": (lambda: checkpoint.load(f"{root}/there", app), lambda: manager.restore(app)),
-        "another round": (lambda: history.agree_on_branches(needs_copies=True), lambda: history.candidates(0)),
+        "another round": (lambda: run.agree_on_branches(needs_copies=True), lambda: run.candidates(0)),
         "init_state": (
             lambda: checkpoint.load(f"{root}/there", app),
             lambda: checkpoint.load(f"{root}/there", app, init_state=True),
@@ -439,7 +439,7 @@ BETWEEN_ROUNDS = [
     ("async_save", "shardopt.checkpoint.async_save:Staging"),
     pytest.param("save", "shardopt.checkpoint.load:mark_partial_load", marks=pytest.mark.exhaustive),
     pytest.param("async_save", PLANNING, marks=pytest.mark.exhaustive),
-    pytest.param("Manager", "shardopt.checkpoint.run.history:History.candidates", marks=pytest.mark.exhaustive),
+    pytest.param("Manager", "shardopt.checkpoint.run.context:Run.candidates", marks=pytest.mark.exhaustive),
 ]
 
 

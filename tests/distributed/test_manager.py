@@ -84,11 +84,11 @@ def told_to_stop_after_a_failure(root, kind, code):
         pending = checkpoint.async_save(f"{root}/run/step-00000002", app)
     else:
         manager.save(2, app)
-        pending = manager._saver.background.pending if kind == "background" else None
+        pending = manager._steps.background.pending if kind == "background" else None
     if pending is not None:
         assert pending.done.wait(30)
-    if manager._behind.mirror is not None:
-        manager._behind.mirror._last.join()
+    if manager._run.mirror is not None:
+        manager._run.mirror.finish()
     os.kill(os.getpid(), signal.SIGUSR2)  # on every rank, so that none goes on to another step first
     dist.barrier()
     with pytest.raises(SystemExit) as left:
@@ -143,10 +143,10 @@ def test_a_step_that_this_manager_has_committed_or_restored_is_not_saved_again(t
 def roll_back(root):
     app = app_of(0)
     with checkpoint.Manager(root, keep=1) as manager:
-        assert manager.restore(app, step=2, beyond="remove" if dist.get_world_size() == 2 else "set_aside") == 2
+        assert manager.restore(app, step=2, newer="remove" if dist.get_world_size() == 2 else "abandon") == 2
         manager.save(3, app_of(30))
     dist.barrier()  # rank 0 removes what is no longer wanted
-    return manager.steps(), manager.set_aside(), manager.path(3)
+    return manager.steps(), manager.abandoned_steps(), manager.path(3)
 
 
 @pytest.mark.parametrize(("ranks", "aside"), [(2, {}), (3, {0: [3]})])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
-from shardopt.checkpoint.run.identity import Run, decode_run
+from shardopt.checkpoint.run.identity import RunIdentity, decode_run
 from shardopt.errors import CheckpointError, CorruptionError
 from tests.harness import run_ranks
 
@@ -100,7 +100,7 @@ def whose_with_a_mirror(path):
 
 def another_run(root):
     root.mkdir()
-    (root / "run.json").write_bytes(Run("0123456789abcdef" * 2, str(root)).pack())
+    (root / "run.json").write_bytes(RunIdentity("0123456789abcdef" * 2, str(root)).pack())
 
 
 def test_what_is_of_another_run_is_neither_read_nor_removed(tmp_path):
@@ -110,7 +110,7 @@ def test_what_is_of_another_run_is_neither_read_nor_removed(tmp_path):
 
 
 def test_a_record_that_is_damaged_is_refused():
-    run = Run("0123456789abcdef" * 2, "s3://bucket/run")
+    run = RunIdentity("0123456789abcdef" * 2, "s3://bucket/run")
     data = run.pack()
     assert decode_run(data, "here") == run
     wrong = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]

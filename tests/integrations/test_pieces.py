@@ -14,7 +14,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, StateError
 from shardopt.integrations.loader import ResumableLoader
-from shardopt.integrations.loggers import log_figures
+from shardopt.integrations.loggers import log_report_metrics
 from shardopt.integrations.optimizers import keyed_like, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, TrainingRun
 from shardopt.world import using
@@ -218,7 +218,7 @@ def test_the_signal_is_taken_back_from_a_handler_that_came_later(tmp_path):
 
 def test_figures_go_to_any_logger_until_it_is_removed(tmp_path):
     lines = []
-    remove = log_figures(lambda values, step: lines.append((values, step)), step=lambda: 7)
+    remove = log_report_metrics(lambda values, step: lines.append((values, step)), step=lambda: 7)
     try:
         checkpoint.save(tmp_path / "a", {"x": torch.ones(1000)})
     finally:

@@ -148,8 +148,8 @@ def test_a_branch_is_one_of_those_that_there_are(tmp_path):
             app["step"] = step
             manager.save(step, app, force=True)
         manager.restore(app, step=1)
-        refused("see set_aside() for those that there are", manager.restore, app, step=2, branch=7)
-        ((branch, steps),) = manager.set_aside().items()
+        refused("see abandoned_steps() for those that there are", manager.restore, app, step=2, branch=7)
+        ((branch, steps),) = manager.abandoned_steps().items()
         assert manager.restore(app, step=steps[0], branch=branch) == 2 and app["step"] == 2
 
 

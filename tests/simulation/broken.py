@@ -16,6 +16,7 @@ from shardopt.world import world
 _of = importlib.import_module
 _commit = _of("shardopt.checkpoint.commit")
 _manager = _of("shardopt.checkpoint.run.manager").Manager
+_steps = _of("shardopt.checkpoint.run.steps").Steps
 _saver = _of("shardopt.checkpoint.async_save").AsyncSaver
 _background = _of("shardopt.checkpoint.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
@@ -63,21 +64,21 @@ def no_second_look_for_a_manifest(patch: Callable[..., None]) -> None:
 
 
 def branches_known_only_after_the_load(patch: Callable[..., None]) -> None:
-    restore = _manager._restore
+    restore = _steps.restore
 
     def forgetful(self: Any, *args: Any) -> Any:
-        before = self._history.branches
+        before = self._run.branches
         try:
             return restore(self, *args)
         except BaseException:
-            self._history._agreed = before
+            self._run.branches = before
             raise
 
-    patch(_manager, "_restore", forgetful)
+    patch(_steps, "restore", forgetful)
 
 
 def no_branches(patch: Callable[..., None]) -> None:
-    patch(_manager, "_take_back", lambda *args: None)
+    patch(_steps, "_take_back", lambda *args: None)
 
 
 def failures_raised_by_each_rank_alone(patch: Callable[..., None]) -> None:
@@ -154,7 +155,7 @@ def rounds_without_names(patch: Callable[..., None]) -> None:
 
 def rounds_of_a_restore_with_one_name(patch: Callable[..., None]) -> None:
     as_call = _of("shardopt.ranks").as_call
-    patch(_of("shardopt.checkpoint.run.history"), "Call", lambda text, same: as_call(text))
+    patch(_of("shardopt.checkpoint.run.context"), "Call", lambda text, same: as_call(text))
 
 
 def put_back(broken: Callable[..., None], monkeypatch: Any) -> None:

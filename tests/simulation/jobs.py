@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
-from shardopt.checkpoint.run.preemption import Preemption
+from shardopt.checkpoint.run.options import Preemption
 from shardopt.checkpoint.save import SaveOptions
 from shardopt.errors import MismatchError, RankError, ShardoptError
 from tests.simulation.files import Inode
@@ -119,6 +119,7 @@ class Ledger:
         self.may_fail = False  # whether nothing may be left that can be restored
         self.files_of_user: list[str] = []
         self.current = 0  # the job that is the last one
+        self.begun: dict[tuple[int, int], list[tuple[str, str]]] = {}  # job, rank → tasks after commits, and of which
 
     def commits(self, job: int, step: int) -> None:
         """Notes that a save was reported as committed."""
@@ -280,6 +281,7 @@ class RunningJob:
             group=group,
             export=Export(EXPORTS) if job.exports else None,
         )
+        self._follow(manager, rank)
         with manager:
             if job.looks_alone and rank == 0:
                 self._call(rank, "look", self._look_alone, compared=False)
@@ -294,6 +296,19 @@ class RunningJob:
                 app.become(self.number, step)
                 self._save(manager, app, rank, number, step)
             self._call(rank, "close", manager.close)
+
+    def _follow(self, manager: Manager, rank: int) -> None:
+        """Notes the tasks that follow commits, in the order in which this rank begins them."""
+        begun = self.ledger.begun[self.number, rank] = []
+        after = manager._after
+        for task, each in (("mirror", after._mirror), ("export", after._exporter), ("retention", after._keeper)):
+            if each is not None:
+
+                def begin(what: Any, *args: Any, task: str = task, begin: Callable[..., None] = each.begin) -> None:
+                    begun.append((task, getattr(what, "name", what)))
+                    begin(what, *args)
+
+                each.begin = begin  # type: ignore[method-assign, assignment]
 
     def _look_alone(self) -> list[int]:
         """Looks at the run, on one rank alone."""
@@ -410,6 +425,22 @@ class _Left(Exception):
 def _described(result: Any) -> str:
     save_id = getattr(result, "save_id", "")
     return f"saved as {save_id}" if save_id else str(result) if isinstance(result, int | list) else ""
+
+
+def judge_order(ledger: Ledger, jobs: list[RunningJob]) -> list[str]:
+    """Returns where tasks that follow a commit were begun in another order than docs/architecture.md has."""
+    problems = []
+    for (number, rank), begun in ledger.begun.items():
+        job = jobs[number].job
+        chain = ["mirror"] * job.mirror + ["export"] * (job.exports and rank == 0) + ["retention"]
+        for i, (task, name) in enumerate(begun):
+            if task == "retention" and begun[: i + 1][-len(chain) :] != [(each, name) for each in chain]:
+                problems.append(f"rank {rank} of job {number} began {begun[: i + 1][-len(chain) :]}, and not {chain}")
+        first = ledger.begun.get((number, 0), [])
+        alike = [[name for task, name in each if task == "mirror"] for each in (first, begun)]
+        if not jobs[number].schedule.faults and alike[0] != alike[1]:
+            problems.append(f"ranks 0 and {rank} of job {number} copy {alike[0]} and {alike[1]}")
+    return problems
 
 
 def judge_exports(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:

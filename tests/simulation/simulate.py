@@ -14,7 +14,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint import agree_plan
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.world import world as current_world
-from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports
+from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports, judge_order
 from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Process, Scheduler
@@ -69,7 +69,7 @@ def _simulate(schedule: Schedule) -> Outcome:
                 _end(world, job.processes)
     finally:
         logging.disable(logging.NOTSET)
-    problems += ledger.problems + scheduler.errors + _judge(schedule, ledger, jobs)
+    problems += ledger.problems + scheduler.errors + _judge(schedule, ledger, jobs) + judge_order(ledger, jobs)
     return Outcome(schedule, problems, scheduler.trace)
 
 

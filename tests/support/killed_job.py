@@ -36,7 +36,7 @@ PHASES = {
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
     "commit": ("shardopt.checkpoint.place:publish_checkpoint", STORAGE + "LocalStorage.publish_new", "os:link"),
     "retention": (
-        "shardopt.checkpoint.run.keeper:steps_to_keep",
+        "shardopt.checkpoint.run.keeper:reasons_to_keep",
         "shardopt.checkpoint.run.keeper:remove_checkpoints",
         "os:unlink",
         "os:rmdir",

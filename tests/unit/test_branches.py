@@ -1,4 +1,4 @@
-"""A run that is taken back to an earlier step: what is part of it, what is set aside, and that nothing is lost."""
+"""A run that is taken back to an earlier step: what is part of it, what is abandoned, and that nothing is lost."""
 
 import itertools
 import json
@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import seal
-from shardopt.checkpoint.run.branches import Branch, Branches, branches_of, read_records
+from shardopt.checkpoint.run.branches import (
+    Branch,
+    Branches,
+    CheckpointId,
+    branches_of,
+    by_numbers,
+    parse_id,
+    read_records,
+)
 from shardopt.checkpoint.run.identity import run_at
 from shardopt.checkpoint.run.shares import tiers_at
-from shardopt.checkpoint.run.steps import Place, by_numbers, place_of
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import (
     CheckpointError,
@@ -34,7 +41,7 @@ from shardopt.errors import (
 SERIES = st.lists(
     st.one_of(
         st.tuples(st.just("save"), st.integers(1, 3)),
-        st.tuples(st.just("back"), st.integers(0, 20), st.integers(0, 5), st.sampled_from(["set_aside", "remove"])),
+        st.tuples(st.just("back"), st.integers(0, 20), st.integers(0, 5), st.sampled_from(["abandon", "remove"])),
     ),
     max_size=25,
 )
@@ -48,33 +55,33 @@ def test_they_are_what_a_list_of_all_that_was_saved_says(series):
     for what, *arguments in series:
         if what == "save":
             step += arguments[0]
-            of_branch[branches.current].append(branches.place(step))
-            removed.discard(branches.place(step))
+            of_branch[branches.current].append(branches.id_of(step))
+            removed.discard(branches.id_of(step))
             continue
-        number, branch, beyond = arguments
+        number, branch, newer = arguments
         there = [place for place in of_branch.get(branch, []) if place not in removed]
         if not there:
             continue
         target = there[number % len(there)]
-        record = branches.taken_back(target.step, branch, beyond)
+        record = Branch(branches.current + 1, branch, target.step, newer)
         branches = branches_of([record, *branches.values()])
         of_branch[record.number] = [place for place in of_branch[branch] if place.step <= target.step]
-        if beyond == "remove":
+        if newer == "remove":
             removed |= {place for place in of_branch[branch] if place.step > target.step}
         step = target.step
     everything = set(itertools.chain.from_iterable(of_branch.values()))
     for branch, places in of_branch.items():
         assert {place for place in everything if branches.has(place, branch)} == set(places)
-        assert all(branches.place(place.step, branch) == place for place in places)
+        assert all(branches.id_of(place.step, branch) == place for place in places)
     run = set(of_branch[branches.current])
     assert {place for place in everything if branches.is_removed(place)} == removed - run
-    assert everything == {place_of(place.name) for place in everything}
+    assert everything == {parse_id(place.name) for place in everything}
 
 
 def test_names_of_directories():
-    assert Place(500).name == "step-00000500" and Place(123_456_789, 12).name == "step-123456789-b12"
+    assert CheckpointId(500).name == "step-00000500" and CheckpointId(123_456_789, 12).name == "step-123456789-b12"
     for other in ("step-5", "step-00000500-b0", "step-00000500-b01", "step-000000500", "step-00000500-b", "x"):
-        assert place_of(other) is None
+        assert parse_id(other) is None
     names = ["step-99999999", "step-100000000", "step-00000009-b1", "a2", "a10", "b", "2", "10"]
     assert sorted(names, key=by_numbers) == [
         "2",
@@ -168,13 +175,13 @@ def three_steps(root, **rules):
 
 
 @pytest.mark.parametrize("stage", [None, "now"])
-@pytest.mark.parametrize("beyond", ["set_aside", "remove"])
-def test_a_run_goes_on_from_an_earlier_step(tmp_path, beyond, stage):
+@pytest.mark.parametrize("newer", ["abandon", "remove"])
+def test_a_run_goes_on_from_an_earlier_step(tmp_path, newer, stage):
     three_steps(tmp_path)
     with checkpoint.Manager(tmp_path, keep=1, stage=stage) as manager:
-        assert restored(manager, step=200, beyond=beyond) == (200, 200)
+        assert restored(manager, step=200, newer=newer) == (200, 200)
         assert manager.steps() == [100, 200]
-        assert manager.set_aside() == ({0: [300]} if beyond == "set_aside" else {})
+        assert manager.abandoned_steps() == ({0: [300]} if newer == "abandon" else {})
         save(manager, 250, -250)
         save(manager, 300, -300)
     assert manager.steps() == [200, 300]  # the one restored from, and the newest
@@ -182,11 +189,11 @@ def test_a_run_goes_on_from_an_earlier_step(tmp_path, beyond, stage):
     again = checkpoint.Manager(tmp_path)
     assert restored(again) == (300, -300)
     assert again.steps() == [200, 300]
-    kept = ["step-00000300"] if beyond == "set_aside" else []
+    kept = ["step-00000300"] if newer == "abandon" else []
     assert directories(tmp_path) == ["step-00000200", *kept, "step-00000300-b1"]
     if kept:
         assert restored(again, step=300, branch=0) == (300, 300)
-        assert again.set_aside() == {1: [300]}
+        assert again.abandoned_steps() == {1: [300]}
         save(again, 400)
         assert directories(tmp_path)[-1] == "step-00000400-b2"
 
@@ -201,14 +208,14 @@ def test_nothing_is_recorded_where_nothing_is_beyond(tmp_path):
     assert manager.steps() == [100, 200, 300, 301]
 
 
-def test_what_is_set_aside_is_out_of_the_way_of_all_rules(tmp_path):
+def test_what_is_abandoned_is_out_of_the_way_of_all_rules(tmp_path):
     three_steps(tmp_path)
     manager = checkpoint.Manager(tmp_path, keep=checkpoint.Retention(last=2, best=("loss", "min", 1)))
     restored(manager, step=100)
     for step in range(110, 160, 10):
         save(manager, step, metrics={"loss": step})
     assert manager.steps() == [100, 110, 140, 150]
-    assert manager.set_aside() == {0: [200, 300]}
+    assert manager.abandoned_steps() == {0: [200, 300]}
     assert all(checkpoint.verify(tmp_path / name).ok for name in directories(tmp_path))
 
 
@@ -220,7 +227,7 @@ def test_a_run_that_is_taken_back_again_and_again(tmp_path):
                 save(manager, step, 10 * round_number + step)
         restored(manager, step=1)
     assert manager.steps() == [1]
-    assert manager.set_aside() == {0: [2, 3], 1: [2, 3], 2: [2, 3]}
+    assert manager.abandoned_steps() == {0: [2, 3], 1: [2, 3], 2: [2, 3]}
     assert restored(manager, step=3, branch=1) == (3, 13)
     assert manager.steps() == [1, 2, 3]
 
@@ -236,7 +243,7 @@ def test_a_process_that_goes_on_for_the_run_as_it_was_saves_beside_it(tmp_path):
     save(new, 4, -4)
     save(old, 5)
     assert new.steps() == [3, 4] and restored(checkpoint.Manager(tmp_path)) == (4, -4)
-    assert new.set_aside() == {0: [4, 5]}
+    assert new.abandoned_steps() == {0: [4, 5]}
 
 
 def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, caplog):
@@ -268,7 +275,7 @@ def test_a_step_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"step": -1}, {"step": "200"}, {"step": True}, {"branch": -1}, {"beyond": "drop"}], ids=str
+    "wrong", [{"step": -1}, {"step": "200"}, {"step": True}, {"branch": -1}, {"newer": "drop"}], ids=str
 )
 def test_wrong_arguments_of_restore(tmp_path, wrong):
     three_steps(tmp_path)
@@ -330,15 +337,15 @@ def stop_at(monkeypatch, at):
     return lambda: calls
 
 
-def go_back(root, beyond):
+def go_back(root, newer):
     with checkpoint.Manager(root, keep=1) as manager:
-        restored(manager, step=200, beyond=beyond)
+        restored(manager, step=200, newer=newer)
         save(manager, 250, -250)
         save(manager, 300, -300)
 
 
-@pytest.mark.parametrize("beyond", [pytest.param("set_aside", marks=pytest.mark.exhaustive), "remove"])
-def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, monkeypatch, beyond):
+@pytest.mark.parametrize("newer", [pytest.param("abandon", marks=pytest.mark.exhaustive), "remove"])
+def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, monkeypatch, newer):
     monkeypatch.setattr("os.fsync", lambda fd: None)  # of the process it is that ends here, not the machine
     for at in itertools.count():
         root = tmp_path / str(at)
@@ -346,7 +353,7 @@ def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, m
         with monkeypatch.context() as patch:
             calls = stop_at(patch, at)
             with suppress(Stop):
-                go_back(root, beyond)
+                go_back(root, newer)
             ended = calls() <= at
         manager = checkpoint.Manager(root, keep=1)
         step, value = restored(manager)
@@ -354,12 +361,12 @@ def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, m
         assert all(checkpoint.verify(manager.path(each)).ok for each in manager.steps())
         # What the user does then: the same again, or on with what is there.
         if value > 0:
-            restored(manager, step=200, beyond=beyond)
+            restored(manager, step=200, newer=newer)
         save(manager, 310, -310)
         assert max(manager.steps()) == 310
         later = checkpoint.Manager(root)
         assert restored(later) == (310, -310)
-        assert later.set_aside() == ({0: [300]} if beyond == "set_aside" else {}), at
+        assert later.abandoned_steps() == ({0: [300]} if newer == "abandon" else {}), at
         if ended:
             break
     assert at > 30
@@ -370,7 +377,7 @@ def test_both_roots_know_of_it(tmp_path):
     with checkpoint.Manager(root, mirror=copies) as manager:
         for step in (100, 200, 300):
             save(manager, step)
-            manager._behind.mirror.wait()
+            manager._run.mirror.wait()
         restored(manager, step=200)
         save(manager, 250, -250)
     assert checkpoint.Manager(copies).steps() == [100, 200, 250]
@@ -391,7 +398,7 @@ def test_a_record_that_came_to_one_root_alone_comes_to_the_other(tmp_path):
         with checkpoint.Manager(roots[0], mirror=roots[1]) as manager:
             for step in (1, 2):
                 save(manager, step)
-                manager._behind.mirror.wait()
+                manager._run.mirror.wait()
         (roots[first] / "branch-00001.json").write_bytes(Branch(1, 0, 1).pack())
         manager = checkpoint.Manager(roots[0], mirror=roots[1])
         assert restored(manager) == (1, 1)
@@ -412,8 +419,8 @@ def test_copies_that_were_to_be_removed_are_removed(tmp_path):
     with checkpoint.Manager(root, mirror=copies) as manager:
         for step in (100, 200, 300):
             save(manager, step)
-            manager._behind.mirror.wait()
-        restored(manager, step=200, beyond="remove")
+            manager._run.mirror.wait()
+        restored(manager, step=200, newer="remove")
     assert directories(copies) == directories(root) == ["step-00000100", "step-00000200"]
 
 
@@ -421,7 +428,7 @@ def test_what_was_to_be_removed_may_be_gone_back_to_while_it_is_there(tmp_path):
     three_steps(tmp_path)
     (tmp_path / "branch-00001.json").write_bytes(Branch(1, 0, 100, "remove").pack())  # and the process was killed
     manager = checkpoint.Manager(tmp_path)
-    assert manager.set_aside() == {0: [200, 300]}
+    assert manager.abandoned_steps() == {0: [200, 300]}
     assert restored(manager, step=200, branch=0) == (200, 200)
     save(manager, 400)
     assert directories(tmp_path) == ["step-00000100", "step-00000200", "step-00000400-b2"]
@@ -444,12 +451,12 @@ class Reference:
     def save(self, step, value):
         self.lists[self.current].append((step, value))
 
-    def take_back(self, index, branch, beyond):
+    def take_back(self, index, branch, newer):
         kept, gone = self.lists[branch][: index + 1], self.lists[branch][index + 1 :]
         if gone or branch != self.current:
             self.current = max(self.lists) + 1
             self.lists[self.current] = list(kept)
-        if beyond == "remove":
+        if newer == "remove":
             run = self.lists[self.current]
             for other in self.lists.values():
                 other[:] = [each for each in other if each not in gone or each in run]
@@ -484,17 +491,17 @@ def live_through(root, mirror, history):
             if not reference.lists[branch]:
                 continue
             index = other % len(reference.lists[branch])
-            beyond = "remove" if remove else "set_aside"
-            if manager._behind.mirror is not None:
-                manager._behind.mirror.wait()  # which copies what is to be removed
+            newer = "remove" if remove else "abandon"
+            if manager._run.mirror is not None:
+                manager._run.mirror.wait()  # which copies what is to be removed
             wanted = reference.lists[branch][index]
-            assert restored(manager, step=wanted[0], branch=branch, beyond=beyond) == wanted
-            assert reference.take_back(index, branch, beyond) == wanted
+            assert restored(manager, step=wanted[0], branch=branch, newer=newer) == wanted
+            assert reference.take_back(index, branch, newer) == wanted
             step = wanted[0]
         assert manager.steps() == [each for each, _ in reference.lists[reference.current]]
         assert manager.branch == reference.current
-        there = {(place.branch, place.step) for place in map(place_of, directories(root)) if place}
-        aside = {(branch, each) for branch, steps in manager.set_aside().items() for each in steps}
+        there = {(place.branch, place.step) for place in map(parse_id, directories(root)) if place}
+        aside = {(branch, each) for branch, steps in manager.abandoned_steps().items() for each in steps}
         assert aside <= there
     manager.close()
 
@@ -517,11 +524,11 @@ def test_any_history_of_a_run_at_length(history, mirrored):
 
 def test_on_a_store():
     root, copies = (f"memory://shardopt-branches/{uuid.uuid4().hex}" for _ in range(2))
-    for beyond, aside in (("set_aside", {0: [300]}), ("remove", {})):
-        where = f"{root}/{beyond}"
+    for newer, aside in (("abandon", {0: [300]}), ("remove", {})):
+        where = f"{root}/{newer}"
         three_steps(where)
-        with checkpoint.Manager(where, mirror=f"{copies}/{beyond}", keep=1) as manager:
-            assert restored(manager, step=200, beyond=beyond) == (200, 200)
+        with checkpoint.Manager(where, mirror=f"{copies}/{newer}", keep=1) as manager:
+            assert restored(manager, step=200, newer=newer) == (200, 200)
             save(manager, 300, -300)
-            assert manager.steps() == [200, 300] and manager.set_aside() == aside
-        assert restored(checkpoint.Manager(where)) == restored(checkpoint.Manager(f"{copies}/{beyond}")) == (300, -300)
+            assert manager.steps() == [200, 300] and manager.abandoned_steps() == aside
+        assert restored(checkpoint.Manager(where)) == restored(checkpoint.Manager(f"{copies}/{newer}")) == (300, -300)

@@ -137,7 +137,7 @@ def test_show_lists_a_run(tmp_path, capsys):
     assert lines[0].startswith(f"{tmp_path}: a run of 3 checkpoints, on branch 1, ")
     assert [line.split()[0] for line in lines[2:5]] == ["100", "200", "250"]
     assert lines[3].endswith("branch 1 begins here") and lines[4].endswith("newest")
-    assert lines[5:] == ["set aside, of branch 0: step 300, committed, in step-00000300"]
+    assert lines[5:] == ["abandoned, of branch 0: step 300, committed, in step-00000300"]
 
 
 def test_show_prints_one_small_tensor(tmp_path, capsys):

@@ -1,6 +1,6 @@
-"""Failures behind the training: each is raised once on each rank, whichever has met it first."""
+"""Failures in the background: each is raised once on each rank, whichever has met it first."""
 
-from shardopt.checkpoint.run.failures import Failures
+from shardopt.checkpoint.run.background import Failures
 
 
 def failed(*numbers):

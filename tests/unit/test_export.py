@@ -1,4 +1,4 @@
-"""A run's last or best checkpoint as a Hugging Face folder, written behind the training."""
+"""A run's last or best checkpoint as a Hugging Face folder, written in the background."""
 
 import json
 import logging

@@ -337,7 +337,7 @@ def test_nothing_is_removed_where_a_manifest_cannot_be_read(tmp_path):
     assert is_as_saved(tmp_path / "step-00000002", app_of(2))
 
 
-def test_a_run_that_was_taken_back_keeps_what_is_set_aside_whole(tmp_path):
+def test_a_run_that_was_taken_back_keeps_what_is_abandoned_whole(tmp_path):
     with checkpoint.Manager(tmp_path, keep=2, incremental=True) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
@@ -345,7 +345,7 @@ def test_a_run_that_was_taken_back_keeps_what_is_set_aside_whole(tmp_path):
         assert manager.restore(app, step=2) == 2
         for step in (3, 4, 5):
             assert manager.save(step, app_of(step)).bytes_unchanged > 0
-        assert manager.set_aside() == {0: [3]}
+        assert manager.abandoned_steps() == {0: [3]}
     for path in tmp_path.glob("*/manifest.json"):
         assert checkpoint.verify(path.parent).ok
     with checkpoint.Manager(tmp_path, keep=2, incremental=True) as manager:
@@ -377,7 +377,7 @@ def test_copies_refer_to_copies(tmp_path):
     with checkpoint.Manager(local, keep=1, incremental=True, mirror=mirror) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
-            manager._behind.mirror.wait()
+            manager._run.mirror.wait()
     shutil.rmtree(local)
     assert [each.parent.name for each in mirror.glob("*/manifest.json")] == ["step-00000003"]
     assert is_as_saved(mirror / "step-00000003", app_of(3))

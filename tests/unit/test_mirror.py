@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint import commit as commit_module
 from shardopt.checkpoint.run import copying
+from shardopt.checkpoint.run import mirror as mirror_module
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
@@ -102,7 +103,7 @@ def test_what_is_damaged_is_not_copied(roots, caplog):
     flip(f"{local}/{first}")
     mirror = Mirror(local, remote)
     mirror.upload(first)
-    mirror._last.join()
+    mirror.finish()
     with pytest.raises(CorruptionError, match="checksum"):
         mirror.upload(second)
     mirror.close()
@@ -267,8 +268,8 @@ def run_with_mirror(local, remote, last):
     ) as manager:
         for step in range(1, last + 1):
             manager.save(step, {"x": value(step), "step": step}, metrics={"loss": abs(step - 2)})
-            manager._saver.background.wait()
-            manager._behind.mirror.wait()
+            manager._steps.background.wait()
+            manager._run.mirror.wait()
     return manager.steps()
 
 
@@ -310,18 +311,18 @@ def test_a_manager_restores_from_whichever_is_whole(roots):
 def fail_to_copy(local, remote):
     """Returns the steps of saves that raised after a copy had failed; the one after that goes well."""
     manager = checkpoint.Manager(local, mirror=remote)
-    copy = Mirror._copy
-    Mirror._copy = lambda self, ranks, name: (_ for _ in ()).throw(CheckpointError("the store is full"))
+    copy = mirror_module.copy_over_ranks
+    mirror_module.copy_over_ranks = lambda *args: (_ for _ in ()).throw(CheckpointError("the store is full"))
     try:
         manager.save(1, {"x": value(1)})
-        manager._behind.mirror._last.join()
+        manager._run.mirror.finish()
     finally:
-        Mirror._copy = copy
+        mirror_module.copy_over_ranks = copy
     raised = []
     for step in (2, 3, 4):
         try:
             manager.save(step, {"x": value(step)})
-            manager._behind.mirror._last.join()
+            manager._run.mirror.finish()
         except CheckpointError as error:
             raised.append((step, "the store is full" in str(error)))
     manager.close()
@@ -440,7 +441,7 @@ def test_a_copy_whose_manifest_is_damaged_is_made_anew(tmp_path, caplog):
     (tmp_path / "b" / name / "manifest.json").write_text("{}")
     uploaded(local, remote, name)
     assert checkpoint.verify(f"{remote}/{name}").ok
-    assert "it is copied anew" in caplog.text
+    assert "it is copied again" in caplog.text
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -466,7 +467,7 @@ def test_a_damaged_newest_is_not_what_it_catches_up_with(tmp_path):
     flip(f"{local}/step-00000002")
     with checkpoint.Manager(local, mirror=remote) as manager:
         assert manager.restore({"x": value(0)}) == 1
-        manager._behind.mirror.wait()
+        manager._run.mirror.wait()
         assert checkpoint.Manager(remote).steps() == [1]
         manager.save(2, {"x": value(2)})
     assert checkpoint.verify(f"{remote}/step-00000002").ok
@@ -477,7 +478,7 @@ def test_a_step_that_is_damaged_in_both_roots_is_saved_again_in_both(tmp_path):
     with checkpoint.Manager(local, mirror=remote) as manager:
         for step in (1, 2):
             manager.save(step, {"x": value(step)})
-            manager._behind.mirror.wait()
+            manager._run.mirror.wait()
     flip(f"{local}/step-00000002")
     flip(f"{remote}/step-00000002")
     with checkpoint.Manager(local, mirror=remote) as manager:

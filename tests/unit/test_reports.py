@@ -49,10 +49,10 @@ def test_everything_that_is_done_is_told(tmp_path, events, caplog):
 
 def test_figures_are_numbers():
     report = checkpoint.SaveReport("u", "id", 2, 10**9, 4 * 10**9, 2.0, stall_seconds=0.5)
-    numbers = checkpoint.figures(report)
+    numbers = checkpoint.report_metrics(report)
     assert numbers["gb_per_second"] == 2.0 and numbers["stall_seconds"] == 0.5 and numbers["bytes_written"] == 10**9
     assert all(isinstance(number, int | float) for number in numbers.values())
-    assert checkpoint.figures(checkpoint.SaveReport("u", "id", 0, 0, 0, 0.0))["gb_per_second"] == 0.0
+    assert checkpoint.report_metrics(checkpoint.SaveReport("u", "id", 0, 0, 0, 0.0))["gb_per_second"] == 0.0
 
 
 def test_a_listener_that_fails_does_no_harm(tmp_path, events, caplog):

@@ -16,7 +16,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run import manager as manager_module
-from shardopt.checkpoint.run.restoring import _duration
+from shardopt.checkpoint.run.steps import _duration
 from shardopt.checkpoint.storage import LocalStorage, retry
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
 from tests.harness import run_ranks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.commit import remove_checkpoint
-from shardopt.checkpoint.run.retention import Best, Retention, steps_to_keep
+from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
 from shardopt.checkpoint.storage import LocalStorage
 
 STEPS_AND_RESUMED = st.sets(st.integers(0, 60), min_size=1, max_size=15).flatmap(
@@ -31,7 +31,7 @@ def with_metric(losses):
 @given(STEPS_AND_RESUMED, RULES, LOSSES)
 def test_what_every_choice_holds(steps_and_resumed, rules, losses):
     steps, resumed = steps_and_resumed
-    keep = steps_to_keep(steps, rules, with_metric(losses), {resumed})
+    keep = set(reasons_to_keep(steps, rules, with_metric(losses), {resumed: "resumed"}))
     assert keep <= steps
     assert max(steps) in keep
     assert resumed not in steps or resumed in keep
@@ -53,15 +53,15 @@ def test_what_every_choice_holds(steps_and_resumed, rules, losses):
 @given(STEPS_AND_RESUMED, RULES, LOSSES)
 def test_what_was_kept_is_kept_again(steps_and_resumed, rules, losses):
     steps, resumed = steps_and_resumed
-    keep = steps_to_keep(steps, rules, with_metric(losses), {resumed})
-    assert steps_to_keep(keep, rules, with_metric(losses), {resumed}) == keep
+    keep = set(reasons_to_keep(steps, rules, with_metric(losses), {resumed: "resumed"}))
+    assert set(reasons_to_keep(keep, rules, with_metric(losses), {resumed: "resumed"})) == keep
 
 
 def test_a_run_from_beginning_to_end():
     there, rules = set(), Retention(last=2, every=50, best=Best("loss", "min", 1))
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.0, 50: math.nan, 60: 4.0, 70: 5.0}
     for step in losses:
-        there = set(steps_to_keep(there | {step}, rules, with_metric(losses)))
+        there = set(reasons_to_keep(there | {step}, rules, with_metric(losses)))
     assert there == {20, 50, 60, 70}
 
 

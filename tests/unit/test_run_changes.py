@@ -42,7 +42,7 @@ def test_metrics_that_come_after_the_save_decide_what_stays(tmp_path, stage, whe
     again.add_metrics(6, {"loss": 7.0})
     again.save(7, app_of(7))
     assert again.steps() == [5, 7]
-    records = [name for name in again._root.storage.names() if "metrics" in name]
+    records = [name for name in again._run.root.storage.names() if "metrics" in name]
     assert records == ["step-00000005.metrics.json"]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
-from shardopt.checkpoint.run.identity import Run
+from shardopt.checkpoint.run.identity import RunIdentity
 from shardopt.checkpoint.run.tiers import tiers
 from shardopt.errors import CheckpointError, CorruptionError, OptionError
 
@@ -54,15 +54,15 @@ def test_a_mirror_that_cannot_be_reached_stops_no_save_to_a_tier(tmp_path, caplo
 
 def test_a_run_that_another_has_begun_in_the_mirror_meanwhile_is_refused(tmp_path, monkeypatch):
     made = manager(tmp_path)
-    record = Run("0123456789abcdef" * 2, "elsewhere").pack()
-    make = type(made._root.storage).make
+    record = RunIdentity("0123456789abcdef" * 2, "elsewhere").pack()
+    make = type(made._run.root.storage).make
 
     def make_for_another(storage):
         make(storage)
         if storage.url == str(tmp_path / "mirror"):
             (tmp_path / "mirror/run.json").write_bytes(record)
 
-    monkeypatch.setattr(type(made._root.storage), "make", make_for_another)
+    monkeypatch.setattr(type(made._run.root.storage), "make", make_for_another)
     with made, pytest.raises(CheckpointError, match="are of two runs"):
         made.save(1, app_of(1))
     assert not list((tmp_path / "tier").glob("step-*"))

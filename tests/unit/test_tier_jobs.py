@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.run.tiers.jobs import Job, TierQueue
+from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.tiers.work import Job, TierQueue
 
 ALONE = SimpleNamespace(beating=nullcontext)
 
 
 def job(step, tier=0, onto=(), to_root=False, is_restored=False):
-    return Job(Place(step), ALONE, (), tier, onto, to_root, lambda: None, is_restored)
+    return Job(CheckpointId(step), ALONE, (), tier, onto, to_root, lambda: None, is_restored)
 
 
 class Held:
@@ -26,9 +26,9 @@ class Held:
     def do(self, job, is_newest):
         self.begun.set()
         assert self.let_go.wait(20)
-        self.done.append((job.place.step, is_newest() if job.tier is not None else None))
-        if job.place.step in self.failing:
-            raise OSError(f"step {job.place.step}")
+        self.done.append((job.id.step, is_newest() if job.tier is not None else None))
+        if job.id.step in self.failing:
+            raise OSError(f"step {job.id.step}")
 
     def begin(self, *jobs):
         for each in jobs:
@@ -53,11 +53,11 @@ def test_copies_without_a_turn_are_given_up_once_where_a_newer_one_waits():
     held = Held()
     kept = [job(2, onto=(1,)), job(3, to_root=True), job(4, is_restored=True), job(5, tier=None)]
     held.begin(job(1), *kept, job(6), job(7), job(8))
-    assert [each.place.step for each in held.queue.supersede()] == [6, 7]  # not that under way, nor the newest
+    assert [each.id.step for each in held.queue.supersede()] == [6, 7]  # not that under way, nor the newest
     assert held.queue.supersede() == []
     held.queue.begin(job(9))
-    assert [each.place.step for each in held.queue.supersede()] == [8]
-    assert held.queue.promoting() == {Place(3).name}
+    assert [each.id.step for each in held.queue.supersede()] == [8]
+    assert held.queue.promoting() == {CheckpointId(3).name}
     held.finish()
     assert held.queue.promoting() == frozenset()
 

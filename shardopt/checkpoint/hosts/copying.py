@@ -24,11 +24,11 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_second: float | None) -> bool:
+def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, max_bytes_per_second: float | None) -> bool:
     """Fetches what this host is to have of a checkpoint, so that each file is on `copies` hosts. On its leader.
 
     Args:
-        most_per_second: bytes that are fetched at most; None for no limit.
+        max_bytes_per_second: bytes that are fetched at most; None for no limit.
 
     Returns:
         Whether it has all of it now. What it could not get or write is logged.
@@ -42,7 +42,7 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_sec
                 whole.share.publish(RECORD_NAME, whole.record)
             for name, _ in fetches:
                 if whole.share.files().get(name) != files[name].nbytes:
-                    copy_file(whole, whole.share, files[name], most_per_second)
+                    copy_file(whole, whole.share, files[name], max_bytes_per_second)
     except CheckpointError as error:
         _log.warning("copies of %s for other hosts were not all made: %s", whole.url, error)
         return False
@@ -85,7 +85,7 @@ def replace_damaged(hosts: Hosts, whole: WholeCheckpoint, damaged: Sequence[Sequ
                 _log.warning("%s/%s is not replaced: %s", whole.share.url, file.name, error)
 
 
-def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, most_per_second: float | None = None) -> None:
+def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, max_bytes_per_second: float | None = None) -> None:
     """Copies a file of a checkpoint from the first host of which the copy is intact.
 
     Raises:
@@ -95,17 +95,18 @@ def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, most_per_se
         copy = whole.copy_of(file.name)
         try:
             chunks = VerifiedChunks(DataFileReader(whole, file))
-            target.write_atomically(file.name, chunks if most_per_second is None else _slowed(chunks, most_per_second))
+            slowed = chunks if max_bytes_per_second is None else _slowed(chunks, max_bytes_per_second)
+            target.write_atomically(file.name, slowed)
             return
         except CheckpointError as error:
             if not whole.pass_over(file.name, copy, error):
                 raise
 
 
-def _slowed(chunks: Iterable[memoryview], most_per_second: float) -> Iterator[memoryview]:
+def _slowed(chunks: Iterable[memoryview], max_bytes_per_second: float) -> Iterator[memoryview]:
     """Yields chunks, no faster than so many bytes a second."""
     begin, nbytes = world().monotonic(), 0
     for chunk in chunks:
         yield chunk
         nbytes += chunk.nbytes
-        world().sleep(max(0.0, begin + nbytes / most_per_second - world().monotonic()))
+        world().sleep(max(0.0, begin + nbytes / max_bytes_per_second - world().monotonic()))

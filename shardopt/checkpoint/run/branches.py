@@ -1,5 +1,6 @@
-"""The branches of a run: which of its checkpoints are part of it, after it was taken back to an earlier step.
+"""The checkpoints of a run by step and branch, and which are part of it after it was taken back to an earlier step.
 
+    step-00000500, step-00000500-b2       the directories of a step on branch 0 and on branch 2
     branch-00001.json    {"format": "shardopt-branch", "branch": 1, "of": 0, "from_step": 200, "beyond": "set_aside", …}
 
 A run begins on branch 0. Taken back to step 200 it goes on upon a branch of its own, whose record says what it was
@@ -13,20 +14,46 @@ is on the branch with the greatest number.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from shardopt.checkpoint.format.constants import damaged, is_sealed, load_json, read_size, seal, without_duplicates
-from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.format.constants import damaged, read_size
+from shardopt.checkpoint.run.records import pack_record, unpack_record
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointError, Problem
 
-Beyond = Literal["set_aside", "remove"]
+Newer = Literal["abandon", "remove"]
 
 _FORMAT = "shardopt-branch"
 _RECORD = re.compile(r"branch-(\d{5,})\.json", re.ASCII)
+_NAME = re.compile(r"step-(\d{8,})(?:-b([1-9]\d*))?", re.ASCII)
+_AS_STORED: Mapping[Newer, str] = {"abandon": "set_aside", "remove": "remove"}
+
+
+class CheckpointId(NamedTuple):
+    """A checkpoint of a run: its step, and the branch that the run was on. The run begins on branch 0."""
+
+    step: int
+    branch: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return f"step-{self.step:08d}" + (f"-b{self.branch}" if self.branch else "")
+
+
+def parse_id(name: str) -> CheckpointId | None:
+    """Parses the name of a checkpoint's directory; None for any other name."""
+    match = _NAME.fullmatch(name)
+    found = CheckpointId(int(match[1]), int(match[2] or 0)) if match else None
+    return found if found is not None and found.name == name else None
+
+
+def by_numbers(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Returns a key that sorts names as the numbers in them: "step-9" before "step-10"."""
+    sections = re.split(r"([0-9]+)", name)
+    return tuple((1, text) if i % 2 == 0 else (0, int(text)) for i, text in enumerate(sections) if text)
 
 
 class Branch(NamedTuple):
@@ -36,13 +63,13 @@ class Branch(NamedTuple):
         number: of the branch, from 1 on.
         of: the branch from which the run was taken back.
         from_step: up to which step it has what that one has.
-        beyond: "set_aside" or "remove": the fate of checkpoints that were saved there after it.
+        newer: what becomes of checkpoints that were saved there after it: "abandon" leaves them.
     """
 
     number: int
     of: int
     from_step: int
-    beyond: Beyond = "set_aside"
+    newer: Newer = "abandon"
 
     @property
     def file_name(self) -> str:
@@ -50,8 +77,8 @@ class Branch(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the record's bytes."""
-        members = {"branch": self.number, "of": self.of, "from_step": self.from_step, "beyond": self.beyond}
-        return seal(json.dumps({"format": _FORMAT, **members})[:-1].encode())
+        beyond = _AS_STORED[self.newer]
+        return pack_record(_FORMAT, branch=self.number, of=self.of, from_step=self.from_step, beyond=beyond)
 
 
 class Branches(dict[int, Branch]):
@@ -62,8 +89,8 @@ class Branches(dict[int, Branch]):
         """The branch that the run is on."""
         return max(self, default=0)
 
-    def place(self, step: int, seen_from: int | None = None) -> Place:
-        """Returns the place of the checkpoint of a step, whether there is one or not.
+    def id_of(self, step: int, seen_from: int | None = None) -> CheckpointId:
+        """Returns the checkpoint of a step, whether there is one or not.
 
         Args:
             seen_from: the branch to look from; None for the one that the run is on.
@@ -71,22 +98,17 @@ class Branches(dict[int, Branch]):
         branch = self.current if seen_from is None else seen_from
         while branch and step <= self[branch].from_step:
             branch = self[branch].of
-        return Place(step, branch)
+        return CheckpointId(step, branch)
 
-    def has(self, place: Place, seen_from: int | None = None) -> bool:
-        """Whether a checkpoint at this place is part of a branch."""
-        return self.place(place.step, seen_from) == place
+    def has(self, id: CheckpointId, seen_from: int | None = None) -> bool:
+        """Whether a checkpoint is part of a branch."""
+        return self.id_of(id.step, seen_from) == id
 
-    def is_removed(self, place: Place) -> bool:
-        """Whether a place is no part of the run, and was to be removed when the run was taken back."""
-        return not self.has(place) and any(
-            each.beyond == "remove" and place.step > each.from_step and self.has(place, each.of)
-            for each in self.values()
+    def is_removed(self, id: CheckpointId) -> bool:
+        """Whether a checkpoint is no part of the run, and was to be removed when the run was taken back."""
+        return not self.has(id) and any(
+            each.newer == "remove" and id.step > each.from_step and self.has(id, each.of) for each in self.values()
         )
-
-    def taken_back(self, step: int, seen_from: int, beyond: Beyond) -> Branch:
-        """Returns the record by which the run goes on from a step of a branch."""
-        return Branch(self.current + 1, seen_from, step, beyond)
 
 
 def branches_of(records: Iterable[Branch]) -> Branches:
@@ -116,36 +138,36 @@ def read_records(root: Storage, names: Iterable[str], known: Mapping[str, Branch
 
 
 def _read(root: Storage, name: str) -> Branch:
-    where, data = f"{root.url}/{name}", root.read_record(name)
-    if not is_sealed(data):
-        raise damaged(where, "bytes that fail the seal at their end")
-    record = decode_record(load_json(data, where, without_duplicates), where)
+    where = f"{root.url}/{name}"
+    record = decode_branch(unpack_record(root.read_record(name), where), where)
     if record.file_name != name:
         raise damaged(where, f"the record of branch {record.number}")
     return record
 
 
-def decode_record(wire: Mapping[str, Any], where: str) -> Branch:
+def decode_branch(wire: Mapping[str, Any], where: str) -> Branch:
     """Decodes a record from untrusted JSON. Raises CorruptionError."""
     try:
-        record = Branch(read_size(wire["branch"]), read_size(wire["of"]), read_size(wire["from_step"]), wire["beyond"])
-    except (KeyError, ValueError) as error:
+        newer: Newer = {stored: newer for newer, stored in _AS_STORED.items()}[wire["beyond"]]
+        record = Branch(read_size(wire["branch"]), read_size(wire["of"]), read_size(wire["from_step"]), newer)
+    except (KeyError, TypeError, ValueError) as error:
         raise damaged(where, f"no record of a branch ({error})") from None
-    if wire.get("format") != _FORMAT or not record.of < record.number or record.beyond not in ("set_aside", "remove"):
+    if wire.get("format") != _FORMAT or not record.of < record.number:
         raise damaged(where, "no record of a branch")
     return record
 
 
-def merge_records(local: Mapping[str, Branch], copies: Mapping[str, Branch], where: str) -> Branches:
-    """Merges the records in the two roots of a run, of which either may lack some.
+def merge_records(by_root: Mapping[str, Mapping[str, Branch]]) -> Branches:
+    """Merges the records in the roots of a run, by their URLs; each root may lack some.
 
     Raises:
         CheckpointError: they contradict each other.
-        CorruptionError: a record is missing in both.
+        CorruptionError: a record is missing in all of them.
     """
-    for name in local.keys() & copies.keys():
-        if local[name] != copies[name]:
-            contradiction = f"{local[name]} and {copies[name]}"
-            problem = Problem(name, contradiction, "one run in both roots", "give each run roots of its own")
+    merged: dict[str, Branch] = {}
+    for name, record in (each for records in by_root.values() for each in records.items()):
+        if merged.setdefault(name, record) != record:
+            found, where = f"{merged[name]} and {record}", " and ".join(by_root)
+            problem = Problem(name, found, "one run in both roots", "give each run roots of its own")
             raise CheckpointError(f"the records of branches contradict each other in {where}", [problem])
-    return branches_of({**local, **copies}.values())
+    return branches_of(merged.values())

@@ -30,16 +30,20 @@ def copy_over_ranks(
     source: Storage,
     target: Storage,
     read: Callable[[], tuple[Manifest, bytes]],
-) -> tuple[Manifest, int]:
-    """Copies a checkpoint that is not there yet (`is_copied`). Collective.
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> tuple[Manifest, int] | None:
+    """Copies a checkpoint where that is wanted and it is not there yet. Collective.
 
     Args:
         read: reads the manifest; on each rank.
+        is_wanted: rank 0's answer counts.
 
     Returns:
-        The manifest, and the bytes that this rank has uploaded.
+        The manifest, and the bytes that this rank has uploaded; None where nothing was copied.
     """
     what = f"copying {source.url} to {target.url}"
+    if not ranks.on_rank_0(what, lambda: is_wanted() and not is_copied(source, target)):
+        return None
     (manifest, data), _ = ranks.agree(
         what,
         work=read,
@@ -67,7 +71,7 @@ def is_copied(source: Storage, target: Storage) -> bool:
     try:
         copied, _ = read_manifest(target)
     except CorruptionError as error:
-        _log.warning("%s: it is copied anew", error)
+        _log.warning("%s: it is copied again", error)
         with wrap_os_errors(f"remove {target.url}"):
             remove_checkpoint(target)
         return False
@@ -127,7 +131,7 @@ def _upload(file: DataFile, source: Storage, target: Storage) -> int:
             DataFileReader(target, file)  # its size, and the digest of header and checksums
             return 0
         except CorruptionError as error:
-            _log.warning("%s: it is copied anew", error)
+            _log.warning("%s: it is copied again", error)
             target.remove(file.name)
     return target.write(file.name, VerifiedChunks(DataFileReader(source, file)))
 

@@ -1,4 +1,4 @@
-"""The last or best checkpoint of a run as a Hugging Face folder, written by rank 0 behind the training.
+"""The last or best checkpoint of a run as a Hugging Face folder, written by rank 0 in the background.
 
     <url>/step-00000500/model.safetensors        the export, as `convert` writes it
     <url>/export.json                            {"name": "step-00000500", "value": 0.5}: written once it is whole
@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -23,12 +23,12 @@ from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES, ConvertOptions, 
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.rearrange.rules import AnyRule
+from shardopt.checkpoint.run.background import Task, Turns
+from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.retention import Mode
-from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CorruptionError, OptionError, Problem
 from shardopt.ranks import Ranks
-from shardopt.world import Thread, world
 
 RECORD_NAME = "export.json"
 _log = logging.getLogger("shardopt.checkpoint")
@@ -75,83 +75,51 @@ class _Wanted(NamedTuple):
     hold: ExitStack
 
 
-class Exporter:
+class Exporter(Task):
     """Writes the exports of a run, in a thread of rank 0. Other ranks make none."""
 
     def __init__(self, export: Export) -> None:
         self._export = export
         self._root = storage_of(export.url)
-        self._lock = world().lock()
-        self._waiting: _Wanted | None = None
-        self._thread: Thread | None = None
-        self._failure: BaseException | None = None
+        super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
-    def offer(self, place: Place, url: str, metrics: Mapping[str, float]) -> None:
+    def begin(self, id: CheckpointId, url: str, metrics: Mapping[str, float]) -> None:
         """Takes a checkpoint that was just committed, to be exported if it is to be. Does not wait."""
         value = None if self._export.best is None else metrics.get(self._export.best[0])
         if self._export.best is not None and value is None:
             return
-        with self._lock:
-            if self._waiting is not None and not self._is_better(value, self._waiting.value):
-                return
-            if self._waiting is not None:
-                self._waiting.hold.close()
-            self._waiting = _Wanted(place.name, url, value, ExitStack())
-            self._waiting.hold.enter_context(reading(url))
-            if self._thread is None:
-                # Not a daemon: a program that ends waits for it.
-                self._thread = world().thread(self._run, "shardopt-export")
-                self._thread.start()
-
-    def close(self) -> None:
-        """Waits for the export that is being written. Raises the failure of the last one."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if not all(self._is_better(value, each.value) for each in self._turns.jobs[1:]):
+            return
+        for overtaken in self._turns.withdraw_waiting():
+            overtaken.hold.close()
+        wanted = _Wanted(id.name, url, value, ExitStack())
+        wanted.hold.enter_context(reading(url))
+        self._turns.begin(wanted)
 
     def _is_better(self, value: float | None, than: float | None) -> bool:
         if self._export.best is None or value is None or than is None:
             return True
         return value < than if self._export.best[1] == "min" else value > than
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                wanted, self._waiting = self._waiting, None
-                if wanted is None:
-                    self._thread = None
-                    return
-            try:
-                self._failure = None
-                with wanted.hold, wrap_os_errors(f"export {wanted.url} to {self._root.url}"):
-                    self._write(wanted)
-            except BaseException as error:  # raised by `close`; the training goes on meanwhile
-                _log.error("exporting %s to %s failed: %s", wanted.url, self._root.url, error)
-                self._failure = error
+    def _describe(self, wanted: _Wanted) -> str:
+        return f"exporting {wanted.url} to {self._root.url}"
+
+    def _do(self, wanted: _Wanted) -> None:
+        with wanted.hold, wrap_os_errors(f"export {wanted.url} to {self._root.url}"):
+            self._write(wanted)
+        self.failures.take()  # of those before: this one is there
 
     def _write(self, wanted: _Wanted) -> None:
         if not self._is_better(wanted.value, self._value_of_export()):
             return
-        export = self._export
-        options = ConvertOptions(
-            rearrange=tuple(export.rearrange),
-            rename=export.rename,
-            select=export.select,
-            dtype=export.dtype,
-            max_file_bytes=export.max_file_bytes,
-            weights=export.weights,
-            skip=export.skip,
-        )
+        names = {each.name for each in fields(ConvertOptions)} & {each.name for each in fields(Export)}
+        options = ConvertOptions(**{name: getattr(self._export, name) for name in names})
         target = self._root.child(wanted.name)
         if not _is_whole(target):
             convert_on(Ranks(None), wanted.url, target.url, "huggingface", options)
         self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
         for name in self._root.names():
-            if name != wanted.name and place_of(name) is not None:
+            if name != wanted.name and parse_id(name) is not None:
                 if json.loads(self._root.read_record(RECORD_NAME))["name"] != wanted.name:
                     return  # another process of the run has exported meanwhile, and that is what counts
                 _remove(self._root.child(name))
@@ -164,7 +132,7 @@ class Exporter:
                 return None
             return float(record["value"])
         except (ValueError, TypeError, LookupError, CorruptionError) as error:
-            _log.warning("%s/%s is not what was written (%s): written anew", self._root.url, RECORD_NAME, error)
+            _log.warning("%s/%s is not what was written (%s): written again", self._root.url, RECORD_NAME, error)
             return None
 
 

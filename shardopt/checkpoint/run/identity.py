@@ -10,16 +10,17 @@ the run before, and a root may be moved.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardopt.checkpoint.format.constants import damaged, is_sealed, load_json, seal, without_duplicates
+from shardopt.checkpoint.format.constants import damaged
 from shardopt.checkpoint.hosts.hosts import Hosts
+from shardopt.checkpoint.run.branches import parse_id
+from shardopt.checkpoint.run.context import Run
+from shardopt.checkpoint.run.records import pack_record, unpack_record
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.steps import place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.ranks import Ranks
@@ -38,8 +39,8 @@ _ID_BYTES = 16
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-class Run(NamedTuple):
-    """A run.
+class RunIdentity(NamedTuple):
+    """The identity of a run.
 
     Args:
         id: 32 hexadecimal digits.
@@ -51,22 +52,20 @@ class Run(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the record's bytes."""
-        return seal(json.dumps({"format": _FORMAT, "id": self.id, "root": self.root})[:-1].encode())
+        return pack_record(_FORMAT, id=self.id, root=self.root)
 
 
-def decode_run(data: bytes, where: str) -> Run:
+def decode_run(data: bytes, where: str) -> RunIdentity:
     """Decodes a record from untrusted bytes. Raises CorruptionError."""
-    if not is_sealed(data):
-        raise damaged(where, "bytes that fail the seal at their end")
-    wire = load_json(data, where, without_duplicates)
+    wire = unpack_record(data, where)
     number, root = wire.get("id"), wire.get("root")
     is_whole = isinstance(number, str) and _ID.fullmatch(number) and isinstance(root, str)
     if wire.get("format") != _FORMAT or not is_whole:
         raise damaged(where, "no record of a run")
-    return Run(str(number), str(root))
+    return RunIdentity(str(number), str(root))
 
 
-def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
+def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
     """Returns the run whose record lies in a directory; None where there is none.
 
     Raises:
@@ -80,27 +79,19 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
     return decode_run(data, f"{storage.url}/{name}")
 
 
-def refuse_tiers_of_others(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None) -> None:
-    """Sees that directories of tiers are of the run of a root, or of none yet. Collective, writes nothing.
-
-    Args:
-        copies: the root of the mirror, which has the run's record too; None where there is no mirror.
+def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
+    """Sees that directories of tiers are of a run, or of none yet. Collective over `ranks`, writes nothing.
 
     Raises:
         CheckpointError: a directory is of another run, or has no record of a run, or a damaged one; or root and mirror
             are of two runs, or the root cannot be read. Each directory is named.
         CorruptionError: neither the root nor the mirror has a record that is whole.
     """
-    ranks.agree(
-        f"looking whose steps lie at {_paths(tiers)}",
-        work=lambda: _look_at_all(tiers),
-        report=lambda seen: seen,
-        decide=lambda reports: _refuse_others(_run_of(root, copies)[0], root, reports),
-    )
+    _look_at_all(ranks, f"looking whose steps are at {_paths(tiers)}", tiers, lambda seen: _check(run.roots, seen))
 
 
-def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None) -> None:
-    """Marks directories of tiers as those of the run of a root, which begins where it has not. Collective.
+def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
+    """Marks directories of tiers as those of a run, which begins where it has not. Collective over `ranks`.
 
     Nothing is written where one is another run's.
 
@@ -108,40 +99,37 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
     """
 
     def begin(reports: list[list[Any]]) -> str:
-        run, lacking = _run_of(root, copies)
-        _refuse_others(run, root, reports)
-        run = run or Run(world().random_name(_ID_BYTES), redacted(root.url))
-        _keep(run, root, lacking)
-        return run.pack().decode()
+        identity, lacking = _refuse_others(run.roots, reports)
+        identity = identity or RunIdentity(world().random_name(_ID_BYTES), redacted(run.root.url))
+        _keep(identity, run.root, lacking)
+        return identity.pack().decode()
 
-    def mark(record: str) -> list[Any]:
-        for hosts in tiers:
-            if hosts.is_leader:
-                hosts.directory.keep_once(LABEL_NAME, record.encode())
-        return _look_at_all(tiers)
-
-    _, record = ranks.agree(
-        f"beginning a run at {_paths(tiers)}",
-        work=lambda: _look_at_all(tiers),
-        report=lambda seen: seen,
-        decide=begin,
-    )
-    ranks.agree(
-        f"marking {_paths(tiers)} as the run's",
-        work=lambda: mark(record),
-        report=lambda seen: seen,
-        # Two runs may have begun at once: each sees what is there now.
-        decide=lambda reports: _refuse_others(_run_of(root, copies)[0], root, reports),
-    )
+    record = _look_at_all(ranks, f"beginning a run at {_paths(tiers)}", tiers, begin)
+    # Two runs may have begun at once: each sees what is there now.
+    what = f"marking {_paths(tiers)} as the run's"
+    _look_at_all(ranks, what, tiers, lambda seen: _check(run.roots, seen), record.encode())
 
 
 def _paths(tiers: Sequence[Hosts]) -> str:
     return " and ".join(hosts.root for hosts in tiers)
 
 
-def _look_at_all(tiers: Sequence[Hosts]) -> list[Any]:
-    """Returns what this rank sees of each tier where it leads its host, else None."""
-    return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
+def _look_at_all(
+    ranks: Ranks, what: str, tiers: Sequence[Hosts], decide: Callable[[list[Any]], Any], mark: bytes | None = None
+) -> Any:
+    """Returns what rank 0 decides by what each rank sees of each tier: where it leads its host, else None. Collective.
+
+    Args:
+        mark: a record that is first put where none is.
+    """
+
+    def look() -> list[Any]:
+        for hosts in tiers:
+            if mark is not None and hosts.is_leader:
+                hosts.directory.keep_once(LABEL_NAME, mark)
+        return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
+
+    return ranks.agree(what, work=look, report=lambda seen: seen, decide=decide)[1]
 
 
 def _look_at(hosts: Hosts) -> list[Any]:
@@ -156,11 +144,12 @@ def _look_at(hosts: Hosts) -> list[Any]:
         label = None if run is None else list(run)
     except CorruptionError:
         label = ["", ""]
-    return [hosts.directory.path, label, any(place_of(name) is not None for name in here.names())]
+    return [hosts.directory.path, label, any(parse_id(name) is not None for name in here.names())]
 
 
-def _refuse_others(run: Run | None, root: Root, reports: Sequence[Sequence[Any]]) -> None:
-    """Raises CheckpointError where a host's directory is of another run than this one, which is None if it is new."""
+def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> tuple[RunIdentity | None, list[Root]]:
+    """Raises CheckpointError where a host's directory is of another run; else returns what `_identity_of` does."""
+    (run, lacking), root = _identity_of(roots), roots[0]
     others = "name another path; or remove the directory from each host, if nobody needs what it has; or, if that is "
     as_root = f"{others}the run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
     as_label = f"{others}of this run, copy {root.url}/{RUN_NAME} to {LABEL_NAME} there"
@@ -178,39 +167,44 @@ def _refuse_others(run: Run | None, root: Root, reports: Sequence[Sequence[Any]]
                 problems.append(Problem(where, found, required, as_root))
     if problems:
         raise CheckpointError("a host's directory belongs to another run", problems)
+    return run, lacking
 
 
-def _run_of(root: Root, copies: Root | None) -> tuple[Run | None, list[Root]]:
+def _check(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> None:
+    _refuse_others(roots, reports)
+
+
+def _identity_of(roots: Sequence[Root]) -> tuple[RunIdentity | None, list[Root]]:
     """On rank 0: the run of a root and its mirror, and those of both that have no record of one.
 
     One record is enough: where the other is damaged, or the mirror cannot be read, that is logged. A restore has read
     the mirror before, or has failed.
     """
-    runs: list[Run] = []
+    runs: list[RunIdentity] = []
     lacking: list[Root] = []
     damage: list[CorruptionError] = []
-    for each in filter(None, (root, copies)):
+    for root in roots:
         try:
-            run = run_at(each.storage)
+            run = run_at(root.storage)
         except CorruptionError as error:
             damage.append(error)
         except CheckpointError as error:
-            if each is root:
+            if root is roots[0]:
                 raise
             _log.warning("%s", error)
         else:
             runs += [] if run is None else [run]
-            lacking += [each] if run is None else []
-    if copies is not None and len({run.id for run in runs}) > 1:
-        raise _two_runs(root, copies, f"run {runs[0].id[:8]} and run {runs[1].id[:8]}")
-    for each_damage in damage:
+            lacking += [root] if run is None else []
+            if runs and runs[0].id != runs[-1].id:
+                raise _two_runs(roots[0], root, f"run {runs[0].id[:8]} and run {runs[-1].id[:8]}")
+    for each in damage:
         if not runs:
-            raise each_damage
-        _log.warning("%s", each_damage)
+            raise each
+        _log.warning("%s", each)
     return runs[0] if runs else None, lacking
 
 
-def _keep(run: Run, root: Root, lacking: Sequence[Root]) -> None:
+def _keep(run: RunIdentity, root: Root, lacking: Sequence[Root]) -> None:
     """On rank 0: writes the record of a run where there is none; a mirror that cannot have it now gets it later."""
     for each in lacking:
         try:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reading.in_use import urls_being_read
-from shardopt.checkpoint.run.history import History
+from shardopt.checkpoint.run.background import Task, Turns
+from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import metrics_of, record_name
-from shardopt.checkpoint.run.mirror import Mirror
-from shardopt.checkpoint.run.retention import Retention, steps_to_keep
+from shardopt.checkpoint.run.retention import reasons_to_keep
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
-from shardopt.ranks import SharedGroup
-from shardopt.world import Thread, world
 
 _MANY_RANKS = 64  # have so many files that their removal is not waited for
 _WAIT_SECONDS = 1.0
@@ -26,180 +25,128 @@ _WAIT_SECONDS = 1.0
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-class Keeper:
-    """Keeps the checkpoints that the rules name, under the root of a run and where it is copied to, and no others.
+class Keeper(Task):
+    """Keeps the checkpoints that the rules name, under the roots of a run, and no others.
 
     All ranks may call; rank 0 removes. A failure to remove is logged: it is no reason to end a training.
 
     Args:
-        history: of the run, which says what is part of it.
-        root: of the run.
-        copies: the root of the mirror, if there is one.
-        rules: which checkpoints stay.
-        mirror: whose copies are under way, if there is one.
-        promoting: returns the names of checkpoints that come to the root from a tier.
-        group: of the ranks of the run.
+        run: whose checkpoints these are.
+        in_use: returns the names of checkpoints under a root that come to it, or are read, in the background.
     """
 
-    def __init__(
-        self,
-        history: History,
-        root: Root,
-        copies: Root | None,
-        rules: Retention,
-        mirror: Mirror | None,
-        promoting: Callable[[], frozenset[str]],
-        group: SharedGroup,
-    ) -> None:
-        self._group = group
-        self._history = history
-        self._root, self._copies = root, copies
-        self._rules = rules
-        self._mirror, self._promoting = mirror, promoting
-        self._metrics: dict[Place, Mapping[str, float]] = {}
-        self._resumed: Place | None = None
-        self._saved: Place | None = None
+    def __init__(self, run: Run, in_use: Callable[[Root], frozenset[str]]) -> None:
+        self._run, self._in_use = run, in_use
+        self._metrics: dict[CheckpointId, Mapping[str, float]] = {}
+        self._resumed: CheckpointId | None = None
+        self._saved: CheckpointId | None = None
         self._damaged: frozenset[str] = frozenset()
         self._warned = False
-        self._tidying: Thread | None = None
-        self._tidied = world().event()
         self._newest: int | None = None  # committed step, below which a removal that goes on removes
+        super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
-    def restored(self, place: Place, damaged: Collection[str]) -> None:
+    def restored(self, id: CheckpointId, damaged: Collection[str]) -> None:
         """Notes that the run was restored from a checkpoint, which stays.
 
         Args:
             damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
         """
-        self._resumed, self._damaged = place, frozenset(damaged)
+        self._resumed, self._damaged = id, frozenset(damaged)
         self._saved, self._warned = None, False
 
-    def make_way(self, place: Place) -> None:
-        """Makes a place free to be saved to: nothing is being removed there, and no damaged checkpoint lies there."""
-        if self._newest is None or place.step <= self._newest:
-            self.close()  # only below the newest anything is removed
-        for root in filter(None, (self._root, self._copies)):
-            url = root.checkpoint(place).url
-            root.forget([place])
-            if url in self._damaged:
-                self._say_removed([url])
-                self._on_rank_0(root, lambda root: remove_checkpoint(root.checkpoint(place)))
+    def make_way(self, id: CheckpointId) -> None:
+        """Makes a directory free to be saved to: nothing is being removed there, and nothing damaged is there."""
+        if self._newest is None or id.step <= self._newest:
+            self.finish()  # only below the newest anything is removed
+        for root in self._run.roots:
+            root.forget([id])
+            if self._damaged and (url := root.checkpoint(id).url) in self._damaged:
+                if self._run.ranks.rank == 0:
+                    self._say_removed([url])
+                    with _logging_failures(root):
+                        remove_checkpoint(root.checkpoint(id))
                 self._damaged -= {url}
 
-    def tidy(self, place: Place, metrics: Mapping[str, float]) -> None:
+    def begin(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Removes checkpoints that are no longer wanted under the run's root, where one was just committed.
 
-        No save to it may be under way.
+        No save to it may be under way. Of many files, and over a network, this may take minutes: there it is waited for
+        a second, and goes on in a thread. One at a time: what is unwanted while another goes on goes with a later save.
 
         Args:
             metrics: of that checkpoint, which stays in any case.
         """
-        self._saved = place
-        self._metrics[place] = metrics
-        ranks = self._group.ranks
-        if ranks.rank == 0 and (self._root.storage.is_remote or ranks.size > _MANY_RANKS):
-            self._tidy_beside()
-        else:
-            self._on_rank_0(self._root, self._remove_unwanted)
-
-    def _tidy_beside(self) -> None:
-        """Removes what is unwanted in a thread, and waits for it a second: of many files, and over a network, it may
-        take minutes. One at a time: what is unwanted while another goes on goes with a later save.
-        """
-        if self._tidying is not None and not self._tidied.is_set():
+        self._saved = id
+        self._metrics[id] = metrics
+        ranks, root = self._run.ranks, self._run.root
+        if ranks.rank:
             return
-        tidied = self._tidied = world().event()
-        self._newest = None
+        if not (root.storage.is_remote or ranks.size > _MANY_RANKS):
+            self._tidy(root)
+        elif not self._turns.jobs:
+            self._newest = None
+            self._turns.begin(root)
+            self._turns.finish(_WAIT_SECONDS)
 
-        def tidy() -> None:
-            try:
-                self._on_rank_0(self._root, self._remove_unwanted)
-            finally:
-                tidied.set()
-
-        self._tidying = world().thread(tidy, "shardopt-tidy")
-        self._tidying.start()
-        tidied.wait(_WAIT_SECONDS)
-
-    def close(self) -> None:
-        """Waits until nothing is being removed."""
-        if self._tidying is not None:
-            self._tidying.join()
-
-    def measured(self, place: Place, metrics: Mapping[str, float]) -> None:
+    def measured(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Notes the metrics of a checkpoint that was committed before: they count when next something is removed."""
-        self._metrics[place] = metrics
+        self._metrics[id] = metrics
 
-    def delete(self, place: Place) -> bool:
-        """Removes a checkpoint under both roots, whatever the rules; returns whether there was one. On rank 0."""
-        self.close()
+    def delete(self, id: CheckpointId) -> bool:
+        """Removes a checkpoint under all roots, whatever the rules; returns whether there was one. On rank 0."""
+        self.finish()
         found = False
-        for root in filter(None, (self._root, self._copies)):
-            found = root.is_committed(place) or found
-            with wrap_os_errors(f"remove {root.checkpoint(place).url}"):
-                remove_checkpoint(root.checkpoint(place))
-                root.storage.remove(record_name(place.name))
-            root.forget([place])
+        for root in self._run.roots:
+            found = root.is_committed(id) or found
+            with wrap_os_errors(f"remove {root.checkpoint(id).url}"):
+                remove_checkpoint(root.checkpoint(id))
+                root.storage.remove(record_name(id.name))
+            root.forget([id])
         return found
 
-    def forget(self, place: Place) -> None:
+    def forget(self, id: CheckpointId) -> None:
         """Forgets what was noted of a checkpoint that was removed."""
-        self._metrics.pop(place, None)
-        self._saved = None if self._saved == place else self._saved
-        self._resumed = None if self._resumed == place else self._resumed
+        self._metrics.pop(id, None)
+        self._saved = None if self._saved == id else self._saved
+        self._resumed = None if self._resumed == id else self._resumed
 
     def tidy_copies(self) -> None:
-        """Does the same as `tidy` under the root of the mirror, once a checkpoint was copied."""
-        if self._copies is not None:
-            self._on_rank_0(self._copies, self._remove_unwanted)
+        """Does the same as `begin` under the root of the mirror, once a checkpoint was copied; waits for it."""
+        if self._run.ranks.rank == 0:
+            for root in self._run.roots[1:]:
+                self._tidy(root)
 
-    def remove_beyond(self) -> None:
-        """Removes checkpoints that were to go when the run was taken back; those in use now go with a later save."""
-        for root in filter(None, (self._root, self._copies)):
-            self._on_rank_0(root, lambda root: self._remove_removed(root, root.contents().places))
+    def remove_newer(self) -> None:
+        """On rank 0: removes what was to go when the run was taken back; what is in use now goes with a later save."""
+        for root in self._run.roots:
+            with _logging_failures(root):
+                self._remove(root, [id for id in root.ids() if self._run.branches.is_removed(id)])
 
-    def _remove_unwanted(self, root: Root) -> None:
-        places = root.contents().places
-        self._remove_removed(root, places)
-        own = [place for place in places if self._history.branches.has(place)]
-        whole = [each for each in root.committed_of(own) if root.checkpoint(each).url not in self._damaged]
+    def _tidy(self, root: Root) -> None:
+        """On rank 0: removes what is not to be kept under a root."""
+        with _logging_failures(root):
+            unwanted = self._unwanted(root)
+            if unwanted:
+                self._remove(root, unwanted)
+
+    def _unwanted(self, root: Root) -> list[CheckpointId]:
+        ids, branches, rules = root.ids(), self._run.branches, self._run.rules
+        own = [id for id in ids if branches.has(id)]
+        unwanted = [id for id in ids if branches.is_removed(id)] if branches else []
+        whole = root.committed_of(own)
+        if self._damaged:
+            whole = [id for id in whole if root.checkpoint(id).url not in self._damaged]
         if not whole:
-            return
-        if self._rules.best is not None:
-            for place in set(whole) - self._metrics.keys():
-                self._metrics[place] = _metrics_or_none(root, place)
-        measured = {place.step: self._metrics.get(place, {}) for place in whole}
-        pinned = {place.step for place in (self._resumed, self._saved) if place is not None and place in whole}
-        keep = steps_to_keep(measured, self._rules, measured, pinned)
-        self._newest = max(measured)
-        self._warn_of_later(self._newest)
-        # Oldest first, and only below the newest: what lies above it may be a save that another process of this job,
-        # not dead yet, is about to give up.
-        self._remove(root, [each for each in own if each.step < max(measured) and each.step not in keep])
-
-    def _remove_removed(self, root: Root, places: Collection[Place]) -> None:
-        self._remove(root, [place for place in places if self._history.branches.is_removed(place)])
-
-    def _remove(self, root: Root, places: Collection[Place]) -> None:
-        # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
-        # and what is loaded until all ranks have it.
-        busy = {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)} | urls_being_read()
-        names = self._promoting()
-        if self._mirror is not None:
-            names |= self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
-        free = [place for place in places if place.name not in names and root.checkpoint(place).url not in busy]
-        root.forget(free)
-        self._say_removed([url for place in free if (url := root.checkpoint(place).url) in self._damaged])
-        remove_checkpoints([root.checkpoint(place) for place in free])
-        for place in free:
-            if record_name(place.name) in root.names:
-                root.storage.remove(record_name(place.name))
-
-    def _say_removed(self, damaged: Collection[str]) -> None:
-        if damaged and self._group.ranks.rank == 0:
-            _log.warning("what is damaged there makes way for what is saved now: %s", ", ".join(damaged))
-
-    def _warn_of_later(self, newest: int) -> None:
+            return unwanted
+        if rules.best is not None:
+            for id in set(whole) - self._metrics.keys():
+                self._metrics[id] = _metrics_or_none(root, id)
+        keep: Collection[int] = {id.step for id in whole}
+        newest = self._newest = max(keep)
+        if rules.last is not None:  # or all are kept
+            measured = {id.step: self._metrics.get(id, {}) for id in whole}
+            pinned = {id.step: "pinned" for id in (self._resumed, self._saved) if id is not None and id in whole}
+            keep = reasons_to_keep(measured, rules, measured, pinned)
         if self._saved is not None and newest > self._saved.step and not self._warned:
             self._warned = True
             _log.warning(
@@ -208,18 +155,39 @@ class Keeper:
                 self._saved.step,
                 newest,
             )
+        # Oldest first, and only below the newest: what is above it may be a save that another process of this job,
+        # not dead yet, is about to give up.
+        return unwanted + [id for id in own if id.step < newest and id.step not in keep]
 
-    def _on_rank_0(self, root: Root, remove: Callable[[Root], None]) -> None:
-        if self._group.ranks.rank == 0:
-            try:
-                remove(root)
-            except (OSError, CheckpointError) as error:
-                _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
+    def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
+        # A checkpoint that a background save of this process writes may be anywhere; a copy is read until it is done,
+        # and what is loaded until all ranks have it.
+        busy = {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)} | urls_being_read()
+        names = self._in_use(root)
+        free = [id for id in ids if id.name not in names and root.checkpoint(id).url not in busy]
+        root.forget(free)
+        self._say_removed([url for id in free if (url := root.checkpoint(id).url) in self._damaged])
+        remove_checkpoints([root.checkpoint(id) for id in free])
+        for id in free:
+            if record_name(id.name) in root.names:
+                root.storage.remove(record_name(id.name))
+
+    def _say_removed(self, damaged: Collection[str]) -> None:
+        if damaged:
+            _log.warning("what is damaged there makes way for what is saved now: %s", ", ".join(damaged))
 
 
-def _metrics_or_none(root: Root, place: Place) -> Mapping[str, float]:
+@contextmanager
+def _logging_failures(root: Root) -> Iterator[None]:
     try:
-        return metrics_of(root.checkpoint(place))
+        yield
+    except (OSError, CheckpointError) as error:
+        _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
+
+
+def _metrics_or_none(root: Root, id: CheckpointId) -> Mapping[str, float]:
+    try:
+        return metrics_of(root.checkpoint(id))
     except CorruptionError as error:
         _log.warning("%s", error)
         return {}

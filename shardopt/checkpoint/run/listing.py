@@ -10,11 +10,10 @@ from typing import Literal
 
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.reading.fetch import threads_for
-from shardopt.checkpoint.run.branches import Branches, branches_of
+from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.retention import Retention, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -36,7 +35,7 @@ class Listed:
             that is not so. "base": there is no manifest any more, and checkpoints beside it refer to its files.
             "unfinished": there is no manifest. "unreadable": it could not be looked at, or needs a newer reader.
         problems: why it is damaged or unreadable.
-        place: its step and branch; None for a checkpoint that is not in the root of a run.
+        id: its step and branch; None for a checkpoint that is not in the root of a run.
         in_run: whether it is part of the run; it is not where the run was taken back to an earlier step.
         to_be_removed: whether it was to be removed when the run was taken back.
         saved_at: seconds since 1970 began; None where that is not known, and so for what follows.
@@ -51,7 +50,7 @@ class Listed:
     url: str
     condition: Condition
     problems: tuple[Problem, ...] = ()
-    place: Place | None = None
+    id: CheckpointId | None = None
     in_run: bool = True
     to_be_removed: bool = False
     saved_at: float | None = None
@@ -76,13 +75,13 @@ class RunListing:
     branches: Branches
     checkpoints: tuple[Listed, ...]
 
-    def reasons_to_keep(self, rules: Retention) -> dict[Place, list[str]]:
-        """Returns the places of the run whose checkpoints stay, and why: by the rules, or as branches begin there."""
-        run = {each.place.step: each for each in self.checkpoints if each.place and each.in_run and each.counts}
+    def reasons_to_keep(self, rules: Retention) -> dict[CheckpointId, list[str]]:
+        """Returns the checkpoints of the run that stay, and why: by the rules, or as branches begin there."""
+        run = {each.id.step: each for each in self.checkpoints if each.id and each.in_run and each.counts}
         metrics = {step: each.metrics or {} for step, each in run.items()}
         begins = {each.from_step: f"branch {each.number} begins here" for each in self.branches.values()}
         kept = reasons_to_keep(run, rules, metrics, begins)
-        return {place: why for step, why in kept.items() if (place := run[step].place) is not None}
+        return {id: why for step, why in kept.items() if (id := run[step].id) is not None}
 
 
 def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing:
@@ -96,15 +95,14 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
         CorruptionError: the record of a branch is damaged or missing.
     """
     root = Root(storage_of(url))
-    contents = root.contents()
-    branches = branches_of(contents.records.values())
+    ids = root.ids()
+    branches = branches_of(root.records.values())
 
-    def look(place: Place) -> Listed:
-        storage = root.checkpoint(place)
-        return look_at(storage, verify_bytes, place, branches.has(place), branches.is_removed(place))
+    def look(id: CheckpointId) -> Listed:
+        return look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
 
     with world().thread_pool(threads_for(root.storage), "shardopt-list") as pool:
-        return RunListing(root.url, branches, _with_bases([*pool.map(look, contents.places)]))
+        return RunListing(root.url, branches, _with_bases([*pool.map(look, ids)]))
 
 
 def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
@@ -114,7 +112,7 @@ def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
         needed[file.directory].add(replace(file, directory=None))
 
     def told(each: Listed) -> Listed:
-        files = needed.get(each.place.name) if each.place and each.condition == "unfinished" else None
+        files = needed.get(each.id.name) if each.id and each.condition == "unfinished" else None
         if not files:
             return each
         return replace(each, condition="base", nbytes=sum(file.nbytes for file in files), files=tuple(files))
@@ -125,14 +123,14 @@ def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
 def look_at(
     storage: Storage,
     verify_bytes: bool = False,
-    place: Place | None = None,
+    id: CheckpointId | None = None,
     in_run: bool = True,
     to_be_removed: bool = False,
 ) -> Listed:
     """Describes one checkpoint. Local. Raises nothing for one that is damaged or not there."""
 
     def listed(condition: Condition, problems: tuple[Problem, ...] = ()) -> Listed:
-        return Listed(storage.url, condition, problems, place, in_run, to_be_removed)
+        return Listed(storage.url, condition, problems, id, in_run, to_be_removed)
 
     try:
         with wrap_os_errors(f"look into {storage.url}"):

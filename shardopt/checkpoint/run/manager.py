@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from shardopt.checkpoint.async_save import Stage
 from shardopt.checkpoint.load import load
@@ -19,27 +20,23 @@ from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
 from shardopt.checkpoint.rearrange.rules import AnyRule
-from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
-from shardopt.checkpoint.run.branches import Beyond, Branches
+from shardopt.checkpoint.reports import SaveReport, announce
+from shardopt.checkpoint.run.after_commit import AfterCommit
+from shardopt.checkpoint.run.branches import Newer
+from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.export import Export, Exporter
-from shardopt.checkpoint.run.history import History
-from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.options import (
+    Preemption,
     check_restore_options,
     check_run_options,
     check_step,
-    refuse_unknown_branch,
+    preemption_of,
 )
-from shardopt.checkpoint.run.preemption import Preemption, preemption_of
-from shardopt.checkpoint.run.restoring import restore_newest, summary_of
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.saving.behind import Behind
-from shardopt.checkpoint.run.saving.due import Due
-from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
-from shardopt.checkpoint.run.saving.step_saver import StepSaver
+from shardopt.checkpoint.run.steps import Steps, summary_of
 from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
@@ -58,22 +55,22 @@ class Manager:
     All ranks must make the same calls, for the same steps. A root is one job's: two that run at once must not share it.
     Checkpoints are directories `step-00000500`; one without a manifest does not exist to anybody. Such remains of dead
     saves are cleared once a later checkpoint is committed. Taken back to an earlier step (`restore(app, step=...)`) a
-    run goes on upon a branch, in directories `step-00000500-b1`, and what was saved beyond is no longer part of it.
+    run goes on upon a branch, in directories `step-00000500-b1`, and what was saved after it is no longer part of it.
 
     Args:
         root: a path, or a URL that fsspec knows.
         tiers: directories that each host has for itself, the fastest first (`Tier`). A save goes to the first that is
-            due, or to the root where none is, and from there behind the training to its neighbours' hosts, the other
+            due, or to the root where none is, and from there in the background to its neighbours' hosts, the other
             tiers that are due, and the root (`every`). `restore` takes the newest step that is whole anywhere. Not with
             `incremental`.
-        mirror: a second root, such as "s3://bucket/run", to which committed checkpoints are copied behind the training
+        mirror: a second root, such as "s3://bucket/run", to which committed checkpoints are copied in the background
             (`Mirror`); `restore` takes the newest of both, and the same rules remove what is not to be kept there.
         every: `save` writes at steps that are multiples of this; or, a `timedelta`, at the first step after each such
             time by rank 0's clock, the same on all ranks: then `save` or `should_save` is to be called at every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
             the one that was saved last, and the one that the run was restored from.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
-            `async_save` does, of whose cares these are.
+            `async_save` does, whose limits are theirs too.
         stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank it makes all ranks
             save after the same step, the next that none of them has passed, and leave with SystemExit. This needs
             `save` or `should_save` to be called at every step, and the Manager to be made in the main thread. Failures
@@ -85,7 +82,7 @@ class Manager:
             the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
             as long as a checkpoint that does, whatever the rules say of their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
-            rank 0 behind the training. A failure is logged, and raised by `close` on that rank.
+            rank 0 in the background. A failure is logged, and raised by `close` on that rank.
         storage_options: arguments of fsspec's file system for root and mirror, such as an endpoint and credentials;
             whatever this process opens at or below these URLs takes them too. They are stored nowhere, and in no
             message. A path takes none.
@@ -119,71 +116,60 @@ class Manager:
         roots = [storage_of(each) for each in (root, mirror) if each is not None]
         refuse_unfit_tiers(tiers, roots, incremental)
         terms = SaveTerms(
-            **{each.name: getattr(options, each.name) for each in fields(SaveOptions)}, group=group, renamed=()
+            **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
+            group=group,
+            base_required=False,
+            renamed=(),
         )
-        terms = replace(terms, base_required=False)
-        self._tied, self._deadline_seconds = options.tied, options.deadline_seconds
-        self._group = SharedGroup(group, options.deadline_seconds)
-        rank = self._group.ranks.rank  # refused where it is not in the group
-        self._due = Due(every, self._group)
+        seconds = options.deadline_seconds
+        shared = SharedGroup(group, seconds)
+        rank = shared.ranks.rank  # refused where it is not in the group
+        copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=seconds, group=group)
         self._stop: Stop | None = None
         if preemption is not None:
             self._stop = Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
-        self._root, *of_copies = map(Root, roots)
-        copies = of_copies[0] if of_copies else None
-        copier = (
-            None if mirror is None else Mirror(root, mirror, deadline_seconds=options.deadline_seconds, group=group)
-        )
-        self._tiers = Tiers(tiers, self._root, self._group, copies)
-        self._history = History(self._root, copies, copier, self._group)
-        self._keeper = Keeper(self._history, self._root, copies, rules, copier, self._tiers.promoting, self._group)
-        self._exporter = None if export is None or rank else Exporter(export)
-        slow = SlowSaves(None if preemption is None or rank else preemption.seconds)
-        self._behind = Behind(
-            self._root,
-            self._due,
-            self._history,
+        self._run = Run(Root(roots[0]), shared, copier, every, rules)
+        self._tiers = Tiers(self._run, tiers) if tiers else None
+        self._after = AfterCommit(
+            self._run,
             self._tiers,
-            copier,
-            copies,
-            self._exporter,
-            self._keeper,
-            slow,
-            self._group,
+            None if export is None or rank else Exporter(export),
+            None if preemption is None or rank else preemption.seconds,
         )
-        self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, terms)
-        self._closed = self._warned_of_step = False
+        self._steps = Steps(self._run, self._after, stage, incremental, terms)
+        self._tied, self._closed = options.tied, False
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
-        return self._root.checkpoint(self._history.place_of_step(step)).url
+        return self._run.root.checkpoint(self._run.branches_here().id_of(step)).url
 
     @property
     def branch(self) -> int:
         """The branch that the run is on: 0, until it is taken back to an earlier step. Local."""
-        return self._history.current_branch()
+        return self._run.branches_here().current
 
     def steps(self) -> list[int]:
         """Returns the steps of all committed checkpoints of the run, ascending. Local."""
-        run, _ = self._history.committed_here()
-        return [place.step for place in run]
+        return [id.step for id in self._run.committed_here()[0]]
 
     @property
     def latest_step(self) -> int | None:
         """The greatest of `steps()`; None where there is none. Local."""
         return max(self.steps(), default=None)
 
-    def set_aside(self) -> dict[int, list[int]]:
+    def abandoned_steps(self) -> dict[int, list[int]]:
         """Returns by branch the steps that were saved on it and are no part of the run since it was taken back. Local.
 
         `restore(app, step=..., branch=...)` takes the run back to one of them.
         """
-        _, others = self._history.committed_here()
-        return {branch: [each.step for each in others if each.branch == branch] for _, branch in others}
+        steps: dict[int, list[int]] = {}
+        for id in self._run.committed_here()[1]:
+            steps.setdefault(id.branch, []).append(id.step)
+        return steps
 
     def metrics(self, step: int) -> dict[str, float]:
         """Returns the metrics that `save` and `add_metrics` got for a step; empty where they got none. Local."""
-        return metrics_of(self._root.checkpoint(self._history.place_of_step(step)))
+        return metrics_of(self._run.root.checkpoint(self._run.branches_here().id_of(step)))
 
     @is_part_of(SAVING)
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -203,10 +189,10 @@ class Manager:
         """
         self._require_open()
         check_step(step)
-        refuse_within(f"adding metrics to step {step} of {self._root.url}")
-        with self._group.ranks.beating():
-            self._saver.background.wait()
-            self._behind.add_metrics(self._branches().place(int(step)), metrics)
+        refuse_within(f"adding metrics to step {step} of {self._run.root.url}")
+        with self._run.ranks.beating():
+            self._steps.background.wait()
+            self._after.add_metrics(self._steps.branches().id_of(int(step)), metrics)
 
     @is_part_of(SAVING)
     def delete(self, step: int) -> None:
@@ -222,14 +208,14 @@ class Manager:
         """
         self._require_open()
         check_step(step)
-        refuse_within(f"removing step {step} of {self._root.url}")
-        with self._group.ranks.beating():
-            self._saver.delete(self._branches().place(int(step)))
+        refuse_within(f"removing step {step} of {self._run.root.url}")
+        with self._run.ranks.beating():
+            self._steps.delete(int(step))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
-        stops, is_due = self._stops_after(step), self._due.at(step)
-        return stops or is_due or self._tiers.is_due(step)
+        stops = self._stop is not None and self._stop.after(step, self._run.ranks)
+        return self._steps.is_due(step) or stops
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:
@@ -237,11 +223,10 @@ class Manager:
 
         With each tier is the number of hosts that may be lost without it, and None with the root.
         """
-        found: dict[int, dict[str, int | None]] = {
-            step: dict(tiers) for step, tiers in self._tiers.where(self._branches()).items()
-        }
+        self._steps.branches()
+        found = {} if self._tiers is None else self._tiers.where()
         for step in self.steps():
-            found.setdefault(step, {})[self._root.url] = None
+            found.setdefault(step, {})[self._run.root.url] = None
         return dict(sorted(found.items()))
 
     @is_part_of(SAVING)
@@ -266,19 +251,15 @@ class Manager:
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """
         self._require_open()
-        check_step(step)
+        if type(step) is not int or step < 0:
+            check_step(step)
         if not (force or self.should_save(step)):
             return None
-        refuse_within(f"saving step {step} of {self._root.url}", app)
-        with self._group.ranks.beating():
-            if self._stops_after(step):
-                self._save_and_leave(step, app, metrics)
-            self._saver.raise_failure_of_copy()
-            place = self._branches().place(int(step))
-            if self._saver.has(place, at_root=force):
-                return self._saver.result_of(place)
-            self._warn_of_other_step(step, app)
-            return self._saver.save(place, app, metrics, at_root=force)
+        refuse_within(f"saving step {step} of {self._run.root.url}", app)
+        with self._run.ranks.beating():
+            if self._stop is not None and self._stop.after(step, self._run.ranks):
+                self._steps.save_and_leave(step, app, metrics, self._stop)
+            return self._steps.save(step, app, metrics, at_root=force)
 
     @is_part_of(LOADING)
     def restore(
@@ -287,7 +268,7 @@ class Manager:
         *,
         step: int | None = None,
         branch: int | None = None,
-        beyond: Beyond = "set_aside",
+        newer: Newer = "abandon",
         required: bool = False,
         strict: bool | Strictness = True,
         select: str | None = None,
@@ -306,13 +287,13 @@ class Manager:
         what was restored: in the log at INFO, and on stderr in a program that has configured no logging.
 
         Args:
-            step: takes the run back to this step, which must be whole: what was saved beyond it is no longer part of
+            step: takes the run back to this step, which must be whole: what was saved after it is no longer part of
                 the run, for this job and all that restore it later. The run goes on upon a new branch, so that it may
                 save the same steps once more. Only to look at an earlier step, `checkpoint.load(manager.path(step),
                 app, init_state=True)`. None for the newest.
-            branch: the branch to look for checkpoints on, a key of `set_aside`; None for the one that the run is on.
-            beyond: the fate of the checkpoints beyond `step`: "set_aside" leaves them where they are, out of the
-                run's way and of its rules'; "remove" removes them, once this one is loaded.
+            branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
+            newer: what becomes of checkpoints that were saved after `step`: "abandon" leaves them where they are, out
+                of the way of the run and of its rules; "remove" removes them, once this one is loaded.
             required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
                 has not begun: give True wherever one must have been saved.
             select: as for `load`: other keys of the app stay as they are. Left in the script it holds at every start:
@@ -339,66 +320,33 @@ class Manager:
             MismatchError: a checkpoint does not fit.
         """
         self._require_open()
-        refuse_within(f"restoring {self._root.url}", but=[LOADING])
-        check_restore_options(step, branch, beyond)
-
-        def load_from(url: str) -> LoadReport:
-            return load(
-                url,
-                app,
-                strict=strict,
-                select=select,
-                rename=LeftInScript(rename or {}),
-                rearrange=rearrange,
-                skip=skip,
-                transactional=transactional,
-                replicas=replicas,
-                init_state=True,
-                progress=progress,
-                deadline_seconds=self._deadline_seconds,
-                group=self._group.group,
-                tied=self._tied,
-            )
-
-        with self._group.ranks.beating():
-            return self._restore(load_from, step, branch, beyond, required, select, rename)
-
-    def _restore(
-        self,
-        load_from: Callable[[str], LoadReport],
-        step: int | None,
-        branch: int | None,
-        beyond: Beyond,
-        required: bool,
-        select: str | None,
-        rename: Mapping[str, str] | None,
-    ) -> int:
-        rank = self._group.ranks.rank
-        self._saver.background.wait()
-        self._tiers.finish()
-        # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
-        current = self._history.agree_on_branches(needs_copies=True).current
-        seen_from = current if branch is None else branch
-        refuse_unknown_branch(seen_from, current)
-        restored = restore_newest(
-            lambda: self._history.candidates(seen_from, step, required or step is not None, self._tiers.candidates()),
-            load_from,
+        refuse_within(f"restoring {self._run.root.url}", but=[LOADING])
+        if step is not None or branch is not None or newer != "abandon":
+            check_restore_options(step, branch, newer)
+        run, rename = self._run, rename or {}
+        load_from = partial(
+            load,
+            app=app,
+            strict=strict,
+            select=select,
+            rename=LeftInScript(rename),
+            rearrange=rearrange,
+            skip=skip,
+            transactional=transactional,
+            replicas=replicas,
+            init_state=True,
+            progress=progress,
+            deadline_seconds=run.ranks.deadline_seconds,
+            group=run.group.group,
+            tied=self._tied,
         )
-        if restored is None:
-            self._behind.restored(None)
-            self._saver.restored(tuple((rename or {}).items()))  # a new run has the new names
-            if rank == 0:
-                where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
-                announce(f"restored nothing: there is no checkpoint in {where}")
-            return 0
-        place = restored.candidate.place
-        if step is not None or branch is not None:
-            self._take_back(place.step, seen_from, beyond)
-        self._saver.restored(restored.report.rename_rules or ())
-        self._behind.restored(restored)
-        if rank == 0:
-            announce(summary_of(restored, select))
-        return place.step
+        with run.ranks.beating():
+            restored = self._steps.restore(load_from, step, branch, newer, required, rename)
+        if run.ranks.rank == 0:
+            where = run.root.url if restored or run.root.is_there() else f"{run.root.url}, which is not there"
+            nothing = f"restored nothing: there is no checkpoint in {where}"
+            announce(nothing if restored is None else summary_of(restored, select))
+        return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)
     def wait(self) -> None:
@@ -408,9 +356,9 @@ class Manager:
         on in another group: it does so by itself, from `restore` on.
         """
         self._require_open()
-        refuse_within(f"waiting for saves of {self._root.url}")
-        with self._group.ranks.beating():
-            self._saver.wait()
+        refuse_within(f"waiting for saves of {self._run.root.url}")
+        with self._run.ranks.beating():
+            self._steps.wait()
 
     def close(self) -> None:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
@@ -425,17 +373,15 @@ class Manager:
     def _close(self, alone: bool) -> None:
         if self._closed:
             return
-        refuse_within(f"closing the Manager of {self._root.url}")
+        refuse_within(f"closing the Manager of {self._run.root.url}")
         self._closed = True
         with ExitStack() as last_first:  # each is closed, whatever another raises
-            last_first.callback(self._keeper.close)
-            if self._exporter is not None:
-                last_first.callback(self._exporter.close)
+            last_first.callback(self._after.close_own)
             if self._stop is not None:
                 # Not before the others: the signal would end the process, and what is being saved with it.
                 last_first.callback(self._stop.close)
-            last_first.callback(self._behind.close)
-            last_first.callback(self._saver.background.close, alone)
+            last_first.callback(self._after.close)
+            last_first.callback(self._steps.background.close, alone)
 
     def __enter__(self) -> Manager:
         return self
@@ -448,52 +394,6 @@ class Manager:
                 raise
             # The error that ended the program is the one to raise; very likely the save failed for the same reason.
             _log.error("the save in the background has failed too: %s", failure)
-
-    def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
-        """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
-        counted = app.get("step") if isinstance(app, Mapping) else None
-        if type(counted) is not int or counted == step or self._warned_of_step or self._group.ranks.rank:
-            return
-        self._warned_of_step = True
-        _log.warning(
-            'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
-            "before the save, or call it otherwise in the app if it counts something else",
-            *(counted, step, counted),
-        )
-
-    def _stops_after(self, step: int) -> bool:
-        return self._stop is not None and self._stop.after(step, self._group.ranks)
-
-    def _branches(self) -> Branches:
-        """Returns the branches as all ranks know them. Collective the first time."""
-        if not self._history.is_agreed:
-            self._history.agree_on_branches(needs_copies=False)
-            self._behind.copy_newest()
-        return self._history.branches
-
-    def _take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
-        self._history.take_back(step, seen_from, beyond, self._tiers.candidates())
-        if beyond == "remove":
-            self._group.ranks.on_rank_0(  # in a round, so that no rank is taken for dead meanwhile
-                f"removing what is beyond step {step} from {self._root.url}",
-                self._keeper.remove_beyond,
-            )
-
-    def _save_and_leave(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> NoReturn:
-        """Makes the last save of a job that is to stop; then logs earlier failures, and ends the process."""
-        assert self._stop is not None
-        earlier = self._saver.take_failures()
-        try:
-            place = self._branches().place(int(step))
-            if not self._saver.has(place, at_root=True):
-                self._warn_of_other_step(step, app)
-                self._saver.save_last(place, app, metrics, self._stop.grace_seconds)
-        finally:
-            for failure in earlier:
-                _log.error("before the job was told to stop, this had failed: %s", failure)
-        if self._group.ranks.rank == 0:
-            _log.warning("told to stop: saved step %d, and leaving", step)
-        self._stop.leave()
 
     def _require_open(self) -> None:
         if self._closed:

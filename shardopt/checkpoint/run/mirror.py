@@ -1,4 +1,4 @@
-"""Local first, then remote: checkpoints are saved to fast disks, and copied to a store behind the training.
+"""Local first, then remote: checkpoints are saved to fast disks, and copied to a store in the background.
 
 A copy is verified while it is read, every rank uploads what it wrote, and the manifest goes last, once all have agreed
 that their files are there: so a checkpoint of the remote root is as whole as any. A run restores from whichever root
@@ -11,18 +11,17 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
-from shardopt.checkpoint.run.failures import Failures
-from shardopt.checkpoint.run.steps import by_numbers
+from shardopt.checkpoint.run.background import Task, Turns
+from shardopt.checkpoint.run.branches import by_numbers
+from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
-from shardopt.world import Thread, world
+from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -46,7 +45,16 @@ class UploadReport(OfUrl):
     seconds: float
 
 
-class Mirror:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Upload:
+    """A checkpoint to be copied, by the name of its directory, and what is called once it is."""
+
+    ranks: Ranks  # of the side channel
+    name: str
+    afterwards: Callable[[Storage], None]
+
+
+class Mirror(Task):
     """Copies committed checkpoints from one root to another, in the background. All ranks must make the same calls.
 
     Args:
@@ -65,13 +73,10 @@ class Mirror:
         group: Group | None = None,
     ) -> None:
         self._group = SharedGroup(group, deadline_seconds)
-        self._local, self._remote = storage_of(local), storage_of(remote)
+        self._local, self.remote = storage_of(local), storage_of(remote)
         self._side = SideRanks("copies of checkpoints")
-        self._lock = world().lock()
-        self._waiting: list[str] = []
         self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to
-        self._last: Thread | None = None
-        self.failures = Failures()  # of uploads
+        super().__init__(Turns(self._copy, self._describe, "shardopt-mirror"))
         self.report: UploadReport | None = None  # of the last upload that was made
 
     def prepare(self) -> None:
@@ -102,27 +107,19 @@ class Mirror:
 
     def begin(self, name: str, afterwards: Callable[[Storage], None]) -> None:
         """Does the same, and leaves the failure of an earlier one to be taken. Collective; does not wait."""
-        side_ranks = self._side.of(self._group.ranks)
-        with self._lock:
-            self._waiting.append(name)
-            # Not a daemon: a program that ends waits for it.
-            number = self.failures.begin()
-            thread = world().thread(partial(self._in_turn, side_ranks, name, number, self._last, afterwards))
-            self._last = thread
-        thread.start()
+        ranks = self._side.of(self._group.ranks)
+        self._turns.begin(_Upload(ranks, name, afterwards))
 
     def uploading(self) -> frozenset[str]:
         """Returns the names of checkpoints that are being copied or wait for it, which must not be removed. Local."""
-        with self._lock:
-            return frozenset(self._waiting)
+        return frozenset(each.name for each in self._turns.jobs)
 
     def filling(self) -> frozenset[str]:
         """Returns the names of directories of copies that get files to which the one being copied refers. Local.
 
         They must not be removed: the copy that refers to them is not there yet.
         """
-        with self._lock:
-            return self._referred
+        return self._referred
 
     def committed(self) -> list[tuple[str, str]]:
         """Returns the name and URL of every committed checkpoint of both roots, newest first. Collective.
@@ -134,30 +131,18 @@ class Mirror:
             CheckpointError: one of the roots cannot be read. The newest cannot be known then.
         """
         _, (local, remote) = self._group.ranks.agree(
-            f"looking for checkpoints in {self._local.url} and {self._remote.url}",
+            f"looking for checkpoints in {self._local.url} and {self.remote.url}",
             work=lambda: _committed(self._local),
             report=lambda names: names,
-            decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self._remote)],
+            decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self.remote)],
         )
         both = sorted({*local, *remote}, key=by_numbers, reverse=True)
-        places = ((self._local, local), (self._remote, remote))
+        places = ((self._local, local), (self.remote, remote))
         return [(name, root.child(name).url) for name in both for root, names in places if name in names]
 
     def wait(self) -> None:
         """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
-        self.finish()
-        failure = self.failures.take()
-        if failure is not None:
-            raise failure
-
-    def finish(self) -> None:
-        """Waits until nothing is being copied. Local; a failure stays to be raised."""
-        if self._last is not None:
-            self._last.join()
-
-    def close(self) -> None:
-        """As `wait`."""
-        self.wait()
+        self.close()
 
     def __enter__(self) -> Mirror:
         return self
@@ -165,52 +150,31 @@ class Mirror:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _in_turn(
-        self, ranks: Ranks, name: str, number: int, before: Thread | None, afterwards: Callable[[Storage], None]
-    ) -> None:
-        """Copies one checkpoint once the upload before it is done; the thread of an upload."""
-        try:
-            with ranks.beating():
-                if before is not None:
-                    before.join()
-                report = self._copy(ranks, name)
-                self._fill(frozenset())
-                if report is not None:
-                    self.report = report
-                    afterwards(self._remote)
-        except BaseException as error:  # raised by the next call; the training goes on meanwhile
-            _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
-            self.failures.note(number, error)
-        finally:
-            self._fill(frozenset())
-            with self._lock:
-                self._waiting.remove(name)
+    def _describe(self, upload: _Upload) -> str:
+        return f"copying {self._local.child(upload.name).url} to {self.remote.child(upload.name).url}"
 
-    def _copy(self, ranks: Ranks, name: str) -> UploadReport | None:
-        begin = world().monotonic()
-        source, target = self._local.child(name), self._remote.child(name)
-        what = f"copying {source.url} to {target.url}"
-        is_wanted = ranks.on_rank_0(what, lambda: self._is_newest_waiting(name) and not is_copied(source, target))
-        if not is_wanted:
-            return None
-        manifest, nbytes = copy_over_ranks(ranks, source, target, lambda: self._read_manifest(source))
-        total = sum(file.nbytes for file in manifest.own_files)
-        report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
-        emit_report("upload", report)
-        return report
+    def _copy(self, upload: _Upload) -> None:
+        """Copies a checkpoint, in its turn; leaves it out where a newer one waits."""
+        begin, ranks = world().monotonic(), upload.ranks
+        source, target = self._local.child(upload.name), self.remote.child(upload.name)
 
-    def _read_manifest(self, source: Storage) -> tuple[Manifest, bytes]:
-        manifest, data = read_manifest(source)
-        self._fill(frozenset(file.directory for file in manifest.referred_files if file.directory))
-        return manifest, data
+        def read() -> tuple[Manifest, bytes]:
+            manifest, data = read_manifest(source)
+            self._referred = frozenset(file.directory for file in manifest.referred_files if file.directory)
+            return manifest, data
 
-    def _fill(self, directories: frozenset[str]) -> None:
-        with self._lock:
-            self._referred = directories
-
-    def _is_newest_waiting(self, name: str) -> bool:
-        with self._lock:
-            return self._waiting[-1] == name
+        with ranks.beating():
+            try:
+                copied = copy_over_ranks(ranks, source, target, read, lambda: self._turns.jobs[-1] is upload)
+            finally:
+                self._referred = frozenset()
+            if copied is None:
+                return
+            manifest, nbytes = copied
+            total = sum(file.nbytes for file in manifest.own_files)
+            self.report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
+            emit_report("upload", self.report)
+            upload.afterwards(self.remote)
 
 
 def _committed(root: Storage) -> list[str]:

@@ -1,12 +1,13 @@
-"""Checks the arguments of a `Manager`: each by name, all of them at once."""
+"""Checks the arguments of a `Manager`: each by name, all of them at once. `Preemption` is one of them."""
 
 from __future__ import annotations
 
-import math
 import operator
 import os
+import signal
 import stat
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,8 @@ from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.storage import is_in_archive, storage_of
 from shardopt.errors import OptionError, Problem
 from shardopt.world import world
+
+_REMEDY = "pass it as in stop_on=signal.SIGTERM"
 
 
 def check_run_options(root: Any, mirror: Any, every: Any, stage: Any, stops: bool, options: Any) -> None:
@@ -23,7 +26,10 @@ def check_run_options(root: Any, mirror: Any, every: Any, stage: Any, stops: boo
         stops: whether there are signals to listen for.
         options: of saves, a `SaveOptions`.
     """
-    problems = [*_root_problems(root, mirror), *_every_problem(every)]
+    problems = _root_problems(root, mirror)
+    if not is_count(every, 1) and not (isinstance(every, timedelta) and every > timedelta(0)):
+        required = "at least 1, as an int, or a timedelta of more than 0"
+        problems.append(Problem("every", repr(every), required, "give a number of steps, or a time"))
     problems += _choice_problem("stage", stage, (None, "now", "lazy"))
     if stops and not world().in_main_thread():
         thread = f"a Manager that is made in the thread {world().current_thread().name!r}"
@@ -39,22 +45,21 @@ def check_step(step: Any) -> None:
     refuse(count_problem("step", step, 0))
 
 
-def check_restore_options(step: Any, branch: Any, beyond: Any) -> None:
+def check_restore_options(step: Any, branch: Any, newer: Any) -> None:
     """Checks the arguments by which a restore takes a run back. Raises OptionError."""
     refuse(
         [
             *optional_count_problem("step", step, 0),
             *optional_count_problem("branch", branch, 0),
-            *_choice_problem("beyond", beyond, ("set_aside", "remove")),
+            *_choice_problem("newer", newer, ("abandon", "remove")),
         ]
     )
 
 
 def refuse_unknown_branch(branch: int, current: int) -> None:
     """Raises OptionError for a branch that a run does not have."""
-    if branch > current:
-        remedy = "see set_aside() for those that there are"
-        refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
+    remedy = "see abandoned_steps() for those that there are"
+    refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
 
 
 def is_count(value: Any, least: int) -> bool:
@@ -82,22 +87,6 @@ def count_problem(name: str, value: Any, least: int) -> list[Problem]:
 def optional_count_problem(name: str, value: Any, least: int) -> list[Problem]:
     """Returns the same of a number that may be None."""
     return [] if value is None else count_problem(name, value, least)
-
-
-def seconds_problem(name: str, value: Any) -> list[Problem]:
-    """Returns the problem of a length of time, if there is one."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and value > 0 and not math.isnan(value):
-        return []
-    return [Problem(name, repr(value), "more than 0 seconds", "give a number")]
-
-
-def _every_problem(every: Any) -> list[Problem]:
-    """Returns the problem of `every=`, if there is one."""
-    if is_count(every, 1) or (isinstance(every, timedelta) and every > timedelta(0)):
-        return []
-    required = "at least 1, as an int, or a timedelta of more than 0"
-    return [Problem("every", repr(every), required, "give a number of steps, or a time")]
 
 
 def _choice_problem(name: str, value: Any, choices: Sequence[Any]) -> list[Problem]:
@@ -139,3 +128,63 @@ def _root_problems(root: Any, mirror: Any) -> list[Problem]:
         remedy = "give the copies a place of their own"
         problems.append(Problem("mirror", f"{urls['mirror']}, which is the root too", "another place", remedy))
     return problems
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """The signals by which a job is told to stop, and how its processes end, for `Manager(stop_on=)`.
+
+    Args:
+        signals: one, or several: SIGTERM of most launchers, SIGUSR1 where Slurm is asked for it (`--signal=USR1@60`),
+            SIGINT of the terminal (Ctrl-C).
+        exit_code: of processes that have left; None is 128 and the number of the signal, as shells have it (on a rank
+            that got none, of the first). Where torchrun is to start the job again it must not be 0.
+        seconds: within which a process that got a signal ends, saved or not. Rank 0 logs a warning, once, if the save
+            that the run is restored from, or a later one, took more than half of it.
+
+    Raises:
+        OptionError: an argument is none; all of them are listed.
+    """
+
+    signals: signal.Signals | Iterable[signal.Signals] = signal.SIGTERM
+    exit_code: int | None = None
+    seconds: float = 25.0
+
+    def __post_init__(self) -> None:
+        signals, problems = _signals_of(self.signals)
+        seconds = self.seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            problems.append(Problem("seconds", repr(seconds), "more than 0 seconds", "give a number"))
+        if self.exit_code is not None and not (is_count(self.exit_code, 0) and self.exit_code <= 255):
+            found = repr(self.exit_code)
+            problems.append(Problem("exit_code", found, "0 to 255, or None", "give what the launcher looks for"))
+        refuse(problems)
+        object.__setattr__(self, "signals", signals)
+
+    @property
+    def all_signals(self) -> tuple[signal.Signals, ...]:
+        """The signals, each once, in the order in which they were given."""
+        return self.signals if isinstance(self.signals, tuple) else (self.signals,)
+
+
+def preemption_of(stop_on: Any) -> Preemption | None:
+    """Returns what `stop_on=` of a `Manager` stands for: signals, or a `Preemption`. Raises OptionError."""
+    return stop_on if stop_on is None or isinstance(stop_on, Preemption) else Preemption(stop_on)
+
+
+def _signals_of(signals: Any) -> tuple[tuple[signal.Signals, ...], list[Problem]]:
+    several = isinstance(signals, Iterable) and not isinstance(signals, str)
+    given = [*signals] if several else [signals]
+    problems = [] if given else [Problem("stop_on", "no signal", "a signal", _REMEDY)]
+    found = []
+    for each in given:
+        try:
+            if isinstance(each, bool) or not isinstance(each, int):
+                raise ValueError(each)
+            found.append(signal.Signals(each))
+        except ValueError:
+            problems.append(Problem("stop_on", repr(each), "a signal", _REMEDY))
+    for each in found:
+        if each in (signal.SIGKILL, signal.SIGSTOP):
+            problems.append(Problem("stop_on", repr(each), "a signal that a process can handle", _REMEDY))
+    return tuple(dict.fromkeys(found)), problems

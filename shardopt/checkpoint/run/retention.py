@@ -83,16 +83,6 @@ def _best_problem(best: Any) -> list[Problem]:
     return [Problem("best", repr(best), required, 'give it as in best=("loss", "min", 2)')]
 
 
-def steps_to_keep(
-    committed: Collection[int],
-    rules: Retention,
-    metrics: Mapping[int, Mapping[str, float]],
-    pinned: Collection[int] = (),
-) -> frozenset[int]:
-    """The steps whose checkpoints stay; see `reasons_to_keep`."""
-    return frozenset(reasons_to_keep(committed, rules, metrics, dict.fromkeys(pinned, "pinned")))
-
-
 def reasons_to_keep(
     committed: Collection[int],
     rules: Retention,

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
-from shardopt.checkpoint.run.branches import Branch, read_records
-from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.run.branches import Branch, CheckpointId, parse_id, read_records
 from shardopt.checkpoint.sources.dcp import METADATA_NAME
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
-
-
-class Contents(NamedTuple):
-    """The contents of a root, as one listing has shown them.
-
-    Args:
-        places: that have a directory, whatever is in it; ascending.
-        records: of branches, by file name.
-    """
-
-    places: list[Place]
-    records: Mapping[str, Branch]
 
 
 class Root:
     """Reads and writes what lies directly under the root of a run. Local to the rank that asks."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+        self.storage, self.url = storage, storage.url
         self.names: frozenset[str] = frozenset()
         """Of all that lies directly under it, as the last listing has shown."""
-        self._records: Mapping[str, Branch] = {}
-        self._committed: frozenset[Place] = frozenset()  # that were found to be, where to look costs a request
-
-    @property
-    def url(self) -> str:
-        return self.storage.url
+        self.records: Mapping[str, Branch] = {}
+        """Of branches, by file name, as the last listing has shown."""
+        self._committed: frozenset[CheckpointId] = frozenset()  # that were found to be, where to look costs a request
 
     def is_there(self) -> bool:
         """Whether there is such a directory; on a store, whether anything is under this prefix."""
@@ -46,8 +29,8 @@ class Root:
             return os.path.isdir(self.url)
         return bool(self.storage.names())
 
-    def contents(self) -> Contents:
-        """Lists the root; nothing where there is no directory.
+    def ids(self) -> list[CheckpointId]:
+        """Lists the root: the checkpoints that have a directory, whatever is in it, ascending; none without a root.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -56,15 +39,15 @@ class Root:
         with wrap_os_errors(f"look into {self.url}"):
             names = self.storage.names()
             self.names = frozenset(names)
-            self._records = read_records(self.storage, names, self._records)
-        return Contents(sorted(place for place in map(place_of, names) if place is not None), self._records)
+            self.records = read_records(self.storage, names, self.records)
+        return sorted(id for id in map(parse_id, names) if id is not None)
 
     def refuse_checkpoint(self) -> None:
         """Raises CheckpointError where this is a checkpoint itself and no run's root, as the last listing has shown."""
         own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
         if own or METADATA_NAME in self.names:
             parent = os.path.dirname(self.url)
-            is_step = place_of(os.path.basename(self.url)) is not None
+            is_step = parse_id(os.path.basename(self.url)) is not None
             remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"
             problem = Problem(
                 self.url,
@@ -74,37 +57,33 @@ class Root:
             )
             raise CheckpointError("a run cannot be kept in a checkpoint", [problem])
 
-    def checkpoint(self, place: Place) -> Storage:
+    def checkpoint(self, id: CheckpointId) -> Storage:
         """Returns the storage of a checkpoint's directory."""
-        return self.storage.child(place.name)
+        return self.storage.child(id.name)
 
-    def is_committed(self, place: Place) -> bool:
+    def is_committed(self, id: CheckpointId) -> bool:
         """Whether there is a manifest. One that cannot be read counts: a load finds the damage."""
         try:
             with wrap_os_errors(f"look into {self.url}"):
-                return self.checkpoint(place).exists(MANIFEST_NAME)
+                return self.checkpoint(id).exists(MANIFEST_NAME)
         except CorruptionError:
             return True
 
-    def committed(self) -> list[Place]:
-        """Lists the places of committed checkpoints, of any branch; ascending."""
-        return [place for place in self.contents().places if self.is_committed(place)]
-
-    def committed_of(self, places: Sequence[Place]) -> list[Place]:
-        """Returns those that are committed, of places that `contents` has just listed.
+    def committed_of(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
+        """Returns those that are committed, of some that `ids` has just listed.
 
         On a store, what was found committed before is not asked for again while its directory is listed: a commit is to
         cost one request, however many checkpoints are kept. What others take away there without its directory is
         noticed when the program starts again.
         """
-        known = self._committed.intersection(places) if self.storage.is_remote else frozenset()
-        committed = [place for place in places if place in known or self.is_committed(place)]
+        known = self._committed.intersection(ids) if self.storage.is_remote else frozenset()
+        committed = [id for id in ids if id in known or self.is_committed(id)]
         self._committed = frozenset(committed)
         return committed
 
-    def forget(self, places: Iterable[Place]) -> None:
-        """Forgets that places were committed: they are to be removed, or saved once more."""
-        self._committed -= frozenset(places)
+    def forget(self, ids: Iterable[CheckpointId]) -> None:
+        """Forgets that checkpoints were committed: they are to be removed, or saved once more."""
+        self._committed -= frozenset(ids)
 
     def add(self, record: Branch) -> None:
         """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""

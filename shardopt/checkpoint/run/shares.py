@@ -2,12 +2,11 @@
 
     tiers.json    {"format": "shardopt-tiers", "tiers": [{"path": "/dev/shm/run-7", "every": 5, …}]}
 
-lies under the root of a run and tells the tiers that its last job had. It is for those who look alone.
+lies under the root of a run and names the tiers that its last job had. It is for those who look alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from shardopt.checkpoint.format.constants import (
     RECORD_NAME,
     damaged,
     is_sealed,
-    load_json,
-    seal,
-    without_duplicates,
     writer_of,
 )
 from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
@@ -28,8 +24,9 @@ from shardopt.checkpoint.hosts.directory import is_host_directory
 from shardopt.checkpoint.hosts.hosts import PREFIX
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import verify
-from shardopt.checkpoint.run.identity import LABEL_NAME, Run, run_at
-from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.run.branches import CheckpointId, parse_id
+from shardopt.checkpoint.run.identity import LABEL_NAME, RunIdentity, run_at
+from shardopt.checkpoint.run.records import pack_record, unpack_record
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 
@@ -49,7 +46,7 @@ class HostShare:
             "unfinished": no record. "damaged": the record is, or a file has other bytes than it names. "unreadable": it
             could not be looked at.
         problems: why it is damaged or unreadable.
-        place: its step and branch.
+        id: its step and branch.
         saved_at, world_size: of the save; None where there is no record to tell, and so for what follows.
         ranks: those of which this host has all files, its own and others', ascending.
         files, nbytes: of the whole checkpoint.
@@ -59,7 +56,7 @@ class HostShare:
     url: str
     have: Have
     problems: tuple[Problem, ...]
-    place: Place
+    id: CheckpointId
     saved_at: float | None = None
     world_size: int | None = None
     ranks: tuple[int, ...] = ()
@@ -74,7 +71,7 @@ class TierListing:
     """What one host has in its directory of a tier. `run` is None where nothing says whose it is."""
 
     url: str
-    run: Run | None
+    run: RunIdentity | None
     shares: tuple[HostShare, ...]
 
 
@@ -94,14 +91,14 @@ def list_tier(url: str | os.PathLike[str], verify_bytes: bool = False) -> TierLi
     """
     storage = storage_of(os.fspath(url).removeprefix(PREFIX))
     with wrap_os_errors(f"look into {storage.url}"):
-        places = sorted(place for place in map(place_of, storage.names()) if place is not None)
-    shares = (_look_at(storage.child(place.name), place, verify_bytes) for place in places)
+        ids = sorted(id for id in map(parse_id, storage.names()) if id is not None)
+    shares = (_look_at(storage.child(id.name), id, verify_bytes) for id in ids)
     return TierListing(storage.url, run_at(storage, LABEL_NAME), tuple(each for each in shares if each is not None))
 
 
-def _look_at(storage: Storage, place: Place, verify_bytes: bool) -> HostShare | None:
+def _look_at(storage: Storage, id: CheckpointId, verify_bytes: bool) -> HostShare | None:
     """Describes a share; None where the run has removed it meanwhile: then its files are gone, or are written over."""
-    seen = _describe(storage, place, verify_bytes)
+    seen = _describe(storage, id, verify_bytes)
     try:
         is_there = seen.have not in ("damaged", "unreadable") or storage.exists(RECORD_NAME)
     except OSError:
@@ -109,24 +106,24 @@ def _look_at(storage: Storage, place: Place, verify_bytes: bool) -> HostShare | 
     return seen if is_there else None
 
 
-def _describe(storage: Storage, place: Place, verify_bytes: bool) -> HostShare:
+def _describe(storage: Storage, id: CheckpointId, verify_bytes: bool) -> HostShare:
     try:
         with wrap_os_errors(f"look into {storage.url}"):
             try:
                 data = storage.read(RECORD_NAME, 0, MANIFEST_LIMIT_BYTES)
             except FileNotFoundError:
-                return HostShare(storage.url, "unfinished", (), place)
+                return HostShare(storage.url, "unfinished", (), id)
             where = f"{storage.url}/{RECORD_NAME}"
             if not is_sealed(data):
                 raise damaged(where, "bytes that fail the seal at their end")
-            return _compared(storage, place, decode_manifest(data, where), verify_bytes)
+            return _compared(storage, id, decode_manifest(data, where), verify_bytes)
     except CheckpointError as error:
         have: Have = "damaged" if isinstance(error, CorruptionError) else "unreadable"
         problems = error.problems or (Problem(storage.url, error.message, "what was written", "take another copy"),)
-        return HostShare(storage.url, have, tuple(problems), place)
+        return HostShare(storage.url, have, tuple(problems), id)
 
 
-def _compared(storage: Storage, place: Place, manifest: Manifest, verify_bytes: bool) -> HostShare:
+def _compared(storage: Storage, id: CheckpointId, manifest: Manifest, verify_bytes: bool) -> HostShare:
     there = set(storage.names())
     here = [file for file in manifest.files if file.name in there]
     problems: list[Problem] = []
@@ -145,7 +142,7 @@ def _compared(storage: Storage, place: Place, manifest: Manifest, verify_bytes: 
         storage.url,
         "damaged" if problems else "all" if len(here) == len(manifest.files) else "some",
         tuple(problems),
-        place,
+        id,
         saved_at=manifest.saved_at,
         world_size=manifest.world_size,
         ranks=tuple(sorted({writer_of(file.name) for file in here} - elsewhere)),
@@ -158,7 +155,7 @@ def _compared(storage: Storage, place: Place, manifest: Manifest, verify_bytes: 
 
 def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
     """Writes down under a root which tiers its run has, if that is not there. Raises CheckpointError."""
-    data = seal(json.dumps({"format": _FORMAT, "tiers": list(tiers)})[:-1].encode())
+    data = pack_record(_FORMAT, tiers=list(tiers))
     with wrap_os_errors(f"write {root.url}/{TIERS_NAME}"):
         try:
             is_there = root.read_rest(TIERS_NAME, 0, len(data)) == data
@@ -180,15 +177,13 @@ def tiers_at(root: Storage) -> list[dict[str, Any]]:
             data = root.read_record(TIERS_NAME)
         except (FileNotFoundError, NotADirectoryError):  # or it is a file
             return []
-    if not is_sealed(data):
-        raise damaged(where, "bytes that fail the seal at their end")
-    tiers = load_json(data, where, without_duplicates).get("tiers")
+    tiers = unpack_record(data, where).get("tiers")
     if not isinstance(tiers, list) or not all(isinstance(each, dict) and "path" in each for each in tiers):
         raise damaged(where, "no list of tiers")
     return tiers
 
 
-def tier_here(path: str, run: Run | None, verify_bytes: bool = False) -> TierListing | None:
+def tier_here(path: str, run: RunIdentity | None, verify_bytes: bool = False) -> TierListing | None:
     """Lists what this host has on a tier of a run; None where it has no such directory, or one of another run."""
     if not is_tier(path):
         return None

@@ -1,33 +1,305 @@
-"""Names of the directories of a run's checkpoints: `step-00000500`, and `step-00000500-b2` on a branch."""
+"""Saves the steps of a run to a tier or to its root, in the call or in the background, and restores the newest."""
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NoReturn
 
-_NAME = re.compile(r"step-(\d{8,})(?:-b([1-9]\d*))?", re.ASCII)
+from shardopt.checkpoint.async_save import AsyncSaver, Stage
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
+from shardopt.checkpoint.run.after_commit import AfterCommit
+from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
+from shardopt.checkpoint.run.context import Candidate, Restored, Run
+from shardopt.checkpoint.run.options import refuse_unknown_branch
+from shardopt.checkpoint.save import SaveTerms, save_now
+from shardopt.checkpoint.writing.pending import PendingSave, take_failures
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError, UnreadableError
+from shardopt.stopping import Stop
+from shardopt.world import world
 
-
-class Place(NamedTuple):
-    """The place of a checkpoint in a run: its step, and the branch that the run was on. The run begins on branch 0."""
-
-    step: int
-    branch: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name of its directory."""
-        return f"step-{self.step:08d}" + (f"-b{self.branch}" if self.branch else "")
-
-
-def place_of(name: str) -> Place | None:
-    """Parses the name of a checkpoint's directory; None for any other name."""
-    match = _NAME.fullmatch(name)
-    place = Place(int(match[1]), int(match[2] or 0)) if match else None
-    return place if place is not None and place.name == name else None
+_log = logging.getLogger("shardopt.checkpoint")
 
 
-def by_numbers(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Returns a key that sorts names as the numbers in them: "step-9" before "step-10"."""
-    sections = re.split(r"([0-9]+)", name)
-    return tuple((1, text) if i % 2 == 0 else (0, int(text)) for i, text in enumerate(sections) if text)
+class Steps:
+    """Saves and restores steps, one after the other. All ranks make the same calls.
+
+    Args:
+        run: whose steps these are.
+        after: begins what follows each commit.
+        stage: as for `async_save`; None to save in the call.
+        incremental: whether a save refers to the one before.
+        terms: of all saves.
+    """
+
+    def __init__(self, run: Run, after: AfterCommit, stage: Stage | None, incremental: bool, terms: SaveTerms) -> None:
+        self._run, self._after, self._tiers = run, after, after.tiers
+        self._stage, self._incremental, self._terms = stage, incremental, terms
+        self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
+        self._warned_of_step = False
+
+    @cached_property
+    def background(self) -> AsyncSaver:
+        """Saves in the background; made at first use, as a run that is only looked at needs none."""
+        return AsyncSaver()
+
+    def branches(self) -> Branches:
+        """Returns the branches as all ranks know them. Collective the first time."""
+        if not self._run.is_agreed:
+            self._run.agree_on_branches(needs_copies=False)
+            self._after.copy_newest()
+        return self._run.branches
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is due at the root or on a tier. By time collective, as `Due.at`."""
+        return self._run.due.at(step) or (self._tiers is not None and self._tiers.is_due(step))
+
+    def save(
+        self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, at_root: bool
+    ) -> SaveReport | PendingSave | None:
+        """Saves to the first tier that is due, or to the root where none is. Collective.
+
+        Args:
+            at_root: whether to save to the root in any case, where nothing is lost with its hosts.
+
+        Returns:
+            As `Manager.save`: nothing is saved where the step was committed or restored here, and is there.
+        """
+        if self._after.copying:
+            self._raise_failure_of_copy()
+        id = self.branches().id_of(int(step))
+        if self._has(id, at_root):
+            return self._last[1] if self._last is not None and self._last[0] == id else None
+        self._warn_of_other_step(step, app)
+        self._after.prepare(id, in_turn=True)
+        urls = [self._run.root.checkpoint(id).url]
+        if self._tiers is not None and not at_root:
+            urls = [*self._tiers.urls(id), *urls]
+        if self._stage is None:
+            return self._save_now(id, urls, app, metrics, self._terms, in_turn=True)
+        return self._save_in_background(id, urls, app, metrics, self._stage)
+
+    def save_and_leave(
+        self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop
+    ) -> NoReturn:
+        """Saves to the root, whatever has failed before; then logs earlier failures, and ends the process. Collective.
+
+        Args:
+            stop: by which the job is to stop; its `grace_seconds` count as `deadline_seconds` where those are more.
+        """
+        earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
+        try:
+            id = self.branches().id_of(int(step))
+            if not self._has(id, at_root=True):
+                self._warn_of_other_step(step, app)
+                self._after.prepare(id, in_turn=False)
+                seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
+                terms = replace(self._terms, deadline_seconds=seconds)
+                self._save_now(id, [self._run.root.checkpoint(id).url], app, metrics, terms, in_turn=False)
+        finally:
+            for failure in filter(None, earlier):
+                _log.error("before the job was told to stop, this had failed: %s", failure)
+        if self._run.ranks.rank == 0:
+            _log.warning("told to stop: saved step %d, and leaving", step)
+        stop.leave()
+
+    def _has(self, id: CheckpointId, at_root: bool) -> bool:
+        """Whether a step was committed or restored here, and is there; says so. Collective.
+
+        Args:
+            at_root: as for `AfterCommit.url_of`.
+        """
+        if self._last is not None and self._last[0] == id:
+            self.background.wait()  # which may have failed, and then is no checkpoint
+        url = self._after.url_of(id, at_root)
+        if url is not None and self._run.ranks.rank == 0:
+            announce(f"step {id.step} is in {url} already: nothing was saved")
+        return url is not None
+
+    def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
+        """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
+        counted = app.get("step") if isinstance(app, Mapping) else None
+        if type(counted) is not int or counted == step or self._warned_of_step or self._run.ranks.rank:
+            return
+        self._warned_of_step = True
+        _log.warning(
+            'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
+            "before the save, or call it otherwise in the app if it counts something else",
+            *(counted, step, counted),
+        )
+
+    def _save_in_background(
+        self,
+        id: CheckpointId,
+        urls: Sequence[str],
+        app: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        stage: Stage,
+    ) -> PendingSave:
+        if self._incremental:
+            self.background.wait()  # for what this one may refer to
+        numbers = _numbers_or_none(metrics)
+        pending = self.background.save(
+            urls[0],
+            app,
+            self._terms_with(self._terms, urls),
+            stage=stage,
+            metrics=metrics,
+            afterwards=lambda report: self._after.committed(id, report, numbers, in_turn=True),
+        )
+        self._last = id, pending
+        return pending
+
+    def _save_now(
+        self,
+        id: CheckpointId,
+        urls: Sequence[str],
+        app: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        terms: SaveTerms,
+        in_turn: bool,
+    ) -> SaveReport:
+        numbers = _numbers_or_none(metrics) if metrics else {}
+        if self._incremental or len(urls) > 1:
+            terms = self._terms_with(terms, urls)
+        report = save_now(urls[0], app, terms, metrics, raise_earlier=in_turn)
+        self._after.committed(id, report, numbers, in_turn)
+        self._last = id, report
+        return report
+
+    def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
+        """Returns terms with what a save may refer to, and where it goes where there is no room."""
+        return replace(terms, base=self._after.base if self._incremental else None, instead=tuple(urls[1:]))
+
+    def restore(
+        self,
+        load: Callable[[str], LoadReport],
+        step: int | None,
+        branch: int | None,
+        newer: Newer,
+        required: bool,
+        rename: Mapping[str, str],
+    ) -> Restored | None:
+        """Loads the newest checkpoint that is whole, and goes on from it; None where there is none. Collective.
+
+        Args:
+            load: loads from a URL.
+            step, branch, newer, required: as for `Manager.restore`.
+            rename: rules of names; those of the names in a run that begins.
+        """
+        run = self._run
+        self.background.wait()
+        if self._tiers is not None:
+            self._tiers.finish()
+        # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
+        current = run.agree_on_branches(needs_copies=True).current
+        seen_from = current if branch is None else branch
+        if seen_from > current:
+            refuse_unknown_branch(seen_from, current)
+        required = required or step is not None
+        restored = restore_newest(lambda: run.candidates(seen_from, step, required, self._on_tiers()), load)
+        renamed = tuple(rename.items())  # a new run has the new names
+        if restored is not None:
+            if step is not None or branch is not None:
+                self._take_back(restored.id.step, seen_from, newer)
+            renamed = restored.report.rename_rules or ()
+        self._last, self._terms = None, replace(self._terms, renamed=renamed)
+        self._after.restored(restored)
+        return restored
+
+    def _on_tiers(self) -> list[Candidate]:
+        return [] if self._tiers is None else self._tiers.candidates()
+
+    def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
+        self._run.take_back(step, seen_from, newer, self._on_tiers())
+        if newer == "remove":
+            self._after.remove_newer()
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint wherever it is, once nothing is being saved or copied. Collective."""
+        id = self.branches().id_of(step)
+        self.wait()
+        self._after.delete(id)
+        if self._last is not None and self._last[0] == id:
+            self._last = None
+
+    def wait(self) -> None:
+        """Waits for saves and copies in the background, and raises their failures. Collective."""
+        self.background.wait()
+        self._after.finish()
+        if self._after.copying:
+            self._raise_failure_of_copy()
+
+    def _raise_failure_of_copy(self) -> None:
+        """Raises the failure of a copy, on all ranks if one of them has met it. Collective."""
+        # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
+        self.background.finish()
+        self._after.raise_failure()
+
+
+def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Returns metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
+    try:
+        return {} if metrics is None else numbers_of(metrics)
+    except StateError:
+        return {}
+
+
+def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:
+    """Loads the first of the candidates that is whole; None where there are none. Collective.
+
+    Args:
+        look: returns the candidates, the best first, the same on every rank. Called again after each that did not
+            load, since another process of the job, which is not dead yet, may have removed that one for a newer one.
+        load: loads from a URL.
+
+    Raises:
+        CorruptionError, CheckpointNotFoundError: there were some, and none is whole: the error of the last one.
+        The errors of `load` that are not about damage.
+    """
+    failures: dict[str, CheckpointError] = {}
+    tried_twice: set[str] = set()
+    while True:
+        candidates = look()
+        candidate = next((each for each in candidates if each.url not in failures), None)
+        if candidate is None:
+            for failure in reversed(failures.values()):
+                raise failure
+            return None
+        try:
+            report = load(candidate.url)
+        except (CorruptionError, CheckpointNotFoundError) as error:
+            if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
+                tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
+                _log.warning("%s: trying once more", error)
+                continue
+            failures[candidate.url] = error
+            what = "damaged" if isinstance(error, CorruptionError) else "gone"
+            step = candidate.id.step
+            _log.warning("the checkpoint of step %d is %s, taking the one before it: %s", step, what, error)
+        else:
+            return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})
+
+
+def summary_of(restored: Restored, select: str | None) -> str:
+    """Returns a line for the log about a restore, of all keys or of those that `select` finds."""
+    report = restored.report
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
+    ago = "" if report.saved_at is None else f", {_duration(world().wall_clock() - report.saved_at)} ago"
+    alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"
+    return f"restored step {restored.id.step} from {report.url}, saved by {ranks}{ago}{alone}"
+
+
+def _duration(seconds: float) -> str:
+    """ "5 s", "3 min", "2 h 5 min", "4 days"; clocks of hosts differ, so it may be less than nothing."""
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours / 24:.0f} days"

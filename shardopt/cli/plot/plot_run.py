@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.listing import Listed, list_run
-from shardopt.checkpoint.run.steps import place_of
 from shardopt.cli.output import Output, escaped, nbytes_text, plural, shortened
 from shardopt.cli.plot.figure import Axes, Figure, check_output, save_figure
 from shardopt.errors import CheckpointNotFoundError, Problem
@@ -18,10 +18,10 @@ _LINES = {"seconds": "of a save", "stall_seconds": "of which the training stood 
 
 
 def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) -> int:
-    """Draws a run; what was set aside as points of no line."""
+    """Draws a run; what was abandoned as points of no line."""
     check_output(out)
     listing = list_run(root)
-    saved = [each for each in listing.checkpoints if each.counts and each.place is not None]
+    saved = [each for each in listing.checkpoints if each.counts and each.id is not None]
     if not saved:
         problem = Problem(listing.url, "no committed checkpoint of a run", "some", "give the root of a run")
         raise CheckpointNotFoundError("there is nothing to draw", [problem])
@@ -29,7 +29,7 @@ def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) 
     figure = _draw(listing.url, saved, seconds)
     save_figure(figure, out)
     output.line(f"{out}: {plural(len(saved), 'checkpoint')}, {plural(len(seconds), 'save')} in logs")
-    metrics = [{"step": each.place.step, "bytes": each.nbytes, "metrics": each.metrics} for each in saved if each.place]
+    metrics = [{"step": each.id.step, "bytes": each.nbytes, "metrics": each.metrics} for each in saved if each.id]
     output.data({"output": out, "checkpoints": metrics, "saves": seconds})
     return 0
 
@@ -41,10 +41,10 @@ def seconds_in(logs: Sequence[str]) -> dict[int, dict[str, float]]:
         with open(path, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 match = _SAVE.search(line)
-                place = place_of(match[1].rstrip("/").rpartition("/")[2]) if match else None
-                if match is None or place is None:
+                id = parse_id(match[1].rstrip("/").rpartition("/")[2]) if match else None
+                if match is None or id is None:
                     continue
-                of_step = found.setdefault(place.step, {})
+                of_step = found.setdefault(id.step, {})
                 for name, value in _FIGURE.findall(match[2]):
                     if name in _LINES:
                         of_step[name] = max(float(value), of_step.get(name, 0.0))
@@ -82,16 +82,16 @@ def _draw(url: str, saved: Sequence[Listed], seconds: dict[int, dict[str, float]
 
 
 def _points(panel: Axes, saved: Sequence[Listed], values: Sequence[float | None]) -> None:
-    """Draws values over steps: a line for the run, and points for what is set aside."""
+    """Draws values over steps: a line for the run, and points for what is abandoned."""
     points = [
-        (each.place.step, value, each.in_run)
+        (each.id.step, value, each.in_run)
         for each, value in zip(saved, values, strict=True)
-        if each.place is not None and value is not None
+        if each.id is not None and value is not None
     ]
     run = [(step, value) for step, value, in_run in points if in_run]
     aside = [(step, value) for step, value, in_run in points if not in_run]
     if run:
         panel.plot(*zip(*run, strict=True), "o-", markersize=3, linewidth=1, color="#4c78a8")
     if aside:
-        panel.plot(*zip(*aside, strict=True), "x", markersize=4, color="#bab0ac", label="set aside")
+        panel.plot(*zip(*aside, strict=True), "x", markersize=4, color="#bab0ac", label="abandoned")
     panel.tick_params(labelsize=7)

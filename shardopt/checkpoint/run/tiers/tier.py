@@ -22,7 +22,7 @@ class Tier:
         copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
         domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains where
             there are such. None is one for each host.
-        most_per_second: bytes that a host fetches for copies at most; None for no limit.
+        max_bytes_per_second: bytes that a host fetches for copies at most; None for no limit.
     """
 
     path: str
@@ -30,7 +30,7 @@ class Tier:
     keep_last: int = 2
     copies: int = 1
     domain: str | None = None
-    most_per_second: float | None = None
+    max_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(self.path))  # whatever directory the process changes to
@@ -45,22 +45,17 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremen
     problems = []
     taken = {os.path.realpath(root.url) for root in roots if not root.is_remote}
     for number, tier in enumerate(tiers):
+        counts = {name: getattr(tier, name) for name in ("every", "keep_last", "copies")}
+        wrong = {name: "an int of at least 1" for name, n in counts.items() if type(n) is not int or n < 1}
         if os.path.realpath(tier.path) in taken:
-            required = "another path than the root's and the mirror's: what a tier has is removed"
-            problems.append(Problem(f"tiers[{number}].path", repr(tier.path), required, "give it one of its own"))
-    for number, tier in enumerate(tiers):
-        for name, least in (("every", 1), ("keep_last", 1), ("copies", 1)):
-            value = getattr(tier, name)
-            if type(value) is not int or value < least:
-                wanted = f"an int of at least {least}"
-                problems.append(Problem(f"tiers[{number}].{name}", repr(value), wanted, "mend it"))
-        if tier.most_per_second is not None and not (
-            isinstance(tier.most_per_second, int | float) and tier.most_per_second > 0
-        ):
-            found = repr(tier.most_per_second)
-            problems.append(Problem(f"tiers[{number}].most_per_second", found, "a number of bytes above 0", "mend it"))
+            wrong["path"] = "another path than the root's and the mirror's: what a tier has is removed"
+        limit = tier.max_bytes_per_second
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            wrong["max_bytes_per_second"] = "a number of bytes above 0"
         if not isinstance(tier.domain, str | None):
-            problems.append(Problem(f"tiers[{number}].domain", repr(tier.domain), "a name, or None", "mend it"))
+            wrong["domain"] = "a name, or None"
+        for name, required in wrong.items():
+            problems.append(Problem(f"tiers[{number}].{name}", repr(getattr(tier, name)), required, "mend it"))
     if len({tier.path for tier in tiers}) < len(tiers):
         problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
     if tiers and incremental:

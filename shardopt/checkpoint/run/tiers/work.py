@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import writer_of
 from shardopt.checkpoint.hosts.copying import copy_file, damaged_files, fetch_copies, replace_damaged
@@ -13,12 +14,12 @@ from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.hosts.spare import remove_spares
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
-from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
-from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.steps import Place, place_of
-from shardopt.checkpoint.run.tiers.jobs import Job
+from shardopt.checkpoint.run.background import Turns
+from shardopt.checkpoint.run.branches import CheckpointId, parse_id
+from shardopt.checkpoint.run.context import Run
+from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.tiers.tier import Tier
-from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import NoSpaceError
 from shardopt.ranks import Ranks
@@ -27,22 +28,89 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 
+@dataclass(slots=True, eq=False)
+class Job:
+    """What is to be done for a checkpoint that was committed.
+
+    Args:
+        ranks: of the side channel on which it is done.
+        hosts: by the number of the tier.
+        tier, onto: numbers of tiers; that which has it (None: the root alone), and the slower ones that are to get it.
+        to_root: whether the root is to get it.
+        then: called once it has.
+        is_restored: whether the run has just been restored from it: then what the hosts have of it is verified.
+        given_up: on rank 0, whether it was.
+    """
+
+    id: CheckpointId
+    ranks: Ranks
+    hosts: Sequence[Hosts]
+    tier: int | None
+    onto: Sequence[int]
+    to_root: bool
+    then: Callable[[], None]
+    is_restored: bool
+    given_up: bool = False
+
+    @property
+    def promotes(self) -> bool:
+        return bool(self.onto) or self.to_root
+
+
+class TierQueue(Turns[Job]):
+    """Does jobs in the order in which they were begun, which is one on all ranks.
+
+    Failures of copies on other hosts alone are logged, and no failures: the next save is copied again.
+
+    Args:
+        do: does one, and gets what finds out whether no newer one of a tier waits.
+    """
+
+    def __init__(self, do: Callable[[Job, Callable[[], bool]], None]) -> None:
+        super().__init__(self._do_one, self._describe, "shardopt-tiers", low_priority=True)
+        self._do_job = do
+
+    def supersede(self) -> list[Job]:
+        """On rank 0: gives up copies that have no turn yet and will have none, as a newer one waits; returns them."""
+        of_tiers = [job for job in self.jobs[1:] if job.tier is not None][:-1]
+        given_up = [job for job in of_tiers if not (job.promotes or job.is_restored or job.given_up)]
+        for job in given_up:
+            job.given_up = True
+        return given_up
+
+    def promoting(self) -> frozenset[str]:
+        """Returns the names of checkpoints that come to the root now or later."""
+        return frozenset(job.id.name for job in self.jobs if job.to_root)
+
+    def _do_one(self, job: Job) -> None:
+        try:
+            with job.ranks.beating():
+                self._do_job(job, lambda: [each for each in self.jobs if each.tier is not None][-1] is job)
+        except BaseException as error:
+            if job.promotes or job.tier is None:
+                raise
+            _log.error("%s failed: %s", self._describe(job), error)
+
+    def _describe(self, job: Job) -> str:
+        return f"what follows the save of step {job.id.step}"
+
+
 class TierWork:
     """Does the jobs of tiers, each on the ranks of its side channel.
 
     Args:
+        run: whose checkpoints these are.
         tiers: of the run, the fastest first.
-        root: of the run.
     """
 
-    def __init__(self, tiers: Sequence[Tier], root: Root) -> None:
-        self._tiers, self._root = tiers, root
+    def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
+        self._tiers, self._root = tiers, run.root
         self.begin_from(None)
 
-    def begin_from(self, restored: Place | None) -> None:
+    def begin_from(self, restored: CheckpointId | None) -> None:
         """Forgets what is copied: the run goes on from a checkpoint, or from none. Nothing may be under way. Local."""
         self._restored = restored
-        self._copied: dict[int, set[Place]] = {number: set() for number in range(len(self._tiers))}
+        self._copied: dict[int, set[CheckpointId]] = {number: set() for number in range(len(self._tiers))}
 
     def do(self, job: Job, is_newest: Callable[[], bool]) -> None:
         """Does what is to be done for a checkpoint. Collective, on the job's ranks.
@@ -53,34 +121,34 @@ class TierWork:
         if job.tier is None:
             job.then()
             return
-        ranks, place, source = job.ranks, job.place, job.hosts[job.tier]
+        ranks, id, source = job.ranks, job.id, job.hosts[job.tier]
         wanted = ranks.on_rank_0(
-            f"copying {place.name} on {source.root}", lambda: job.promotes or job.is_restored or is_newest()
+            f"copying {id.name} on {source.root}", lambda: job.promotes or job.is_restored or is_newest()
         )
         if not wanted:  # a newer one is there, and is copied next
-            clear_shares(source, place.__eq__)
+            clear_shares(source, id.__eq__)
             return
         if job.is_restored:
-            self._mend(ranks, source, place)
-        whole = self._copy(ranks, source, job.tier, place)
+            self._mend(ranks, source, id)
+        whole = self._copy(ranks, source, job.tier, id)
         for number in job.onto:
             target = job.hosts[number]
             try:
-                self._promote(ranks, whole, target, place)
+                self._promote(ranks, whole, target, id)
             except NoSpaceError as error:
                 if ranks.rank == 0:
-                    _log.warning("step %d is not on %s: %s", place.step, target.root, error)
-                clear_shares(target, place.__eq__)
+                    _log.warning("step %d is not on %s: %s", id.step, target.root, error)
+                clear_shares(target, id.__eq__)
             else:
-                self._copy(ranks, target, number, place)
+                self._copy(ranks, target, number, id)
         if job.to_root:
-            self._promote_to_root(ranks, whole, self._root.checkpoint(place))
+            copy_over_ranks(ranks, whole, self._root.checkpoint(id), lambda: (whole.manifest, whole.record))
             job.then()
 
-    def _mend(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
-        """Has each host verify what it has of a checkpoint, and fetch anew what is damaged, where another has it."""
-        what = f"verifying {place.name} on {hosts.root}"
-        whole = find(ranks, hosts, place.name, what)
+    def _mend(self, ranks: Ranks, hosts: Hosts, id: CheckpointId) -> None:
+        """Has each host verify what it has of a checkpoint, and fetch again what is damaged, where another has it."""
+        what = f"verifying {id.name} on {hosts.root}"
+        whole = find(ranks, hosts, id.name, what)
         _, damaged = ranks.agree(
             what,
             work=lambda: damaged_files(hosts, whole) if hosts.is_leader else [],
@@ -92,41 +160,41 @@ class TierWork:
             work=lambda: replace_damaged(hosts, whole, damaged) if hosts.is_leader else None,
         )
 
-    def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
+    def _copy(self, ranks: Ranks, hosts: Hosts, number: int, id: CheckpointId) -> WholeCheckpoint:
         """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
         begin = world().monotonic()
-        what = f"copying {place.name} on {hosts.root}"
-        whole = find(ranks, hosts, place.name, what)
+        what = f"copying {id.name} on {hosts.root}"
+        whole = find(ranks, hosts, id.name, what)
         tier = self._tiers[number]
 
-        def fetch() -> bool:
-            if not hosts.is_leader:
-                return True
-            return fetch_copies(hosts, whole, tier.copies, tier.most_per_second)
-
-        _, copied = ranks.agree(what, work=fetch, report=bool, decide=all)
+        _, copied = ranks.agree(
+            what,
+            work=lambda: not hosts.is_leader or fetch_copies(hosts, whole, tier.copies, tier.max_bytes_per_second),
+            report=bool,
+            decide=all,
+        )
         if copied:
-            self._copied[number].add(place)
+            self._copied[number].add(id)
             nbytes = sum(file.nbytes for file in whole.manifest.files)
             copies, seconds = min(tier.copies, hosts.count), world().monotonic() - begin
             emit_report("copy", CopyReport(whole.url, whole.manifest.save_id, copies, nbytes, seconds))
-        newest = sorted(each for each in self._copied[number] if each.branch == place.branch)[-tier.keep_last :]
+        newest = sorted(each for each in self._copied[number] if each.branch == id.branch)[-tier.keep_last :]
         self._copied[number] = set(newest)
         is_full = len(newest) == tier.keep_last
 
-        def unwanted(other: Place) -> bool:
-            if is_full and (other.branch < place.branch or other.step < newest[0].step):
+        def unwanted(other: CheckpointId) -> bool:
+            if is_full and (other.branch < id.branch or other.step < newest[0].step):
                 return True
             # Older ones that are not copied never will be; this one is there.
-            return other.branch == place.branch and other < place and other not in (*newest, self._restored)
+            return other.branch == id.branch and other < id and other not in (*newest, self._restored)
 
         clear_shares(hosts, unwanted)
         return whole
 
-    def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, place: Place) -> None:
+    def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, id: CheckpointId) -> None:
         """Copies a checkpoint from one tier to another: each host the files that its ranks have written."""
-        what = f"promoting {place.name} to {target.root}"
-        share = target.share(place.name)
+        what = f"promoting {id.name} to {target.root}"
+        share = target.share(id.name)
         own = {
             file.name: file
             for file in whole.manifest.files
@@ -160,22 +228,15 @@ class TierWork:
         for work in (copy, record):
             ranks.agree(what, work=work)
 
-    def _promote_to_root(self, ranks: Ranks, whole: WholeCheckpoint, target: Storage) -> None:
-        copied = ranks.on_rank_0(
-            f"promoting {target.url.rstrip('/').rpartition('/')[2]} to the root", lambda: is_copied(whole, target)
-        )
-        if not copied:
-            copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record))
 
-
-def clear_shares(hosts: Hosts, unwanted: Callable[[Place], bool]) -> None:
+def clear_shares(hosts: Hosts, unwanted: Callable[[CheckpointId], bool]) -> None:
     """Removes what a host has of checkpoints, on its leader. A failure is logged."""
     if not hosts.is_leader:
         return
     with _logging_failures(hosts.root):
         for name in hosts.share(".").names():
-            place = place_of(name)
-            if place is not None and unwanted(place):
+            id = parse_id(name)
+            if id is not None and unwanted(id):
                 hosts.share(name).clear()
 
 

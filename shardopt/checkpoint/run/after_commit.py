@@ -1,0 +1,268 @@
+"""What follows each commit of a run, in the background: a chain of tasks, in one order on all ranks.
+
+tiers → root → mirror, export, retention        (docs/architecture.md has the order and who raises what)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.hosts.hosts import is_on_hosts
+from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.run.background import Task
+from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.context import Restored, Run
+from shardopt.checkpoint.run.export import Exporter
+from shardopt.checkpoint.run.keeper import Keeper
+from shardopt.checkpoint.run.metrics import add_to, metrics_of, save_id_of
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.shares import TIERS_NAME
+from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
+from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.world import world
+
+_SLOW_SHARE = 0.5  # of the time to stop: the rest is for what comes before the save, a step and a save under way
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class AfterCommit:
+    """Begins the tasks that follow a commit, and keeps what came of them. All ranks make the same calls.
+
+    Args:
+        run: whose checkpoints these are.
+        tiers: None where there are none.
+        exporter: on rank 0, if there is one.
+        stop_seconds: that a job which is told to stop has, on rank 0: it warns, once, of saves that take too long for
+            that; None where nothing is to be said.
+
+    Attributes:
+        base: the URL of the last checkpoint that is known under the root.
+        copying: the tasks that copy on all ranks, and so may fail in the background.
+    """
+
+    def __init__(self, run: Run, tiers: Tiers | None, exporter: Exporter | None, stop_seconds: float | None) -> None:
+        self._run, self.tiers, self._mirror, self._exporter = run, tiers, run.mirror, exporter
+        self._keeper, self._stop_seconds = Keeper(run, self._in_use), stop_seconds
+        self.copying: list[Task] = [each for each in (tiers, run.mirror) if each is not None]
+        self._known: dict[CheckpointId, str] = {}  # what was committed or restored here, and where
+        self._save_ids: dict[CheckpointId, str] = {}  # of these
+        self._added: dict[CheckpointId, dict[str, float]] = {}  # metrics, after the commit
+        self._committing = world().lock()
+        self.base: str | None = None
+
+    def prepare(self, id: CheckpointId, in_turn: bool) -> None:
+        """Makes a directory free to be saved to, and sees that copies can be made. Collective.
+
+        Args:
+            in_turn: as for `committed`.
+        """
+        if self._mirror is not None:
+            self._mirror.prepare()
+        with self._committing:
+            self._keeper.make_way(id)
+            self._added.pop(id, None)
+        if self.tiers is not None and in_turn:
+            self.tiers.make_room()
+
+    def committed(self, id: CheckpointId, report: SaveReport, metrics: Mapping[str, float], in_turn: bool) -> None:
+        """Begins what follows the commit of a checkpoint. No save is under way then.
+
+        Args:
+            metrics: of the checkpoint.
+            in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
+        """
+        self._save_ids[id] = report.save_id
+        if self.tiers is None or not (in_turn or is_on_hosts(report.url)):
+            self._committed_at_root(id, report.seconds, metrics)
+            return
+        self._known[id] = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
+        then = partial(self._committed_at_root, id, report.seconds, metrics)
+        self.tiers.begin(id, report.url, self._run.due.was_at(id.step), then)
+
+    def _committed_at_root(self, id: CheckpointId, seconds: float | None, metrics: Mapping[str, float] | None) -> None:
+        """Begins what follows once a checkpoint is under the root; one from a tier may come beside another save.
+
+        Args:
+            metrics: None where they are to be read.
+        """
+        checkpoint = self._run.root.checkpoint(id)
+        metrics = metrics_of(checkpoint) if metrics is None else metrics
+        with self._committing:
+            metrics = {**metrics, **self._added.get(id, {})}
+            if self._stop_seconds is not None:
+                self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
+            self._known[id] = self.base = checkpoint.url
+            if self._mirror is not None:
+                self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies())
+            if self._exporter is not None:
+                self._exporter.begin(id, checkpoint.url, metrics)
+            self._keeper.begin(id, metrics)
+
+    def restored(self, restored: Restored | None) -> None:
+        """Begins what an earlier process of the job may not have been done with. Collective.
+
+        Args:
+            restored: the checkpoint from which the run goes on; None where there was none.
+        """
+        if TIERS_NAME in self._run.root.names and self._run.ranks.rank == 0:
+            paths = () if self.tiers is None else self.tiers.paths
+            warn_of_former(self._run.root, paths, 0 if restored is None else restored.id.step)
+        if restored is None:
+            if self.tiers is not None:
+                self.tiers.restored(None)
+            return
+        id, url, seconds = restored.id, restored.url, restored.report.save_seconds
+        self._known, self._save_ids = {id: url}, {id: restored.report.save_id}
+        self.base = url if url == self._run.root.checkpoint(id).url else None  # and not a copy elsewhere
+        self._keeper.restored(id, restored.damaged)
+        if self._mirror is not None:
+            self.copy_newest(restored.damaged)
+        if self.tiers is not None:
+            then = partial(self._committed_at_root, id, seconds, None)
+            self.tiers.restored(restored, self._run.due.may_have_been_at(id.step), then)
+        if self._stop_seconds is not None:
+            self._warn_if_slow(url, seconds, self._stop_seconds)
+
+    def copy_newest(self, damaged: Collection[str] = ()) -> None:
+        """Begins to copy the newest checkpoint under the root to the mirror. Collective.
+
+        Args:
+            damaged: the URLs of those that are not to be copied.
+        """
+        if self._mirror is not None:
+            newest = self._run.newest(damaged)
+            if newest is not None:
+                self._mirror.begin(newest.name, lambda _: self._keeper.tidy_copies())
+
+    def remove_newer(self) -> None:
+        """Removes what was to go when the run was taken back. Collective."""
+        # In a round, so that no rank is taken for dead meanwhile.
+        self._run.ranks.on_rank_0(f"removing what was abandoned from {self._run.root.url}", self._keeper.remove_newer)
+
+    def add_metrics(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a checkpoint that is committed, wherever it is. Collective; rank 0's count.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            StateError: something is no number.
+        """
+        run, checkpoint = self._run, self._run.root.checkpoint(id)
+
+        def add() -> None:
+            roots = [root.checkpoint(id) for root in run.roots]
+            save_id = self._save_ids.get(id) or next(filter(None, map(save_id_of, roots)), None)
+            if save_id is None:
+                raise run.not_found(id)
+            numbers = numbers_of(metrics)
+            with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
+                for root in roots:
+                    add_to(root, save_id, numbers)
+                self._added[id] = {**self._added.get(id, {}), **numbers}
+                if run.root.is_committed(id):
+                    measured = metrics_of(checkpoint)
+                    self._keeper.measured(id, measured)
+                    if self._exporter is not None:
+                        self._exporter.begin(id, checkpoint.url, measured)
+
+        run.ranks.agree(
+            f"adding metrics to step {id.step} of {run.root.url}",
+            work=lambda: numbers_of(metrics),
+            report=lambda _: None,
+            decide=lambda _: add(),
+        )
+
+    def delete(self, id: CheckpointId) -> None:
+        """Removes a checkpoint wherever it is: under all roots, and on tiers. Collective; nothing is under way.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: it could not be removed.
+        """
+        on_tiers = self.tiers is not None and any(each.id == id for each in self.tiers.candidates())
+
+        def delete() -> None:
+            if not self._keeper.delete(id) and not on_tiers:
+                raise self._run.not_found(id)
+
+        self._run.ranks.on_rank_0(f"removing step {id.step} of {self._run.root.url}", delete)
+        if self.tiers is not None and on_tiers:
+            self.tiers.delete(id)
+        self._keeper.forget(id)
+        for known in (self._known, self._save_ids, self._added):
+            known.pop(id, None)
+        if self.base == self._run.root.checkpoint(id).url:
+            self.base = None
+
+    def url_of(self, id: CheckpointId, at_root: bool) -> str | None:
+        """Returns where a checkpoint is that was committed or restored here; None if there is none. Collective.
+
+        Args:
+            at_root: whether one that a tier alone has does not count; it may be on its way to the root.
+        """
+        if at_root and self.tiers is not None and is_on_hosts(self._known.get(id, "")):
+            self.tiers.finish()
+        url = self._known.get(id)
+        if url is None or (at_root and is_on_hosts(url)):
+            return None
+        is_there = self._run.ranks.on_rank_0(
+            f"looking for step {id.step} in {self._run.root.url}",
+            lambda: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
+        )
+        return url if is_there else None
+
+    def finish(self) -> None:
+        """Waits until nothing is being copied. Local; a failure stays to be raised."""
+        for each in self.copying:
+            each.finish()
+
+    def take_failures(self) -> list[BaseException]:
+        """Returns the failures of copies that were not raised yet, once; does not wait. Local."""
+        return [failure for each in self.copying if (failure := each.failures.take()) is not None]
+
+    def raise_failure(self) -> None:
+        """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
+        run, doing = self._run, f"copying checkpoints of {self._run.root.url}"
+        _, failed = run.ranks.agree(
+            doing,
+            work=lambda: [each.failures.newest for each in self.copying],
+            report=lambda numbers: numbers,
+            decide=lambda reports: [max(numbers) for numbers in zip(*reports, strict=True)],
+        )
+        for each, number in zip(self.copying, failed, strict=True):
+            if number:
+                work = partial(each.failures.raise_taken, number)
+                run.ranks.agree(doing, work=work)
+
+    def close(self) -> None:
+        """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""
+        with ExitStack() as last_first:  # each is closed, whatever another raises
+            for each in reversed(self.copying):
+                last_first.callback(each.close)
+
+    def close_own(self) -> None:
+        """Waits for what rank 0 does alone: exports, whose failure it raises, and removals. Local."""
+        with ExitStack() as last_first:
+            last_first.callback(self._keeper.finish)
+            if self._exporter is not None:
+                last_first.callback(self._exporter.close)
+
+    def _in_use(self, root: Root) -> frozenset[str]:
+        """Returns the names of checkpoints under a root that come to it, or are copied from it, in the background."""
+        names: frozenset[str] = frozenset() if self.tiers is None else self.tiers.promoting()
+        if self._mirror is not None:
+            names |= self._mirror.uploading() | (frozenset() if root is self._run.root else self._mirror.filling())
+        return names
+
+    def _warn_if_slow(self, url: str, seconds: float | None, stop_seconds: float) -> None:
+        if seconds is not None and seconds > _SLOW_SHARE * stop_seconds:
+            _log.warning(
+                "saving %s took %.3g s, and a job that is told to stop has %g s (seconds of Preemption) for a step and "
+                "a save; give it more, and have the launcher grant more than that before it kills",
+                *(url, seconds, stop_seconds),
+            )
+            self._stop_seconds = None

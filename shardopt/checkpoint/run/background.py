@@ -1,0 +1,152 @@
+"""Tasks in the background: done in turn, in a thread; and their failures, until each rank has raised them once."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from shardopt.world import Thread, world
+
+_ALL = 1 << 30
+_log = logging.getLogger("shardopt.checkpoint")
+
+J = TypeVar("J")
+
+
+class Failures:
+    """Holds the failures of what is begun in one order on all ranks, by the number of its turn. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = world().lock()
+        self._begun = self._raised = 0
+        self._failed: dict[int, BaseException] = {}
+
+    def begin(self) -> int:
+        """Returns the number of what is begun, from 1 on: the same on all ranks."""
+        with self._lock:
+            self._begun += 1
+            return self._begun
+
+    def note(self, number: int, failure: BaseException) -> None:
+        """Keeps a failure to be raised, unless another rank's of the same has been."""
+        with self._lock:
+            if number > self._raised:
+                self._failed[number] = failure
+
+    @property
+    def newest(self) -> int:
+        """The number of the last that has failed and was not raised; 0 for none."""
+        with self._lock:
+            return max(self._failed, default=0)
+
+    def take(self, until: int | None = None) -> BaseException | None:
+        """Returns the last failure once, and forgets those before; does not wait. Local.
+
+        Args:
+            until: the last number that counts, as some rank's failure of it is raised on all now; None for any.
+        """
+        with self._lock:
+            numbers = [number for number in self._failed if until is None or number <= until]
+            failure = self._failed[max(numbers)] if numbers else None
+            self._raised = max(self._raised, until or 0)
+            self._failed = {number: each for number, each in self._failed.items() if number not in numbers}
+            return failure
+
+    def raise_taken(self, until: int | None = None) -> None:
+        """Raises what `take` returns, if that is a failure."""
+        failure = self.take(until)
+        if failure is not None:
+            raise failure
+
+
+class Turns(Generic[J]):
+    """Does jobs one after the other in a thread, in the order in which they are begun. Any thread may call.
+
+    Args:
+        do: does a job; what it raises is logged, and kept in `failures`.
+        describe: says what a job is about, for the log: "copying a to b".
+        name: of the thread.
+        low_priority: whether the thread has a low priority.
+    """
+
+    def __init__(
+        self, do: Callable[[J], None], describe: Callable[[J], str], name: str, low_priority: bool = False
+    ) -> None:
+        self._do, self._describe, self._name, self._low_priority = do, describe, name, low_priority
+        self._changed = world().condition()
+        self._jobs: deque[tuple[int, J]] = deque()  # the first is under way
+        self._worker: Thread | None = None
+        self.failures = Failures()
+
+    @property
+    def jobs(self) -> list[J]:
+        """Those that are not done; the first is under way."""
+        with self._changed:
+            return [job for _, job in self._jobs]
+
+    def begin(self, job: J) -> None:
+        """Has a job done in its turn; does not wait."""
+        with self._changed:
+            if self._worker is None:
+                # Not a daemon: a program that ends waits for it. It ends when there is nothing to do.
+                worker = world().thread(self._work, self._name)
+                worker.start()  # which raises where a process can have no thread more; nothing is begun then
+                self._worker = worker
+            self._jobs.append((self.failures.begin(), job))
+
+    def withdraw_waiting(self) -> list[J]:
+        """Returns the jobs that have no turn yet, which then have none."""
+        with self._changed:
+            waiting = [job for _, job in self._jobs][1:]
+            while len(self._jobs) > 1:
+                self._jobs.pop()
+        return waiting
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Waits until all that was begun is done, or for so many seconds. Local; a failure stays to be raised."""
+        with self._changed:
+            while self._jobs and self._changed.wait(seconds):
+                pass
+
+    def _work(self) -> None:
+        if self._low_priority:
+            world().lower_priority()
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._worker = None
+                    return
+                number, job = self._jobs[0]
+            try:
+                self._do(job)
+            except BaseException as error:  # the training goes on meanwhile
+                _log.error("%s failed: %s", self._describe(job), error)
+                self.failures.note(number, error)
+            with self._changed:
+                self._jobs.popleft()
+                self._changed.notify(_ALL)
+
+
+class Task:
+    """A task that follows a commit: copies on tiers, a mirror, exports, retention. Each has a `begin` of its own.
+
+    Args:
+        turns: in which it is done.
+
+    Attributes:
+        failures: that were not raised yet.
+    """
+
+    def __init__(self, turns: Turns[Any]) -> None:
+        self._turns, self.failures = turns, turns.failures
+
+    def finish(self) -> None:
+        """Waits until all that was begun is done. Local; a failure stays to be raised."""
+        self._turns.finish()
+
+    def close(self) -> None:
+        """Waits as `finish` does. Raises a failure that was not raised yet. Local."""
+        self.finish()
+        self.failures.raise_taken()

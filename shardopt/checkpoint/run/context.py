@@ -1,0 +1,293 @@
+"""What all parts of a run share: its roots, its ranks, and its checkpoints as all ranks know them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+from shardopt.checkpoint.reports import LoadReport
+from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, Newer, branches_of, merge_records, parse_id
+from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.retention import Retention
+from shardopt.checkpoint.run.root import Root
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
+from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
+from shardopt.world import world
+
+_QUESTION = "whether it is time to save"
+_log = logging.getLogger("shardopt.checkpoint")
+_KEEP_ALL = Retention()
+
+
+class Due:
+    """Says which steps are saved to the root of a run: multiples of a number, or the first after every so much time.
+
+    All ranks ask for the same steps, in the same order. By time it is rank 0's clock that counts. Until it has come
+    nothing is sent, and nobody waits: then the step after the foremost that a rank has passed is due on all of them.
+    Steps are counted here, as a program may leave some out.
+
+    Args:
+        every: a number of steps, or a time.
+        group: of the ranks that ask.
+    """
+
+    def __init__(self, every: int | timedelta, group: SharedGroup) -> None:
+        self._steps = None if isinstance(every, timedelta) else int(every)
+        self._seconds = every.total_seconds() if isinstance(every, timedelta) else 0.0
+        self._group = group
+        self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that ask; a new one for each time
+        self._next = world().monotonic() + self._seconds
+        self._asked, self._asked_for = 0, -1  # questions of this time, and the step of the last one
+        self._is_at: int | None = None  # the question at which it is due; None until that is known
+        self._were: set[int] = set()
+
+    def at(self, step: int) -> bool:
+        """Whether a step is due. By time collective at the first step, and at the first one after one that was due."""
+        if self._steps is not None:
+            return step % self._steps == 0
+        if step != self._asked_for:
+            self._ask(step)
+        return step in self._were
+
+    def was_at(self, step: int) -> bool:
+        """Whether a step that was asked for is due. Local."""
+        return step % self._steps == 0 if self._steps is not None else step in self._were
+
+    def may_have_been_at(self, step: int) -> bool:
+        """Whether a step that an earlier process has saved may have been due. Local."""
+        return self._steps is None or step % self._steps == 0
+
+    def _ask(self, step: int) -> None:
+        ranks = self._group.ranks
+        if self._is_at is not None and self._asked >= self._is_at:  # it is past: the next time begins
+            self._halt, self._asked, self._is_at = None, 0, None
+            self._next = world().monotonic() + self._seconds
+        if self._is_at is None:
+            if self._halt is None or self._halt[0] is not ranks:
+                self._halt, self._asked = (ranks, ranks.halt(_QUESTION)), 0
+            is_time = ranks.rank == 0 and world().monotonic() >= self._next
+            self._is_at = self._halt[1].at(self._asked + 1, is_time)
+        # Not before, as a question that was interrupted is asked again.
+        self._asked_for, self._asked = step, self._asked + 1
+        if self._asked == self._is_at:
+            self._were.add(step)
+
+
+class Candidate(NamedTuple):
+    """A committed checkpoint of the run, in one of its roots or on a tier."""
+
+    id: CheckpointId
+    url: str
+
+
+class Restored(NamedTuple):
+    """The checkpoint that a run was restored from.
+
+    Args:
+        id, url: as of a `Candidate`.
+        report: of its load.
+        damaged: the URLs of those that came before it and are damaged.
+    """
+
+    id: CheckpointId
+    url: str
+    report: LoadReport
+    damaged: frozenset[str]
+
+
+@dataclass(eq=False)
+class Run:
+    """A run: its root and mirror, its ranks, its rules, and its checkpoints by step and branch.
+
+    Ranks have to save to the same directories, so all know the branches that rank 0 has read. A Manager that only
+    lists them reads for itself.
+
+    Args:
+        root: in which its checkpoints are.
+        group: of its ranks.
+        mirror: that copies them to a second root; None where there is none.
+        every: which steps are saved to the root: multiples of it, or the first after every such time.
+        rules: which checkpoints stay.
+
+    Attributes:
+        branches: as all ranks know them; none before `agree_on_branches`.
+        is_agreed: whether all ranks know them.
+        roots: the root, and that of the mirror if there is one.
+    """
+
+    root: Root
+    group: SharedGroup
+    mirror: Mirror | None = None
+    every: int | timedelta = 1
+    rules: Retention = _KEEP_ALL
+
+    def __post_init__(self) -> None:
+        self.roots = (self.root,) if self.mirror is None else (self.root, Root(self.mirror.remote))
+        self.due = Due(self.every, self.group)
+        self.branches, self.is_agreed = Branches(), False
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the run."""
+        return self.group.ranks
+
+    def committed_here(self) -> tuple[list[CheckpointId], list[CheckpointId]]:
+        """Lists the committed checkpoints that this rank sees: those of the run, and the others, ascending. Local."""
+        committed = [id for id in self.root.ids() if self.root.is_committed(id)]
+        branches = self._branches_with(self.root.records)
+        return [id for id in committed if branches.has(id)], [id for id in committed if not branches.has(id)]
+
+    def branches_here(self) -> Branches:
+        """Returns the branches as all ranks know them, or else as this one sees them. Local."""
+        if self.is_agreed:
+            return self.branches
+        self.root.ids()
+        return self._branches_with(self.root.records)
+
+    def _branches_with(self, records: Mapping[str, Branch]) -> Branches:
+        known = {each.file_name: each for each in self.branches.values()}
+        return branches_of({**records, **known}.values())
+
+    def agree_on_branches(self, needs_copies: bool) -> Branches:
+        """Reads the records of branches, and completes those of the other root. Collective.
+
+        Args:
+            needs_copies: whether it is an error that the mirror's root cannot be read, as it is for a restore.
+
+        Raises:
+            CheckpointError: a root cannot be read, or is a checkpoint itself, or the records contradict each other.
+            CorruptionError: a record is damaged or missing.
+        """
+        wire = self.ranks.on_rank_0(
+            f"restoring from {self.root.url}" if needs_copies else f"looking for checkpoints in {self.root.url}",
+            lambda: [list(each) for each in self._read_branches(needs_copies)],
+        )
+        self.branches, self.is_agreed = branches_of(Branch(*each) for each in wire), True
+        return self.branches
+
+    def _read_branches(self, needs_copies: bool) -> Collection[Branch]:
+        self.root.ids()
+        self.root.refuse_checkpoint()
+        found = {self.root: self.root.records}
+        for root in self.roots[1:]:
+            try:
+                root.ids()
+            except CorruptionError:
+                raise
+            except CheckpointError as error:
+                if needs_copies:
+                    raise
+                _log.warning("%s", error)
+                continue
+            root.refuse_checkpoint()
+            found[root] = root.records
+        branches = merge_records({root.url: records for root, records in found.items()}).values()
+        for root, records in found.items():
+            for record in branches:
+                if record.file_name not in records:
+                    root.add(record)
+        return branches
+
+    def candidates(
+        self, seen_from: int, step: int | None = None, required: bool = False, on_tiers: Sequence[Candidate] = ()
+    ) -> list[Candidate]:
+        """Lists the checkpoints to restore, the newest first; of one step the run's own before its copy. Collective.
+
+        Args:
+            seen_from: the branch.
+            step: the only step that is looked for; None for all.
+            required: whether it is an error that there is none.
+            on_tiers: those that tiers have, of one step before all others.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: a root cannot be read, or not all ranks see the same.
+        """
+        candidates = [each for each in (*on_tiers, *self._committed()) if self.branches.has(each.id, seen_from)]
+        candidates.sort(key=lambda each: -each.id.step)  # of equal ones the order stays
+        wanted = candidates if step is None else [each for each in candidates if each.id.step == step]
+        if required and not wanted:
+            steps = sorted({each.id.step for each in candidates})
+            there, remedy = f"steps {', '.join(map(str, steps))}", "give one of the steps that are there"
+            if not steps:
+                there = "no committed checkpoint" if self.root.is_there() else "nothing, not even the directory"
+                remedy = "mount what is missing, or mend the path"
+            if seen_from != self.branches.current:
+                there += f" on branch {seen_from}"
+            problem = Problem(self.root.url, there, "one" if step is None else f"step {step}", remedy)
+            raise CheckpointNotFoundError("there is nothing to restore", [problem])
+        return wanted
+
+    def _committed(self) -> list[Candidate]:
+        """Lists all committed checkpoints, on any branch. Collective."""
+        if self.mirror is not None:
+            named = [(parse_id(name), url) for name, url in self.mirror.committed()]
+            return [Candidate(id, url) for id, url in named if id is not None]
+        doing = f"restoring from {self.root.url}"
+        _, ids = self.ranks.agree(
+            Call(doing, f"{as_call(doing).same} the newest"),  # not the round before it, of the branches
+            # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
+            work=lambda: not self.root.storage.is_remote and bool(self.root.ids()),
+            report=bool,
+            decide=self._committed_seen_by,
+        )
+        return [Candidate(id, self.root.checkpoint(id).url) for id in (CheckpointId(*each) for each in ids)]
+
+    def _committed_seen_by(self, ranks_see_any: list[bool]) -> list[list[int]]:
+        """On rank 0: lists the committed checkpoints.
+
+        Raises:
+            CheckpointError: a branch has begun since this job knows the branches, which would be mixed with these. Or
+                another rank sees checkpoints where this one sees none.
+        """
+        ids = self.root.ids()
+        begun = sorted(set(self.root.records) - {each.file_name for each in self.branches.values()})
+        if begun:
+            remedy = "end the other job, or this one; then restore again"
+            paths = [f"{self.root.url}/{name}" for name in begun]
+            problems = [Problem(path, "begun meanwhile", "no new branch", remedy) for path in paths]
+            raise CheckpointError("another job has taken this run back while it was looked at", problems)
+        if any(ranks_see_any) and not ranks_see_any[0]:
+            seen = f"checkpoints on rank {ranks_see_any.index(True)}, and none on rank 0"
+            problem = Problem(self.root.url, seen, "the same on every rank", "check what is mounted there")
+            raise CheckpointError("ranks do not see the same root", [problem])
+        return [list(id) for id in ids if self.root.is_committed(id)]
+
+    def take_back(self, step: int, seen_from: int, newer: Newer, on_tiers: Sequence[Candidate]) -> None:
+        """Makes the run go on from a step of a branch, if it does not already. Collective.
+
+        Args:
+            newer: what becomes of checkpoints that were saved there after it.
+            on_tiers: as for `candidates`.
+        """
+        later = [each for each in self.candidates(seen_from, on_tiers=on_tiers) if each.id.step > step]
+        if seen_from == self.branches.current and not later:
+            return
+        record = Branch(self.branches.current + 1, seen_from, step, newer)
+
+        def add() -> None:
+            for root in self.roots:
+                root.add(record)
+
+        self.ranks.on_rank_0(f"taking {self.root.url} back to step {step}", add)
+        self.branches = branches_of([*self.branches.values(), record])
+
+    def newest(self, damaged: Collection[str] = ()) -> CheckpointId | None:
+        """Returns the newest checkpoint of the run under its root that is not known to be damaged. Collective."""
+
+        def find() -> list[int] | None:
+            own = [id for id in self.root.ids() if self.branches.has(id) and self.root.is_committed(id)]
+            return max((list(id) for id in own if self.root.checkpoint(id).url not in damaged), default=None)
+
+        found = self.ranks.on_rank_0(f"looking for checkpoints in {self.root.url}", find)
+        return None if found is None else CheckpointId(*found)
+
+    def not_found(self, id: CheckpointId) -> CheckpointNotFoundError:
+        """Returns the error for a checkpoint that is not there. Local."""
+        steps = [each.step for each in self.committed_here()[0]]
+        there = f"steps {', '.join(map(str, steps))}" if steps else "no committed checkpoint"
+        problem = Problem(self.root.url, there, f"step {id.step}", "give one of the steps that are there")
+        return CheckpointNotFoundError("there is no checkpoint of this step", [problem])

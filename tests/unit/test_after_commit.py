@@ -1,0 +1,69 @@
+"""What follows a commit: begun in the order of docs/architecture.md, and not entered where there is none of it."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint.run.export import Exporter
+from shardopt.checkpoint.run.keeper import Keeper
+from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.tiers.tiers import Tiers
+
+
+def app_of(step):
+    return {"model": {"w": torch.full((2, 3), float(step))}, "step": step}
+
+
+def test_tasks_are_begun_in_one_order(tmp_path, monkeypatch):
+    begun = []
+
+    def note(task, owner):
+        begin = owner.begin
+
+        def noting(self, what, *args, **options):
+            begun.append((task, int(getattr(what, "name", what).removeprefix("step-"))))
+            return begin(self, what, *args, **options)
+
+        monkeypatch.setattr(owner, "begin", noting)
+
+    for task, owner in (("tiers", Tiers), ("mirror", Mirror), ("export", Exporter), ("retention", Keeper)):
+        note(task, owner)
+    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    export = checkpoint.Export(tmp_path / "export", best=("loss", "min"))
+    with checkpoint.Manager(
+        tmp_path / "root", tiers=tiers, mirror=tmp_path / "copies", every=2, keep=1, export=export
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, app_of(step), metrics={"loss": 1.0 / step}, force=step == 3)
+            manager.wait()
+    at_root = ["tiers", "mirror", "export", "retention"]
+    assert begun == [("tiers", 1), *((task, 2) for task in at_root), *((task, 3) for task in at_root)]
+
+
+def test_a_manager_with_none_of_them_enters_none_of_their_code(tmp_path):
+    entered = set()
+
+    def enter(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.parts[-2:] == ("checkpoint", "run"):
+            entered.add(path.name)
+
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, app_of(1))
+        sys.setprofile(enter)
+        try:
+            manager.save(2, app_of(2))
+            assert manager.restore(app_of(0)) == 2
+        finally:
+            sys.setprofile(None)
+    assert entered == {
+        "manager.py",
+        "steps.py",
+        "after_commit.py",
+        "context.py",
+        "keeper.py",
+        "root.py",
+        "branches.py",
+    }
