@@ -93,7 +93,9 @@ def _no_replace(value: Any) -> None:
 
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
     """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
-    if isinstance(node, _TENSORS):
+    if type(node) is torch.Tensor:  # as nearly all
+        _add(flat, path, node, replace)
+    elif isinstance(node, _TENSORS):
         parts = None if isinstance(node, PerRank) or not is_composite(node) else parts_of(node)
         if parts is None:
             _add(flat, path, node, replace)
@@ -116,7 +118,8 @@ def _descend_container(node: Any, path: Path, replace: Callable[[Any], None], wi
     if isinstance(node, Mapping) and (has_places or not path or _is_branch(node, within)):
         _check_mutable(node, path)
         for part, child in node.items():
-            _check_part(part, path)
+            if type(part) is not str:
+                _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
     elif isinstance(node, MutableMapping) and not (node or within or type(node) in (dict, Counter)):
         _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
@@ -384,7 +387,8 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
     if key in flat.leaves:
         actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
         raise StateError("two paths give one key", [Problem(key, actual, "one path for a key", "rename one of them")])
-    if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
+    is_reserved = key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))
+    if is_reserved or not (key.isascii() or _is_text(key)):
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
     flat.leaves[key] = Leaf(path, value, replace, () if alias_path == path else (alias_path,))
@@ -426,8 +430,6 @@ def _are_equal(one: Any, other: Any, key: str) -> bool:
 
 
 def _is_text(key: str) -> bool:
-    if key.isascii():
-        return True
     try:
         key.encode()
     except UnicodeEncodeError:

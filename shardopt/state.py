@@ -265,6 +265,8 @@ def is_below(path: Path, *roots: Path) -> bool:
 def keys_below(paths: Mapping[str, Path], roots: Iterable[Path]) -> dict[Path, list[str]]:
     """Returns root → the keys whose paths are at or below it, for all roots in one pass."""
     below: dict[Path, list[str]] = {root: [] for root in roots}
+    if not below:
+        return below
     lengths = sorted({len(root) for root in below})
     for key, path in paths.items():
         for length in lengths:

@@ -121,9 +121,10 @@ class _Plan:
     @property
     def bytes_wanted(self) -> int:
         """The bytes that fill `into`, as they are stored."""
-        numels = {key: sum(piece.box.numel for piece in view.pieces) for key, view in self.into.items()}
         tensors = self.names.manifest.tensors
-        return sum(numel * tensors[key].dtype.itemsize for key, numel in numels.items())
+        return sum(
+            piece.box.numel * tensors[key].dtype.itemsize for key, view in self.into.items() for piece in view.pieces
+        )
 
     def key_of(self, key: str) -> str:
         """Returns the key under which the checkpoint has a tensor or value of the app."""
@@ -281,7 +282,8 @@ def _load(
     rules = None if not options.rename else _rules_due(ranks, what, opened, app, options)
     rename = None if rules is None else rules.rename
 
-    def look() -> _Look:
+    @cache
+    def look() -> _Look:  # in a round, too
         reader, flat = opened(), flatten(app, options.tied)
         return _Look(reader, flat, names_in_app(reader, flat, options.select, rename, options.skip))
 
@@ -297,10 +299,13 @@ def _load(
         return load_into()
     with damage_told(CHANGED_NOTHING):
         undo = init_unstepped(ranks, what, look)
+        if undo is not None:
+            look.cache_clear()  # the app has other state now
     try:
         return load_into()
     except ShardoptError:
-        undo()
+        if undo is not None:
+            undo()
         raise
 
 
@@ -418,8 +423,7 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
 def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple[int, list[Handback]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
     plan = reads.plan
-    places = plan.match.places(plan.flat)
-    loaded = [each for each in plan.flat.handbacks if each.elsewhere or each.path in places]
+    loaded = plan.match.objects(plan.flat)
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
     def fill_marked() -> int:
@@ -445,7 +449,10 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks, grow: Collection[str]
     if grow:
         flat, names, growing = with_places(flat, names, grow, options.strictness)
     tensors = flat.tensors()
-    views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in tensors.items()}
+    views = {key: view_of(tensor, key) for key, tensor in tensors.items()}
+    members = ranks.job_numbers
+    if members is not None:
+        views = {key: view.numbered_in(members) for key, view in views.items()}
     refuse_untied(flat, views)
     match = compare(flat, views, names, options.strictness, ranks.size)
     differs = match.problems or match.missing or match.unexpected

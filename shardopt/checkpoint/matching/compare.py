@@ -65,10 +65,11 @@ class Match:
     problems: list[Problem] = field(default_factory=list)  # differences that do not pass
     warnings: list[Problem] = field(default_factory=list)  # differences that are to be reported, not refused
 
-    def places(self, flat: FlatState) -> set[Path]:
-        """Returns all paths at or below which anything is loaded."""
-        paths = (flat.leaves[key].path for key in (*self.tensors, *self.values, *self.per_rank))
-        return {path[:length] for path in paths for length in range(len(path) + 1)}
+    def objects(self, flat: FlatState) -> list[Handback]:
+        """Returns the objects at or below which anything is loaded, on this rank or of other ranks' parameters."""
+        loaded = {key: flat.leaves[key].path for key in (*self.tensors, *self.values, *self.per_rank)}
+        below = keys_below(loaded, [each.path for each in flat.handbacks])
+        return [each for each in flat.handbacks if each.elsewhere or below[each.path]]
 
 
 @dataclass(frozen=True, slots=True)

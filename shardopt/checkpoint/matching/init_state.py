@@ -43,7 +43,7 @@ def init_unstepped(
     ranks: Ranks,
     what: str,
     look: Callable[[], tuple[Any, FlatState, Names]],
-) -> Callable[[], None]:
+) -> Callable[[], None] | None:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
@@ -52,7 +52,7 @@ def init_unstepped(
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
-        the load has failed.
+        the load has failed. None where no rank had to change anything, so that what was looked at is still so.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
@@ -81,9 +81,10 @@ def init_unstepped(
         report=lambda changes: [{key: each.keep for key, each in changes.items() if each.keep}, _is_due(changes)],
         decide=merge,
     )
-    if decision["any"]:
-        # A round of its own: what is made may communicate by itself, so that all must have got here.
-        ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
+    if not decision["any"]:
+        return None
+    # A round of its own: what is made may communicate by itself, so that all must have got here.
+    ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
 
     def undo() -> None:
         for change in changes.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -75,6 +76,10 @@ def refuse_overlapping(reader: CheckpointReader, views: Mapping[str, View], stor
 
 def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
     """Yields the pairs of pieces of different keys that share an element's memory, or part of one."""
+    ends = [(piece.tensor.data_ptr(), _extent(piece.tensor)) for view in views.values() for piece in view.pieces]
+    ends.sort()
+    if all(begin + nbytes <= following for (begin, nbytes), (following, _) in pairwise(ends)):
+        return  # as nearly always, and of addresses alone: what is below is for the few that meet
     ranges = sorted(_ranges(views), key=lambda each: each[:3])
     cluster: list[_Range] = []
     end = 0
@@ -90,12 +95,17 @@ def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
 def _ranges(views: Mapping[str, View]) -> Iterator[_Range]:
     for key, view in views.items():
         for piece in view.pieces:
-            tensor = piece.tensor
-            if numel := tensor.numel():
-                if not tensor.is_contiguous():
-                    numel = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-                begin = tensor.data_ptr()
-                yield _Range(str(tensor.device), begin, begin + numel * tensor.element_size(), key, piece)
+            begin, nbytes = piece.tensor.data_ptr(), _extent(piece.tensor)
+            if nbytes:
+                yield _Range(str(piece.tensor.device), begin, begin + nbytes, key, piece)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last one."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
 
 
 def _sharing_in(cluster: list[_Range], end: int) -> Iterator[tuple[_Range, _Range]]:

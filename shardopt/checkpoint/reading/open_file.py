@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -73,9 +73,9 @@ class OpenFile(ABC):
 
     def requests(
         self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
-    ) -> Iterator[ReadRequest]:
-        """Yields the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
-        yield ReadRequest(self.entry(key, form), dtype, sizes, wanted, target)
+    ) -> Iterable[ReadRequest]:
+        """Gives the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
+        return (ReadRequest(self.entry(key, form), dtype, sizes, wanted, target),)
 
     def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
         """Whether a segment's bytes, which lie in one piece of memory or several, have the checksum that was written.

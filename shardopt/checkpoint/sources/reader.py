@@ -120,8 +120,10 @@ class CheckpointReader:
 
     def key_in_files(self, key: str) -> str:
         """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
-        tensor = self._manifest.tensors[key]
-        return next(name for name in (tensor.tied_to, tensor.stored_as, key) if name is not None)
+        *_, tied_to, stored_as = self._manifest.tensors[key]
+        if tied_to is not None:
+            return tied_to
+        return key if stored_as is None else stored_as
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.
@@ -197,11 +199,12 @@ class CheckpointReader:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
         _, dtype, layout, *_ = self._manifest.tensors[key]
-        key = self.key_in_files(key)
+        name = self.key_in_files(key)
         for box, tensor in pieces:
             for file, entry, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
-                for request in file.requests(entry.key(key), form, dtype, sizes, stored, target):
+                key = entry.key(name) if entry.is_patch else name
+                for request in file.requests(key, form, dtype, sizes, stored, target):
                     yield file, request
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
