@@ -116,7 +116,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     patch = pytest.MonkeyPatch()
     for name in (
         "format.constants",
-        "reading.data_file_reader",
+        "reading.open_file",
         "reading.read_plan",
         "writing.write",
     ):  # all that take the length of segments

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.checkpoint.matching.numbers import (
+from shardopt.checkpoint.matching.positional_params import (
     NumberedState,
     names_in,
     names_of_numbers,
     parameters_of_modules,
 )
 from shardopt.param_groups import NAMES_OF_TORCH, PARAM_GROUPS, PARAMS, STATE
-from shardopt.state import FlatState, Handback, Path, join
+from shardopt.state import FlatState, Path, RestoreTarget, join
 
 ReadTensor = Callable[[str], Tensor]
 """Returns a stored tensor, by its key in the checkpoint."""
@@ -61,11 +61,11 @@ class Stored:
             entries.update(moved)
 
 
-def name_parameters(handback: Handback, flat: FlatState, stored: Stored) -> None:
+def name_parameters(target: RestoreTarget, flat: FlatState, stored: Stored) -> None:
     """Puts the groups and the state of an optimizer under the names of its parameters."""
-    root = join(handback.path)
+    root = join(target.path)
     section = f"{root}.{PARAM_GROUPS}"
-    known = frozenset(names_in(handback.groups))
+    known = frozenset(names_in(target.groups))
     _divide(root, stored)
     stored_groups = _take_groups(section, stored)
     options = [
@@ -74,7 +74,7 @@ def name_parameters(handback: Handback, flat: FlatState, stored: Stored) -> None
     ]
     by_rules = cache(lambda number: _name_by_rules(number, root, stored))
     shapes = _shapes_by_number(root, stored)
-    names = names_of_numbers(NumberedState(stored_groups, shapes, by_rules, stored.in_order), handback, flat)
+    names = names_of_numbers(NumberedState(stored_groups, shapes, by_rules, stored.in_order), target, flat)
     moved_by_rules = any(map(by_rules, names))
     for group, own in zip(stored_groups, options, strict=True):
         for member in group[PARAMS]:

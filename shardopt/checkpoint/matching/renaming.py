@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.granularity import at_granularity_of
-from shardopt.checkpoint.matching.numbers import names_in
+from shardopt.checkpoint.matching.names import Names
 from shardopt.checkpoint.matching.parameters import owner_of
+from shardopt.checkpoint.matching.positional_params import names_in
+from shardopt.checkpoint.matching.regroup_values import regroup_values
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS, STATE
@@ -29,29 +30,6 @@ Values = Mapping[str, tuple[Path, Any]]
 Rename = Callable[[str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """A checkpoint under the names of an app.
-
-    Args:
-        manifest: with the app's keys and paths, without what is not selected.
-        renamed: key of the app → key in the data files, where they differ.
-        chosen: the app's keys that are to be loaded.
-        aliases: key of the manifest → the key of the app that is declared to stand for it, and is in the manifest too.
-    """
-
-    manifest: Manifest
-    renamed: Mapping[str, str]
-    chosen: frozenset[str]
-    aliases: Mapping[str, str]
-
-
-def stored_paths(manifest: Manifest) -> dict[str, Path]:
-    """Returns the path of each stored key."""
-    paths = {key: tensor.path for key, tensor in manifest.tensors.items()}
-    return paths | {key: path for key, (path, _) in manifest.values.items()} | dict(manifest.per_rank)
-
-
 def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None) -> Names:
     """Applies `rename` (regex → replacement, in turn) to stored keys, and `select` (a regex) to keys on both sides.
 
@@ -60,10 +38,10 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
-        values = at_granularity_of(flat, _spread(manifest.values, flat))
+        values = regroup_values(flat, _spread(manifest.values, flat))
         return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
     wanted = re.compile(select or "")
-    roots = [each.path for each in flat.handbacks if each.groups is not None]
+    roots = [each.path for each in flat.targets if each.groups is not None]
     objects = roots_in(flat)
     new_key = names_by_rules(manifest, rename or {}, roots)
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
@@ -87,7 +65,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
     renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
-    values = at_granularity_of(flat, _spread(renamed_values, flat))
+    values = regroup_values(flat, _spread(renamed_values, flat))
     renamed_manifest = replace(
         manifest,
         tensors=StoredTensors(
@@ -155,7 +133,7 @@ def path_with_tail(path: Path, new_key: str) -> Path:
 
 def roots_in(flat: FlatState) -> dict[str, tuple[Path, Collection[str]]]:
     """Returns key of an object → its path, and the names of the parameters in its groups."""
-    return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
+    return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.targets}
 
 
 def path_in_app(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
@@ -201,9 +179,9 @@ def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, st
     if not may_have_wrappers([key for key in keys if key not in flat.leaves]):
         return {}
     unwrapped: dict[str, str] = {}
-    for handback in flat.handbacks:
-        if isinstance(handback.target, Module):
-            root = f"{join(handback.path)}."
+    for target in flat.targets:
+        if isinstance(target.object, Module):
+            root = f"{join(target.path)}."
             own = {key.removeprefix(root) for key in flat.leaves if key.startswith(root)}
             stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
             unwrapped |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
@@ -228,7 +206,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
-    for root in [each.path for each in flat.handbacks if each.held_names() is not None]:
+    for root in [each.path for each in flat.targets if each.held_names() is not None]:
         for path in (root, (*root, STATE)):
             _, whole = values.get(join(path), (path, None))
             if isinstance(whole, dict) and join(path) not in flat.leaves:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -76,10 +75,6 @@ def refuse_overlapping(reader: CheckpointReader, views: Mapping[str, View], stor
 
 def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
     """Yields the pairs of pieces of different keys that share an element's memory, or part of one."""
-    ends = [(piece.tensor.data_ptr(), _extent(piece.tensor)) for view in views.values() for piece in view.pieces]
-    ends.sort()
-    if all(begin + nbytes <= following for (begin, nbytes), (following, _) in pairwise(ends)):
-        return  # as nearly always, and of addresses alone: what is below is for the few that meet
     ranges = sorted(_ranges(views), key=lambda each: each[:3])
     cluster: list[_Range] = []
     end = 0
@@ -95,12 +90,12 @@ def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
 def _ranges(views: Mapping[str, View]) -> Iterator[_Range]:
     for key, view in views.items():
         for piece in view.pieces:
-            begin, nbytes = piece.tensor.data_ptr(), _extent(piece.tensor)
+            begin, nbytes = piece.tensor.data_ptr(), extent(piece.tensor)
             if nbytes:
                 yield _Range(str(piece.tensor.device), begin, begin + nbytes, key, piece)
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Returns the bytes from a tensor's first element to the end of its last one."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes

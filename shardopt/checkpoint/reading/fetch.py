@@ -1,17 +1,22 @@
-"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once."""
+"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once.
+
+Says of memory of the program whether it can be read into, too.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shardopt.accelerator import CallersStreams
 from shardopt.casts import has_fewer_exponents, lost_in_cast
 from shardopt.checkpoint.format.data_file import Entry
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.read_plan import (
@@ -25,6 +30,8 @@ from shardopt.checkpoint.reading.read_plan import (
 from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
+from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.staging_fence import wait_for_copies
 from shardopt.world import Executor, world
 
 _THREADS = 4
@@ -32,6 +39,34 @@ _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache w
 _FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has started
 _FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
 _FAR_THREADS = 8
+
+
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Shape and dtype of a tensor, for error messages."""
+    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
+
+
+def memory_problem(key: str, view: View) -> Problem | None:
+    """The reason why a tensor cannot be read into: no memory, or elements that share it. None where it can be."""
+    for _, tensor in view.pieces:
+        if has_no_memory(tensor):
+            if tensor.is_meta:
+                state, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
+            else:
+                state, remedy = GIVEN_BACK, "load while its parameter is there"
+            return Problem(key, state, "memory to load into", remedy)
+        if elements_overlap(tensor):
+            shared = f"elements that share memory (strides {tensor.stride()})"
+            return Problem(key, shared, "a place for each element", "call contiguous() first")
+    return None
+
+
+def fill(requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None) -> int:
+    """Fetches into memory that the program uses; returns the bytes read. Arguments and errors are those of `fetch`."""
+    wait_for_copies()  # a save in the background may still be copying what this changes
+    # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
+    increment_version([request.target for _, request in requests])
+    return fetch(requests, progress)
 
 
 def fetch(
@@ -51,8 +86,8 @@ def fetch(
         by_file[file].append(request)
     threads = max((threads_for(file.storage) for file in by_file), default=1)
     batches = _Batches(by_file, use)
-    nbytes = sum(request.wanted.numel * request.dtype.itemsize for _, request in requests)
-    done = Counter(nbytes, progress)
+    nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
+    done = None if progress is None else Counter(nbytes, progress)
     streams = CallersStreams(request.target for _, request in requests)
     to_check = [(file, each) for file, own in by_file.items() if file.checks_first for each in own]
     if len(by_file) <= 1 and nbytes <= _FEW_BYTES and not to_check:
@@ -77,7 +112,7 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
     by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
     for file, request in requests:
         by_file[file].append(request)
-    _read_batches(_Batches(by_file, copy_into), Counter(0, None), CallersStreams(()))
+    _read_batches(_Batches(by_file, copy_into), None, CallersStreams(()))
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
@@ -108,9 +143,14 @@ class _Batches:
 
     def __init__(self, by_file: Mapping[OpenFile, list[ReadRequest]], use: Use) -> None:
         self.nbytes = 0
-        self._use = use
         self._lock = world().lock()
-        self._batches = self._make(by_file)
+        limit = max(map(_batch_bytes, by_file), default=0)
+        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
+        self._batches = (
+            (file, batch)
+            for file, requests in by_file.items()
+            for batch in batches_of(sorted(requests, key=lambda each: each.entry.begin), limit, scratch, use)
+        )
         self._stopped = False
 
     def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
@@ -124,17 +164,8 @@ class _Batches:
         """Ends the iteration for all threads."""
         self._stopped = True
 
-    def _make(self, by_file: Mapping[OpenFile, list[ReadRequest]]) -> Iterator[tuple[OpenFile, Batch | SmallReads]]:
-        limit = max(map(_batch_bytes, by_file), default=0)
-        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
-        for file, requests in by_file.items():
-            for batch in batches_of(
-                sorted(requests, key=lambda request: request.entry.begin), limit, scratch, self._use
-            ):
-                yield file, batch
 
-
-def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> None:
+def _read_batches(batches: _Batches, done: Counter | None, streams: CallersStreams) -> None:
     """Reads batches until there are none; the loop of one thread. An error ends all threads."""
     try:
         with streams.entered():
@@ -145,7 +176,8 @@ def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> 
                     with file.opened() as read:
                         while taken is not None and taken[0] is file:
                             taken[1].read(file, read)
-                            done.add(taken[1].nbytes)
+                            if done is not None:
+                                done.add(taken[1].nbytes)
                             taken = batches.take()
                 except CheckpointError as error:
                     if not file.storage.pass_over(file.name, copy, error):

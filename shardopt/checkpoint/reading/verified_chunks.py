@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.storage import Span
 
 _CHUNK_BYTES = 8 << 20  # of 4 MiB the pages are found anew for each, which takes half as long again

@@ -21,10 +21,10 @@ import torch
 
 from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES, ConvertOptions, convert_on
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
-from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CorruptionError, OptionError, Problem
 from shardopt.ranks import Ranks

@@ -26,7 +26,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
 from shardopt.checkpoint.hosts.directory import is_host_directory
 from shardopt.checkpoint.hosts.hosts import PREFIX
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import verify
 from shardopt.checkpoint.run.identity import LABEL_NAME, Run, run_at
 from shardopt.checkpoint.run.steps import Place, place_of

@@ -12,7 +12,7 @@ All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>
 may also be in the order of the parameters of the app's models, frozen ones included where it has as many; where that is
 another order, numbers could mean either, and are refused. Checkpoints of our own have numbers where an early version
 has saved an optimizer of torch's: there names are needed, or shapes that leave no doubt. Plain values are divided as
-the app has them (`granularity.py` puts them together).
+the app has them (`regroup_values.py` puts them together).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.names import Names
 from shardopt.checkpoint.matching.parameters import ReadTensor, Stored, name_parameters
 from shardopt.checkpoint.matching.renaming import (
-    Names,
     name_by_rules,
     names_by_rules,
     path_in_app,
@@ -62,7 +62,7 @@ def foreign_under_names_of(
         MismatchError: two stored keys get one name; or parameters have numbers, and it is not clear which are meant.
     """
     original = manifest
-    optimizers = [each.path for each in flat.handbacks if each.groups is not None]
+    optimizers = [each.path for each in flat.targets if each.groups is not None]
     new_key = names_by_rules(manifest, rename or {}, optimizers)
     if rename:
         manifest = _with_names_by_rules(manifest, rename, optimizers)
@@ -78,9 +78,9 @@ def foreign_under_names_of(
         numbered=numbered_roots(manifest),
         in_order=in_order,
     )
-    for handback in flat.handbacks:
-        if handback.groups is not None:
-            name_parameters(handback, flat, stored)
+    for target in flat.targets:
+        if target.groups is not None:
+            name_parameters(target, flat, stored)
     values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
     roots = roots_in(flat)
     paths = {named[key]: path_with_tail(path, named[key]) for key, (path, _) in manifest.values.items()}
@@ -124,7 +124,7 @@ def _with_names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: S
 
 def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
     """Returns what keys lack to be those of the app's only module; nothing where some are the app's as they are."""
-    modules = [join(each.path) for each in flat.handbacks if isinstance(each.target, Module)]
+    modules = [join(each.path) for each in flat.targets if isinstance(each.object, Module)]
     if len(modules) != 1 or any(key in flat.leaves for key in keys):
         return ""
     prefix = f"{modules[0]}."

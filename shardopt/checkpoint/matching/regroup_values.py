@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.shared_values import Values
 from shardopt.state import FlatState, Path, is_below, nest
 
 
-def at_granularity_of(flat: FlatState, values: Values) -> Values:
+def regroup_values(flat: FlatState, values: Values) -> Values:
     """Returns stored values, those of which the app has a whole container put together to that container.
 
     Only where nothing is stored under the container's own key, and it is not empty: an empty one may be that of a rank
