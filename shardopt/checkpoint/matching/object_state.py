@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,7 +161,12 @@ class StateOfObject:
         names, root = self._target.held_names(), len(self._target.path)
         if names is not None:
             within = ((key, self._path_here(key)[root:]) for key in keys)
-            return [key for key, path in within if len(path) < 2 or _belongs(path, names)]
+            # Options are for the ranks that have their parameter.
+            return [
+                key
+                for key, path in within
+                if len(path) < 2 or (path[1] in names if path[0] == STATE else path[0] != PARAM_GROUPS)
+            ]
         return [] if isinstance(self._target.object, CheckedStateful) else list(keys)
 
     def _path_here(self, key: str) -> Path:
@@ -169,11 +174,6 @@ class StateOfObject:
         path, at = self._stored[key], len(self._target.path) + 1
         names = self._target.held_names() if self._flat.tied and len(path) > at else None
         return path if names is None else (*path[:at], self._flat.name_here(path[at], names), *path[at + 1 :])
-
-
-def _belongs(path: Path, names: Collection[str]) -> bool:
-    """Whether a stored entry of an object is for this rank; options are for the ranks that have their parameter."""
-    return path[1] in names if path[0] == STATE else path[0] != PARAM_GROUPS
 
 
 def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -139,7 +139,7 @@ def _take_groups(section: str, stored: Stored) -> list[dict[str, Any]]:
         number, _, option = key.removeprefix(f"{section}.").partition(".")
         if number.isdecimal() and option:
             entries.setdefault(int(number), {})[option] = key
-    if not entries or any(not any(_is_or_below(option, PARAMS) for option in each) for each in entries.values()):
+    if not entries or any(not any(option.partition(".")[0] == PARAMS for option in each) for each in entries.values()):
         return []
     return [_taken(each, stored) for _, each in sorted(entries.items())]
 
@@ -152,10 +152,6 @@ def _taken(keys: Mapping[str, str], stored: Stored) -> dict[str, Any]:
     """
     values: dict[str, Any] = _nested({tuple(name.split(".")): stored.take(key) for name, key in keys.items()})
     return values
-
-
-def _is_or_below(key: str, root: str) -> bool:
-    return key == root or key.startswith(f"{root}.")
 
 
 def _join_options(section: str, known: Collection[str], stored: Stored) -> None:

@@ -132,7 +132,11 @@ def plan_rank(
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
     if match.per_rank:
         plan.per_rank = reader.per_rank(ranks.rank)
-        _refuse_missing([key for key in match.per_rank if old.get(key, key) not in plan.per_rank], ranks.rank)
+        absent = [key for key in match.per_rank if old.get(key, key) not in plan.per_rank]
+        if absent:
+            found, remedy = f"no value of rank {ranks.rank}", "pass it on the ranks that saved it"
+            problems = [Problem(key, found, "one, as this rank passes it", remedy) for key in absent]
+            raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
     meet = _meet(into.values())
     tied = tied_in(into) if meet else {}
     aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
@@ -159,13 +163,6 @@ def _meet(views: Iterable[View]) -> bool:
     ends = [(each.data_ptr(), each.nbytes if each.is_contiguous() else extent(each)) for each in memories]
     ends.sort()
     return any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(ends))
-
-
-def _refuse_missing(keys: list[str], rank: int) -> None:
-    if keys:
-        remedy = "pass it on the ranks that saved it"
-        problems = [Problem(key, f"no value of rank {rank}", "one, as this rank passes it", remedy) for key in keys]
-        raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
 def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
