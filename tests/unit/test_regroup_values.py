@@ -7,7 +7,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of
-from shardopt.checkpoint.matching.regroup_values import regroup_values
+from shardopt.checkpoint.matching.renaming import regroup_values
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.errors import MismatchError
 from shardopt.flatten import flatten

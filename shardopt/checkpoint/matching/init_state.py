@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.matching.names import Names, stored_paths
-from shardopt.checkpoint.matching.parameters import owner_of
+from shardopt.checkpoint.matching.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.matching.torchs_own import TorchsState, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.state import FlatState, RestoreTarget, UnsteppedStateful, join, keys_below

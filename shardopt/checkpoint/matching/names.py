@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.manifest import Manifest
@@ -38,3 +38,11 @@ def stored_paths(manifest: Manifest) -> dict[str, Path]:
     """Returns the path of each stored key."""
     paths = {key: tensor.path for key, tensor in manifest.tensors.items()}
     return paths | {key: path for key, (path, _) in manifest.values.items()} | dict(manifest.per_rank)
+
+
+def owner_of(key: str, names: Collection[str]) -> tuple[str, str]:
+    """Returns the longest of some names of parameters with which a key begins, and what follows; ("", "") for none."""
+    name = key
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return (name, key[len(name) + 1 :]) if name else ("", "")

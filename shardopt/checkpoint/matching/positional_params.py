@@ -1,4 +1,4 @@
-"""Names of parameters that others have by number, as torch's own optimizers save them."""
+"""Maps positional ids of parameters, as torch's own optimizers save them, to names."""
 
 from __future__ import annotations
 

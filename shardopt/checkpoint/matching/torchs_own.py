@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.matching.names import Names
-from shardopt.checkpoint.matching.parameters import owner_of
+from shardopt.checkpoint.matching.names import Names, owner_of
 from shardopt.checkpoint.matching.positional_params import listed
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.errors import Problem
