@@ -27,7 +27,7 @@ from shardopt.checkpoint.matching.hand_back import (
     unmark_partial_load,
 )
 from shardopt.checkpoint.matching.init_state import init_unstepped
-from shardopt.checkpoint.matching.names import Names
+from shardopt.checkpoint.matching.names import Names, names_as_stored
 from shardopt.checkpoint.matching.names_in_app import names_in_app
 from shardopt.checkpoint.matching.rank_plan import RankPlan, compare_plans, plan_rank
 from shardopt.checkpoint.matching.reconcile import reconcile, refuse_nothing
@@ -203,11 +203,14 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         if options.rename:
             flattened = lambda: flatten(app, options.tied)  # noqa: E731
             rules = find_rules_due(ranks, what, opened, flattened, select, options.rename, skip)
+        rename = None if rules is None else rules.rename
+        may_be_as_stored = not (select or skip or rename or options.tied)
 
         @cache
         def look() -> tuple[CheckpointReader, FlatState, Names]:
             reader, flat = opened(), flatten(app, options.tied)
-            return reader, flat, names_in_app(reader, flat, select, None if rules is None else rules.rename, skip)
+            names = names_as_stored(reader, flat) if may_be_as_stored else None
+            return reader, flat, names or names_in_app(reader, flat, select, rename, skip)
 
         if options.init_state:
             undo = init_unstepped(ranks, what, look)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.state import FlatState, Path
 
 
@@ -26,12 +27,17 @@ class Names:
     aliases: Mapping[str, str]
 
 
-def names_as_stored(manifest: Manifest, flat: FlatState) -> Names | None:
-    """Returns a checkpoint of our own as it is; None where it has a key that is none of the app's."""
-    here = flat.leaves.keys()
-    if not all(here >= stored.keys() for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
-        return None
-    return Names(manifest, {}, frozenset(here), {})
+def names_as_stored(reader: CheckpointReader, flat: FlatState) -> Names | None:
+    """Returns a checkpoint of our own as it is; None where it has a key that is none of the app's.
+
+    Args:
+        flat: an app in which no names are declared to stand for others.
+    """
+    manifest, source, here = reader.manifest, reader.source, flat.leaves.keys()
+    is_own = not (source.is_foreign or source.unread)
+    if is_own and all(here >= stored.keys() for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
+        return Names(manifest, {}, frozenset(here), {})
+    return None
 
 
 def stored_paths(manifest: Manifest) -> dict[str, Path]:

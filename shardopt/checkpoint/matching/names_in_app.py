@@ -9,7 +9,7 @@ from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.matching.import_keys import foreign_under_names_of, numbered_roots
-from shardopt.checkpoint.matching.names import Names, names_as_stored
+from shardopt.checkpoint.matching.names import Names
 from shardopt.checkpoint.matching.renaming import under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
@@ -34,10 +34,6 @@ def names_in_app(
     """
     source = reader.source
     manifest = contents(reader, skip) if skip is not None or source.unread else reader.manifest
-    if not (source.is_foreign or select or rename or flat.tied):
-        as_stored = names_as_stored(manifest, flat)
-        if as_stored is not None:
-            return as_stored
     if source.is_foreign or numbered_roots(manifest):
         names = foreign_under_names_of(manifest, flat, select, rename, reader.read, source.is_foreign)
         return names if source.keeps_empty_dicts else _with_empty_dicts(names, flat)

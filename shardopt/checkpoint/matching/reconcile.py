@@ -2,7 +2,7 @@
 
 round   hashes of what each rank differs in         `differences_of` → `compare_differences` on rank 0
 round   only where there is any: what differs, of   `reconcile`
-        the first rank of each kind; told to all
+        the first rank of each kind, for all
 
 Problems are bounded as errors of ranks are (`ranks/failures.py`). A stored key is unexpected if it is so on every rank:
 keys are sent by their places in the sorted list of all of them, as runs, which are few where a rank has a stage of a

@@ -81,22 +81,20 @@ def fetch(
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
     """
-    by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
-    for file, request in requests:
-        by_file[file].append(request)
-    threads = max((threads_for(file.storage) for file in by_file), default=1)
-    batches = _Batches(by_file, use)
+    batches = _Batches(requests, use)
+    files = batches.files
+    threads = max((threads_for(file.storage) for file in files), default=1)
     nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
     done = None if progress is None else Counter(nbytes, progress)
     streams = CallersStreams(request.target for _, request in requests)
-    to_check = [(file, each) for file, own in by_file.items() if file.checks_first for each in own]
-    if len(by_file) <= 1 and nbytes <= _FEW_BYTES and not to_check:
-        _read_batches(batches, done, streams)
+    to_check = [each for each in requests if each[0].checks_first]
+    if len(files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
+        batches.read_all(done, streams)
         return batches.nbytes
     with world().thread_pool(threads, "shardopt-read") as pool:
         _check_first(pool, to_check)
         try:
-            for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
+            for each in [pool.submit(batches.read_all, done, streams) for _ in range(threads)]:
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
@@ -109,10 +107,7 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
     Raises:
         CorruptionError: as `fetch`.
     """
-    by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
-    for file, request in requests:
-        by_file[file].append(request)
-    _read_batches(_Batches(by_file, copy_into), None, CallersStreams(()))
+    _Batches(requests, copy_into).read_all(None, CallersStreams(()))
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
@@ -126,7 +121,7 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
         number = file.summed_with(request.entry)
         if number is not None and number not in file.checked:
             unchecked[id(file), number] = file, request.entry
-    checks = [pool.submit(_problems, *each) for each in unchecked.values()]
+    checks = [pool.submit(lambda file, entry: [*damaged_segments(file, entry)], *each) for each in unchecked.values()]
     problems = [problem for check in checks for problem in check.result()]
     if problems:
         raise CorruptionError("a checkpoint is damaged", problems)
@@ -134,22 +129,21 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
         file.checked.add(number)
 
 
-def _problems(file: OpenFile, entry: Entry) -> list[Problem]:
-    return list(damaged_segments(file, entry))
-
-
 class _Batches:
     """An iterator over the batches of all files that several threads share."""
 
-    def __init__(self, by_file: Mapping[OpenFile, list[ReadRequest]], use: Use) -> None:
-        self.nbytes = 0
+    def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
+        by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+        for file, request in requests:
+            by_file[file].append(request)
+        self.files, self.nbytes = by_file.keys(), 0
         self._lock = world().lock()
         limit = max(map(_batch_bytes, by_file), default=0)
         scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
         self._batches = (
             (file, batch)
-            for file, requests in by_file.items()
-            for batch in batches_of(sorted(requests, key=lambda each: each.entry.begin), limit, scratch, use)
+            for file, own in by_file.items()
+            for batch in batches_of(sorted(own, key=lambda each: each.entry.begin), limit, scratch, use)
         )
         self._stopped = False
 
@@ -164,27 +158,26 @@ class _Batches:
         """Ends the iteration for all threads."""
         self._stopped = True
 
-
-def _read_batches(batches: _Batches, done: Counter | None, streams: CallersStreams) -> None:
-    """Reads batches until there are none; the loop of one thread. An error ends all threads."""
-    try:
-        with streams.entered():
-            taken = batches.take()
-            while taken is not None:
-                file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)
-                try:
-                    with file.opened() as read:
-                        while taken is not None and taken[0] is file:
-                            taken[1].read(file, read)
-                            if done is not None:
-                                done.add(taken[1].nbytes)
-                            taken = batches.take()
-                except CheckpointError as error:
-                    if not file.storage.pass_over(file.name, copy, error):
-                        raise
-    except BaseException:
-        batches.stop()
-        raise
+    def read_all(self, done: Counter | None, streams: CallersStreams) -> None:
+        """Reads batches until there are none; the loop of one thread. An error ends all threads."""
+        try:
+            with streams.entered():
+                taken = self.take()
+                while taken is not None:
+                    file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)
+                    try:
+                        with file.opened() as read:
+                            while taken is not None and taken[0] is file:
+                                taken[1].read(file, read)
+                                if done is not None:
+                                    done.add(taken[1].nbytes)
+                                taken = self.take()
+                    except CheckpointError as error:
+                        if not file.storage.pass_over(file.name, copy, error):
+                            raise
+        except BaseException:
+            self.stop()
+            raise
 
 
 def threads_for(storage: Storage) -> int:
