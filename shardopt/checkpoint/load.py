@@ -308,8 +308,7 @@ def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tupl
     optimizers = [each.object for each in loaded if isinstance(each.object, Optimizer)]
 
     def fill_marked() -> int:
-        if optimizers:
-            mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
+        mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
         return fill(plan.requests, options.progress)
 
     def put_back() -> None:

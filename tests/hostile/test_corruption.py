@@ -60,7 +60,7 @@ def places(path, count):
 def check_flips(path, count):
     named = 0
     with checkpoint.open(path) as reader:
-        entries = {file.name: reader._open(i).entries.values() for i, file in enumerate(reader.manifest.files)}
+        entries = {file.name: reader.source.open_file(i).entries.values() for i, file in enumerate(reader.manifest.files)}
     for file, offset, flip in places(path, count):
         whole = file.read_bytes()
         file.write_bytes(whole[:offset] + bytes([whole[offset] ^ flip]) + whole[offset + 1 :])
