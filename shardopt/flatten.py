@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.names import ParameterNames, plain_names_in
+from shardopt.names import ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.param_groups import (
     NAMES_OF_TORCH,
     PARAM_GROUPS,
@@ -137,17 +137,17 @@ def _set_in_tuple(
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
-    node = unwrapped(node, path) if isinstance(node, Optimizer) else node
+    if isinstance(node, Optimizer) and not is_constructed(node):
+        node = unwrapped(node, path)
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
     plain: Mapping[str, str] = {}
-    if isinstance(node, torch.nn.Module):
-        plain = plain_names_in(node, [part for part in state if isinstance(part, str)])
-        if plain:
-            _refuse_one_name(plain, state, path)
+    if isinstance(node, torch.nn.Module) and may_have_wrappers(names := [part for part in state if type(part) is str]):
+        plain = plain_names_in(node, names)
+        _refuse_one_name(plain, state, path)
     numbered = _numbered(node, state, flat.names) if isinstance(node, Optimizer) else None
     if numbered is not None:
         state = numbered.named(state)
@@ -345,12 +345,8 @@ def _check_mapping(node: Mapping[Any, Any], path: Path) -> None:
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
     alias_path = path
     if flat.tied:
-        alias_path, path = path, _named(path, flat)
-        if path != alias_path:
-            flat.aliases[join(alias_path)] = join(path), alias_path
-        alias = next((alias for alias, (key, _) in flat.aliases.items() if key == join(path)), None)
-        if alias is not None and join(path) in flat.leaves:
-            _add_to_tied(flat, flat.leaves[join(path)], alias, alias_path, value, replace)
+        path = _named(path, flat)
+        if _is_added_to_tied(flat, path, alias_path, value, replace):
             return
     key = ".".join(map(str, path))  # as `join`, for each leaf
     if key in flat.leaves:
@@ -369,10 +365,15 @@ def _named(path: Path, flat: FlatState) -> Path:
     return tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
 
 
-def _add_to_tied(
-    flat: FlatState, leaf: Leaf, alias: str, path_here: Path, value: Any, replace: Callable[[Any], None]
-) -> None:
-    """Makes one leaf of two that are declared as tied, and on this rank both."""
+def _is_added_to_tied(flat: FlatState, path: Path, path_here: Path, value: Any, replace: Callable[[Any], None]) -> bool:
+    """Makes one leaf of two that are declared as tied, and on this rank both; returns whether they are."""
+    key = join(path)
+    if path != path_here:
+        flat.aliases[join(path_here)] = key, path_here
+    alias = next((alias for alias, (name, _) in flat.aliases.items() if name == key), None)
+    if alias is None or key not in flat.leaves:
+        return False
+    leaf = flat.leaves[key]
     if isinstance(value, torch.Tensor) and isinstance(leaf.value, torch.Tensor):
         if value is not leaf.value:
             flat.twins[alias] = join(leaf.path), value
@@ -386,6 +387,7 @@ def _add_to_tied(
         replace(value)
 
     leaf.replace, leaf.names_here = replace_both, (*leaf.paths_here, path_here)
+    return True
 
 
 def _are_equal(one: Any, other: Any, key: str) -> bool:

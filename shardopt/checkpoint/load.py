@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -40,7 +40,8 @@ from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_c
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, announce, emit_report
-from shardopt.checkpoint.sources.open import opener_of, reading
+from shardopt.checkpoint.sources.open import is_remote, opener_of, reading
+from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import Problem, ShardoptError
@@ -190,9 +191,10 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
     what = f"loading {url}"
     select, skip, rules, undo = options.select, options.skip, None, None
     with damage_told(CHANGED_NOTHING):
+        open_here: Callable[[], CheckpointReader] = partial(open_checkpoint, url, options.base_root)
         if url.startswith(HOSTS_PREFIX):
             open_here = opener_on_hosts(ranks, what, url)
-        else:
+        elif ranks.size > 1 and is_remote(url):
             open_here = opener_of(ranks, what, url, options.base_root)
 
         @cache
@@ -276,15 +278,8 @@ def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankP
 
     plan, found = agree_on(lambda: plan_rank(*look(), ranks, strictness, select, replicas))
     if found["may_grow"]:
-        first = plan
-        first.reader.close()
-        _, growing = ranks.agree(
-            what,
-            work=lambda: own_places(first.flat, found["may_grow"]),
-            report=list,
-            decide=lambda reports: [key for key in found["may_grow"] if not any(key in own for own in reports)],
-        )
-        looked = first.reader, first.flat, first.names
+        growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
+        looked = plan.reader, plan.flat, plan.names
         plan, found = agree_on(lambda: plan_rank(*looked, ranks, strictness, select, replicas, growing))
     if found["with_differences"]:
         reconcile(ranks, what, plan.match, plan.names, strictness, found["with_differences"])
@@ -300,6 +295,18 @@ def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankP
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
         ranks.agree(doing, work=lambda: check_all(plan.requests))
     return plan
+
+
+def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:
+    """Returns those of the keys of plain containers under which no rank has places of another kind. Collective."""
+    plan.reader.close()
+    _, growing = ranks.agree(
+        what,
+        work=lambda: own_places(plan.flat, keys),
+        report=list,
+        decide=lambda reports: [key for key in keys if not any(key in own for own in reports)],
+    )
+    return growing
 
 
 def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tuple[int, list[RestoreTarget]]:

@@ -131,20 +131,9 @@ def plan_rank(
         return plan
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
     if match.per_rank:
-        plan.per_rank = reader.per_rank(ranks.rank)
-        absent = [key for key in match.per_rank if old.get(key, key) not in plan.per_rank]
-        if absent:
-            found, remedy = f"no value of rank {ranks.rank}", "pass it on the ranks that saved it"
-            problems = [Problem(key, found, "one, as this rank passes it", remedy) for key in absent]
-            raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
-    meet = _meet(into.values())
-    tied = tied_in(into) if meet else {}
-    aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
-    if tied or aliases:
-        refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
-        into = {key: view for key, view in into.items() if key not in tied}
-    if meet:
-        refuse_overlapping(reader, into, old)
+        plan.per_rank = _values_of_rank(reader, match.per_rank, old, ranks.rank)
+    if names.aliases or _meet(into.values()):
+        into = _without_ties(reader, into, names)
     refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
     plan.into = into
     if ranks.size > 1 and (replicas == "exchange" or (replicas == "auto" and reader.is_remote)):
@@ -155,6 +144,32 @@ def plan_rank(
         pieces |= plan.broadcast.own_pieces()
     plan.request(pieces)
     return plan
+
+
+def _values_of_rank(
+    reader: CheckpointReader, keys: Iterable[str], stored_key: Mapping[str, str], rank: int
+) -> Mapping[str, Any]:
+    """Returns what a rank has stored for itself, which must have all of these keys of the app."""
+    stored = reader.per_rank(rank)
+    remedy = "pass it on the ranks that saved it"
+    problems = [
+        Problem(key, f"no value of rank {rank}", "one, as this rank passes it", remedy)
+        for key in keys
+        if stored_key.get(key, key) not in stored
+    ]
+    if problems:
+        raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
+    return stored
+
+
+def _without_ties(reader: CheckpointReader, into: Mapping[str, View], names: Names) -> dict[str, View]:
+    """Returns the first of the tensors that are one memory; refuses unequal values for it, or for a part of it."""
+    tied, tensors, old = tied_in(into), names.manifest.tensors, names.renamed
+    aliases = {key: first for key, first in names.aliases.items() if key in tensors and first in into}
+    refuse_unequal(reader, {**into, **{key: into[first] for key, first in aliases.items()}}, tied | aliases, old)
+    first_ones = {key: view for key, view in into.items() if key not in tied}
+    refuse_overlapping(reader, first_ones, old)
+    return first_ones
 
 
 def _meet(views: Iterable[View]) -> bool:

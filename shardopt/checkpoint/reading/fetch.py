@@ -82,15 +82,24 @@ def fetch(
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
     """
     batches = _Batches(requests, use)
-    files = batches.files
-    threads = max((threads_for(file.storage) for file in files), default=1)
     nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
     done = None if progress is None else Counter(nbytes, progress)
     streams = CallersStreams(request.target for _, request in requests)
     to_check = [each for each in requests if each[0].checks_first]
-    if len(files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
+    if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
         batches.read_all(done, streams)
-        return batches.nbytes
+    else:
+        _read_in_threads(batches, to_check, done, streams)
+    return batches.nbytes
+
+
+def _read_in_threads(
+    batches: _Batches,
+    to_check: Sequence[tuple[OpenFile, ReadRequest]],
+    done: Counter | None,
+    streams: CallersStreams,
+) -> None:
+    threads = max(threads_for(file.storage) for file in batches.files)
     with world().thread_pool(threads, "shardopt-read") as pool:
         _check_first(pool, to_check)
         try:
@@ -98,7 +107,6 @@ def fetch(
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
-    return batches.nbytes
 
 
 def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:

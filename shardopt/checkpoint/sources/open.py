@@ -91,7 +91,7 @@ def opener_of(
     url: str | os.PathLike[str],
     base_root: str | os.PathLike[str] | None,
 ) -> Callable[[], CheckpointReader]:
-    """Makes a function by which each rank opens a checkpoint, as `open` does. Collective.
+    """Makes a function by which each rank opens what rank 0 has asked remote storage for, as `open` does. Collective.
 
     The function is local, to be called once, in a round of the caller's: it raises what `open` does, or
     CheckpointError where this rank has not got what rank 0 has read.
@@ -104,8 +104,6 @@ def opener_of(
         CheckpointNotFoundError, CorruptionError, FormatError, CheckpointError: rank 0 cannot read it. All ranks raise
             the same. What a manifest has in it is looked at only by the function.
     """
-    if ranks.size == 1 or not _is_remote(url):
-        return lambda: open(url, base_root)
     own = RecordedReads()
 
     def read() -> tuple[str, list[bytes]]:
@@ -147,7 +145,7 @@ def opener_of(
     return open_here
 
 
-def _is_remote(url: str | os.PathLike[str]) -> bool:
+def is_remote(url: str | os.PathLike[str]) -> bool:
     """Whether a URL is of remote storage. So is one that cannot be opened here, which a path never is: in a round."""
     try:
         return storage_of(url).is_remote
