@@ -46,7 +46,7 @@ from shardopt.checkpoint.planning.merge import MergedGeometry, merge_geometry, m
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.source import Source
-from shardopt.checkpoint.storage import Answers
+from shardopt.checkpoint.storage import RecordedReads
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks.kinds import compress, decompress
 from shardopt.sharding.layout import Layout
@@ -262,10 +262,10 @@ def time_alike() -> None:
     encode, data = worked(encode_manifest, manifest)
     parse, decoded = worked(decode_manifest, data, "simulated")
     checking, _ = worked(CheckpointReader, cast(Source, SimpleNamespace(manifest=decoded, url="simulated")))
-    answers = Answers()
+    answers = RecordedReads()
     answers.answer(("", "read", 0, len(data), MANIFEST_NAME), lambda: data)
     packing, packed = worked(answers.pack)
-    unpacking, _ = worked(Answers.unpack, packed)
+    unpacking, _ = worked(RecordedReads.unpack, packed)
     loads: dict[int, int] = {}
     for key, each in planned.assigned.items():
         for box, (rank, _) in zip(each.boxes, each.writers, strict=True):

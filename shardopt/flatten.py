@@ -6,13 +6,12 @@
 Keys are the path's parts joined by dots. The path is kept with the key, so that the way back is exact although
 parts hold dots themselves. Names in a module's state are without what wrappers (torch.compile, DistributedDataParallel,
 checkpointed activations) put into them; the module itself gets its own names back. Dictionaries of `app` are descended
-to the last value. Within what an object's
-`state_dict()` gave, a container without tensors is one value: what is in it is that object's own affair, and a fresh
-object may well have fewer entries than the one that was saved.
+to the last value. Within what an object's `state_dict()` gave, a container without tensors is one value: what is in it
+is that object's own affair, and a fresh object may well have fewer entries than the one that was saved.
 
 Options belong to parameters: where an object's state has groups whose parameters are names, each parameter has one
 plain value, the options of its group, under its own key (`optimizer.param_groups.layers.0.weight`). Ranks that hold
-different parameters, or have them in other groups, so meet by key; the groups are made anew when the object gets its
+different parameters, or have them in other groups, so meet by key; the groups are made again when the object gets its
 state.
 """
 
@@ -22,14 +21,16 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import cache, partial
+from operator import setitem
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.names import ParameterNames, plain_names_in
+from shardopt.names import ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.param_groups import (
     NAMES_OF_TORCH,
     PARAM_GROUPS,
@@ -44,11 +45,11 @@ from shardopt.param_groups import (
 from shardopt.sharding.traceable import is_composite, parts_of
 from shardopt.state import (
     FlatState,
-    Handback,
     Index,
     Leaf,
     Path,
     PerRank,
+    RestoreTarget,
     Stateful,
     Tied,
     join,
@@ -75,31 +76,26 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
         problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
         raise StateError("state must have names", [problem])
     flat = FlatState(tied=tied or {}, names=ParameterNames(app))
-    refuse_chains(flat.tied)
+    if tied:
+        refuse_chains(tied)
     try:
-        _descend(app, (), _no_replace, False, flat)
+        _descend(app, (), lambda _: None, False, flat)  # the root is no leaf, and nothing replaces it
     except RecursionError:
         problem = Problem("app", "containers nested without end", "a tree", "take out what contains itself")
         raise StateError("state cannot be walked through", [problem]) from None
     return flat
 
 
-_TENSORS = (torch.Tensor, PerRank)  # the bare union of them would be made anew for every leaf
-
-
-def _no_replace(value: Any) -> None:
-    raise AssertionError("the root of the state is not a leaf")
-
-
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
     """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
-    if isinstance(node, _TENSORS):
-        parts = None if isinstance(node, PerRank) or not is_composite(node) else parts_of(node)
+    if type(node) is torch.Tensor or type(node) is Parameter:  # as nearly all
+        _add(flat, path, node, replace)
+    elif isinstance(node, torch.Tensor):
+        parts = parts_of(node) if is_composite(node) else None
         if parts is None:
             _add(flat, path, node, replace)
-        else:
-            for part, (owner, tensor) in parts.items():
-                _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
+        for part, (owner, tensor) in (parts or {}).items():
+            _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
     elif isinstance(node, np.ndarray):
         _add(flat, path, _as_tensor(node, path), replace)
     elif _is_stateful(node):
@@ -109,66 +105,79 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
 
 
 def _descend_container(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
-    """Adds the leaves of a container, or a plain value, which is one."""
+    """Adds the leaves of a container, or a plain value or value per rank, which is one."""
     has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
-    if path and not (within or has_places):
-        flat.plain[_named(path, flat)] = node, replace
-    if isinstance(node, Mapping) and (has_places or not path or _is_branch(node, within)):
-        _check_mutable(node, path)
+    if path and not (within or has_places or isinstance(node, PerRank)):
+        flat.plain[_named(path, flat) if flat.tied else path] = node, replace
+    if isinstance(node, Mapping) and (has_places or not path or (not (within or isinstance(node, Counter)) and node)):
+        _check_mapping(node, path)
         for part, child in node.items():
-            _check_part(part, path)
-            _descend(child, (*path, part), _set_item(node, part), within, flat)
+            _descend(child, (*path, part), partial(setitem, node, part), within, flat)
     elif isinstance(node, MutableMapping) and not (node or within or type(node) in (dict, Counter)):
         _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
     elif isinstance(node, list) and has_places:
         for i, child in enumerate(node):
-            _descend(child, (*path, Index(i)), _set_item(node, i), within, flat)
+            _descend(child, (*path, Index(i)), partial(setitem, node, i), within, flat)
     elif isinstance(node, tuple) and has_places:
-        _descend_tuple(node, path, replace, within, flat)
+        current = list(node)
+        for i, child in enumerate(node):
+            _descend(child, (*path, Index(i)), partial(_set_in_tuple, node, current, replace, i), within, flat)
     else:
         _add(flat, path, node, replace)
+
+
+def _set_in_tuple(
+    node: tuple[Any, ...], current: list[Any], replace: Callable[[Any], None], i: int, value: Any
+) -> None:
+    # A tuple cannot be changed: each of its leaves that is replaced puts a new tuple in its place.
+    current[i] = value
+    replace(_like_tuple(node, current))
 
 
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
-    node = unwrapped(node, path)
+    if isinstance(node, Optimizer) and not is_constructed(node):
+        node = unwrapped(node, path)
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
-    plain = plain_names_in(node, [*filter(_is_str, state)]) if isinstance(node, torch.nn.Module) else {}
-    _refuse_one_name(plain, state, path)
+    plain: Mapping[str, str] = {}
+    if isinstance(node, torch.nn.Module) and may_have_wrappers(names := [part for part in state if type(part) is str]):
+        plain = plain_names_in(node, names)
+        _refuse_one_name(plain, state, path)
     numbered = _numbered(node, state, flat.names) if isinstance(node, Optimizer) else None
     if numbered is not None:
         state = numbered.named(state)
-    handback = Handback(path, node, _shallow(state, set()), plain, numbered=numbered)
+    target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
 
     def replace_state(value: dict[str, Any]) -> None:
         own = {name: part for part, name in plain.items()}
-        handback.state.clear()
+        target.state.clear()
         for part, child in value.items():
-            handback.state[own.get(part, part)] = child
+            target.state[own.get(part, part)] = child
 
-    partial = handback.held_names() is not None
-    groups = handback.state.get(PARAM_GROUPS)
-    if are_named(groups) and (partial or any(group[PARAMS] for group in groups)):
-        handback.groups = groups
-    if partial or handback.groups is not None or holds_tensors(handback.state):
-        for part, child in handback.state.items():
-            _check_part(part, path)
-            if part == PARAM_GROUPS and handback.groups is not None:
-                _add_options(handback, (*path, part), flat)
-            elif partial and part == STATE and isinstance(child, MutableMapping):
+    is_partial = target.held_names() is not None
+    groups = target.state.get(PARAM_GROUPS)
+    if are_named(groups) and (is_partial or any(group[PARAMS] for group in groups)):
+        target.groups = groups
+    if is_partial or target.groups is not None or holds_tensors(target.state):
+        _check_mapping(target.state, path)
+        for part, child in target.state.items():
+            if part == PARAM_GROUPS and target.groups is not None:
+                _add_options(target, (*path, part), flat)
+            elif is_partial and part == STATE and isinstance(child, MutableMapping):
+                _check_mapping(child, (*path, part))
                 for name, entries in child.items():  # one by one: other ranks may have others
-                    _check_part(name, (*path, part))
-                    _descend(entries, (*path, part, name), _set_item(child, name), True, flat)
+                    _descend(entries, (*path, part, name), partial(setitem, child, name), True, flat)
             else:
-                _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
+                at = (*path, plain.get(part, part))
+                _descend(child, at, partial(setitem, target.state, part), True, flat)
     else:
-        _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
-    flat.handbacks.append(handback)  # after those within: an object gets its state back whole
+        _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, replace_state)
+    flat.targets.append(target)  # after those within: an object gets its state back whole
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames) -> Numbered | None:
@@ -191,15 +200,15 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames
     return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
 
 
-def _add_options(handback: Handback, path: Path, flat: FlatState) -> None:
+def _add_options(target: RestoreTarget, path: Path, flat: FlatState) -> None:
     """Adds a leaf for each parameter in groups; equal options are one object."""
     plain: dict[int, dict[str, Any]] = {}
-    for name, options in options_by_member(handback.groups or ()).items():
+    for name, options in options_by_member(target.groups or ()).items():
         if id(options) not in plain:
             plain[id(options)] = {option: _plain_option(value) for option, value in options.items()}
             if UNTOUCHED in options:  # ranks know it of the parameters that they have elements of
                 plain[id(options)][UNTOUCHED] = OnAnyRank(bool(options[UNTOUCHED]))
-        _add(flat, (*path, name), plain[id(options)], _set_item(handback.options, name))
+        _add(flat, (*path, name), plain[id(options)], partial(setitem, target.options, name))
 
 
 def _plain_option(value: Any) -> Any:
@@ -228,9 +237,8 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
         if len(inner) != 1:
             actual = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
             required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
-            problem = Problem(
-                join(path) or "app", actual, required, "pass the optimizer itself, or save it by its library"
-            )
+            remedy = "pass the optimizer itself, or save it by its library"
+            problem = Problem(join(path) or "app", actual, required, remedy)
             raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
         node = inner[0]
     return node
@@ -248,10 +256,6 @@ def _hooks_of_optimizers() -> frozenset[str]:
     return frozenset(name for name in vars(some) if name.endswith("hooks"))
 
 
-def _is_str(part: object) -> bool:
-    return isinstance(part, str)
-
-
 def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:
     """Refuses names of a module that are one without what wrappers put into them."""
     taken: dict[str, str] = {}
@@ -264,28 +268,6 @@ def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: P
             problems.append(Problem(join((*path, name)), actual, "one tensor under a name without wrappers", remedy))
     if problems:
         raise StateError("two names are one without what wrappers put into them", problems)
-
-
-def _descend_tuple(
-    node: tuple[Any, ...], path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState
-) -> None:
-    # A tuple cannot be changed: each of its leaves that is replaced puts a new tuple in its place.
-    current = list(node)
-
-    def setter(i: int) -> Callable[[Any], None]:
-        def set_one(value: Any) -> None:
-            current[i] = value
-            replace(_like_tuple(node, current))
-
-        return set_one
-
-    for i, child in enumerate(node):
-        _descend(child, (*path, Index(i)), setter(i), within, flat)
-
-
-def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
-    """Whether a mapping without places for tensors is descended to its values."""
-    return not within and len(node) > 0 and not isinstance(node, Counter)
 
 
 def _shallow(node: Any, seen: set[int]) -> Any:
@@ -348,43 +330,31 @@ def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])
 
 
-def _set_item(container: Any, part: Any) -> Callable[[Any], None]:
-    def replace(value: Any) -> None:
-        container[part] = value
-
-    return replace
-
-
-def _check_mutable(node: Mapping[Any, Any], path: Path) -> None:
+def _check_mapping(node: Mapping[Any, Any], path: Path) -> None:
     if not isinstance(node, MutableMapping):
-        problem = Problem(
-            join(path) or "app", f"a {type(node).__name__}", "a dict, which can be loaded into", "use one"
-        )
+        found = f"a {type(node).__name__}"
+        problem = Problem(join(path) or "app", found, "a dict, which can be loaded into", "use one")
         raise StateError("state must be in dicts", [problem])
-
-
-def _check_part(part: Any, path: Path) -> None:
-    # Exact types: a StrEnum, or a bool, spells itself otherwise than it is stored.
-    if type(part) is not int and type(part) is not str:
-        problem = Problem(join((*path, str(part))), f"a key of type {type(part).__name__}", "str or int", "rename it")
-        raise StateError("a key cannot be stored", [problem])
+    for part in node:
+        # Exact types: a StrEnum, or a bool, spells itself otherwise than it is stored.
+        if type(part) is not str and type(part) is not int:
+            key, found = join((*path, str(part))), f"a key of type {type(part).__name__}"
+            raise StateError("a key cannot be stored", [Problem(key, found, "str or int", "rename it")])
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
     alias_path = path
     if flat.tied:
-        alias_path, path = path, _named(path, flat)
-        if path != alias_path:
-            flat.aliases[join(alias_path)] = join(path), alias_path
-        alias = next((alias for alias, (key, _) in flat.aliases.items() if key == join(path)), None)
-        if alias is not None and join(path) in flat.leaves:
-            _add_to_tied(flat, flat.leaves[join(path)], alias, alias_path, value, replace)
+        path = _named(path, flat)
+        if _is_added_to_tied(flat, path, alias_path, value, replace):
             return
-    key = join(path)
+    key = ".".join(map(str, path))  # as `join`, for each leaf
     if key in flat.leaves:
         actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
         raise StateError("two paths give one key", [Problem(key, actual, "one path for a key", "rename one of them")])
-    if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
+    is_reserved = key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))
+    is_text = key.isascii() or not any("\ud800" <= each <= "\udfff" for each in key)
+    if is_reserved or not is_text:
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
     flat.leaves[key] = Leaf(path, value, replace, () if alias_path == path else (alias_path,))
@@ -392,15 +362,18 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
 
 def _named(path: Path, flat: FlatState) -> Path:
     """Returns a path with the names that stand for others in their place."""
-    if not flat.tied:
-        return path
     return tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
 
 
-def _add_to_tied(
-    flat: FlatState, leaf: Leaf, alias: str, path_here: Path, value: Any, replace: Callable[[Any], None]
-) -> None:
-    """Makes one leaf of two that are declared as tied, and on this rank both."""
+def _is_added_to_tied(flat: FlatState, path: Path, path_here: Path, value: Any, replace: Callable[[Any], None]) -> bool:
+    """Makes one leaf of two that are declared as tied, and on this rank both; returns whether they are."""
+    key = join(path)
+    if path != path_here:
+        flat.aliases[join(path_here)] = key, path_here
+    alias = next((alias for alias, (name, _) in flat.aliases.items() if name == key), None)
+    if alias is None or key not in flat.leaves:
+        return False
+    leaf = flat.leaves[key]
     if isinstance(value, torch.Tensor) and isinstance(leaf.value, torch.Tensor):
         if value is not leaf.value:
             flat.twins[alias] = join(leaf.path), value
@@ -414,6 +387,7 @@ def _add_to_tied(
         replace(value)
 
     leaf.replace, leaf.names_here = replace_both, (*leaf.paths_here, path_here)
+    return True
 
 
 def _are_equal(one: Any, other: Any, key: str) -> bool:
@@ -423,13 +397,3 @@ def _are_equal(one: Any, other: Any, key: str) -> bool:
     if isinstance(one, PerRank):
         one, other = one.value, other.value
     return canonical(encode_value(one, key)) == canonical(encode_value(other, key))
-
-
-def _is_text(key: str) -> bool:
-    if key.isascii():
-        return True
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

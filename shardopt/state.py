@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.names import ParameterNames
 from shardopt.param_groups import (
     PARAM_GROUPS,
+    STATE,
     Groups,
     Numbered,
     OptionsByMember,
@@ -68,18 +70,6 @@ class PartialStateful(Stateful, Protocol):
     """
 
     def held_state_names(self) -> Collection[str]: ...
-
-
-def held_names(target: object) -> Collection[str] | None:
-    """Returns the names whose state belongs on this rank; None for an object that does not tell.
-
-    Besides a `PartialStateful`, an optimizer tells it that has its parameters by name in `params`, as torchrec's have:
-    of a table that lies on another rank it has nothing.
-    """
-    if isinstance(target, PartialStateful):
-        return target.held_state_names()
-    params = getattr(target, "params", None) if isinstance(target, torch.optim.Optimizer) else None
-    return params.keys() if isinstance(params, Mapping) and all(isinstance(name, str) for name in params) else None
 
 
 @runtime_checkable
@@ -139,7 +129,7 @@ class Leaf:
 
 
 @dataclass(slots=True)
-class Handback:
+class RestoreTarget:
     """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`.
 
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
@@ -149,7 +139,7 @@ class Handback:
     """
 
     path: Path
-    target: Stateful
+    object: Stateful
     state: dict[str, Any]
     plain_names: Mapping[str, str] = field(default_factory=dict)
     groups: Groups | None = None
@@ -158,10 +148,22 @@ class Handback:
     numbered: Numbered | None = None
 
     def held_names(self) -> Collection[str] | None:
-        """Returns the names whose state belongs on this rank; None where that is not known."""
-        if self.numbered is None or self.numbered.in_order:
-            return held_names(self.target)
-        return self.numbered.names
+        """Returns the names whose state belongs on this rank; None where that is not known.
+
+        Besides a `PartialStateful`, an optimizer tells it that has its parameters by name in `params`, as torchrec's
+        have: of a table that is on another rank it has nothing.
+        """
+        if self.numbered is not None and not self.numbered.in_order:
+            return self.numbered.names
+        if isinstance(self.object, PartialStateful):
+            return self.object.held_state_names()
+        params = getattr(self.object, "params", None) if isinstance(self.object, torch.optim.Optimizer) else None
+        return params.keys() if isinstance(params, Mapping) and all(isinstance(name, str) for name in params) else None
+
+    @property
+    def state_key(self) -> str:
+        """The key under which the state of an optimizer stands in an app."""
+        return join((*self.path, STATE))
 
     def filled_state(self) -> dict[str, Any]:
         """Returns the state to hand back, with groups made of the options that a load has for their members."""
@@ -183,7 +185,7 @@ class FlatState:
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    handbacks: list[Handback] = field(default_factory=list)
+    targets: list[RestoreTarget] = field(default_factory=list)
     tied: Tied = field(default_factory=dict)
     aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
     twins: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
@@ -200,6 +202,12 @@ class FlatState:
 
     def per_rank(self) -> dict[str, PerRank]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
+
+    def schedules(self) -> list[tuple[RestoreTarget, LRScheduler]]:
+        """Returns the objects that are schedules of torch's, or of a library's own class that has one within."""
+        within = [(each, (each.object, getattr(each.object, "scheduler", None))) for each in self.targets]
+        found = ((each, next(filter(_is_schedule, objects), None)) for each, objects in within)
+        return [(each, schedule) for each, schedule in found if schedule is not None]
 
     def selected(self, regex: str | None) -> FlatState:
         """Returns the same with those leaves alone in whose keys a regex is found; None for all."""
@@ -218,10 +226,14 @@ class FlatState:
         """Returns a problem for each pattern that matches nothing on this rank, as JSON for `refuse_unmatched`."""
         return [
             asdict(replace(problem, key=f"{join(each.path)}: {problem.key}"))
-            for each in self.handbacks
-            if isinstance(each.target, GroupedStateful)
-            for problem in each.target.unmatched_patterns()
+            for each in self.targets
+            if isinstance(each.object, GroupedStateful)
+            for problem in each.object.unmatched_patterns()
         ]
+
+
+def _is_schedule(value: Any) -> TypeGuard[LRScheduler]:
+    return isinstance(value, LRScheduler)
 
 
 def refuse_no_regex(name: str, regex: str | None) -> None:
@@ -265,6 +277,8 @@ def is_below(path: Path, *roots: Path) -> bool:
 def keys_below(paths: Mapping[str, Path], roots: Iterable[Path]) -> dict[Path, list[str]]:
     """Returns root → the keys whose paths are at or below it, for all roots in one pass."""
     below: dict[Path, list[str]] = {root: [] for root in roots}
+    if not below:
+        return below
     lengths = sorted({len(root) for root in below})
     for key, path in paths.items():
         for length in lengths:

@@ -169,24 +169,23 @@ def _ordered(wire: Any) -> Any:
     return wire
 
 
-def decode_value(wire: Any) -> Any:
+def decode_value(wire: Any, depth: int = 0) -> Any:
     """Decodes a value from the form that `encode_value` gave.
+
+    Args:
+        depth: in how many others it is.
 
     Raises:
         StateError: `wire` is not such a form.
     """
-    return _decode(wire, 0)
-
-
-def _decode(wire: Any, depth: int) -> Any:
     if depth > 2 * _DEPTH_LIMIT:
         raise _malformed("a value nested too deep")
     if isinstance(wire, str):
-        return _text(wire, "value")
+        return wire if wire.isascii() else _text(wire, "value")
     if wire is None or isinstance(wire, bool | int | float):
         return wire
     if isinstance(wire, list):
-        return [_decode(item, depth + 1) for item in wire]
+        return [decode_value(item, depth + 1) for item in wire]
     if not isinstance(wire, dict) or len(wire) != 1:
         raise _malformed("an object that has not one member")
     ((kind, body),) = wire.items()
@@ -208,14 +207,18 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
     if kind == _ANY and isinstance(body, bool):
         return body
     if kind in ("tuple", "set") and isinstance(body, list):
-        items = [_decode(item, depth + 1) for item in body]
+        items = [decode_value(item, depth + 1) for item in body]
         if kind == "set":
             refuse_slow_keys(items, is_set=True)
         return tuple(items) if kind == "tuple" else set(items)
     if kind in ("dict", "counter") and isinstance(body, list):
-        keys = [_dict_key(_decode(k, depth + 1)) for k, _ in body]
-        refuse_slow_keys(keys)
-        pairs = dict(zip(keys, (_decode(v, depth + 1) for _, v in body), strict=True))
+        keys = [decode_value(k, depth + 1) for k, _ in body]
+        if not all(type(key) is str for key in keys):
+            other = [type(key).__name__ for key in keys if type(key) is not str and type(key) is not int]
+            if other:
+                raise _malformed(f"a dict key of type {other[0]}")
+            refuse_slow_keys(keys)
+        pairs = dict(zip(keys, (decode_value(v, depth + 1) for _, v in body), strict=True))
         return pairs if kind == "dict" else Counter(pairs)
     if kind == "numpy":
         name, shape, raw = body
@@ -236,12 +239,6 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     if not known or math.prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
         raise _malformed("a malformed shape")
     return tuple(shape)
-
-
-def _dict_key(key: Any) -> str | int:
-    if type(key) is not str and type(key) is not int:
-        raise _malformed(f"a dict key of type {type(key).__name__}")
-    return key
 
 
 def _malformed(actual: str) -> StateError:

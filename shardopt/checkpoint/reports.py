@@ -168,7 +168,8 @@ def emit_report(event: str, report: Any) -> None:
     if _log.isEnabledFor(logging.INFO):
         texts = {name: getattr(report, name) for name in ("url", "save_id") if hasattr(report, name)}
         words = [f"{name}={value}" for name, value in texts.items()]
-        words += [f"{name}={_format(value)}" for name, value in report_metrics(report).items()]
+        numbers = report_metrics(report).items()
+        words += [f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in numbers]
         _log.info("%s %s", event, " ".join(words))
     for listener in tuple(_listeners):
         try:
@@ -194,7 +195,3 @@ def _has_no_logging() -> bool:
     ):
         return False
     return _log.isEnabledFor(logging.INFO) or (_log.level == logging.NOTSET and logging.root.level == logging.WARNING)
-
-
-def _format(value: float) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -87,8 +87,10 @@ def awaited(local: Tensor) -> Tensor:
 
 def memory_of(tensor: Tensor, key: str) -> Tensor:
     """Returns the tensor outside of autograd; raises LayoutError unless its elements are simply its strided memory."""
-    tensor = seen_through(tensor)
-    own_class = type(tensor) is not Tensor and type(tensor) is not Parameter
+    own_class = type(tensor) is not Tensor and type(tensor) is not Parameter  # nearly none is of another
+    if own_class:
+        tensor = seen_through(tensor)
+        own_class = type(tensor) is not Tensor and type(tensor) is not Parameter
     if own_class and is_lazy(tensor):
         actual, remedy = "a lazy parameter without a shape", "run the module once before"
     elif tensor.layout is not torch.strided:

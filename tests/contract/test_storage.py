@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import (
-    AnsweredStorage,
-    Answers,
     LocalStorage,
+    RecordedReads,
     RemoteStorage,
+    ReplayStorage,
     Span,
     is_temporary,
     local,
@@ -59,7 +59,7 @@ def make(kind, folder):
     if kind == "memory":
         return storage_of(f"memory://shardopt-tests/{uuid.uuid4().hex}")
     if kind == "recorded":
-        return AnsweredStorage(make("memory", folder), Answers())
+        return ReplayStorage(make("memory", folder), RecordedReads())
     if kind in FAULTS:  # every request, once
         return RemoteStorage(PlannedFileSystem(FAULTS[kind]), f"/{folder.name}")
     if kind == "directory":
@@ -155,7 +155,7 @@ def test_what_is_not_there(storage):
 
 def test_names_change_at_once(storage):
     """Also for another who looks: a listing or size that was kept would hide what has been committed."""
-    own = storage._storage if isinstance(storage, AnsweredStorage) else storage
+    own = storage._storage if isinstance(storage, ReplayStorage) else storage
     other = type(own)(*([own._fs, own._root] if isinstance(own, RemoteStorage) else [own.url]))
     assert other.names() == []
     assert not other.exists("b")

@@ -256,7 +256,7 @@ def test_damage_in_the_second_file_tears_the_optimizers_of_all_ranks(tmp_path):
     file = max(path.glob("*.safetensors"))
     sound = {file.name: file.read_bytes()}
     with checkpoint.open(path) as reader:
-        at = reader._open(1).entries["optimizer.state.w.exp_avg"].begin
+        at = reader.source.open_file(1).entries["optimizer.state.w.exp_avg"].begin
     file.write_bytes(sound[file.name][:at] + b"\xff" + sound[file.name][at + 1 :])
     first, second = run_ranks(2, load_damaged, str(path), sound)
     assert first == second

@@ -88,13 +88,13 @@ def save_replicated(path):
 
 
 def load_and_list_files(path):
-    opened, open_one = [], OwnSource._open
+    opened, open_one = [], OwnSource.open_file
 
-    def listing(self, number, keys):
+    def listing(self, number, keys=None):
         opened.append(number)
         return open_one(self, number, keys)
 
-    OwnSource._open = listing
+    OwnSource.open_file = listing
     report = checkpoint.load(path, replicated(filled=False), replicas="exchange")
     assert report.bytes_wanted == 12 * MIB
     return opened
@@ -135,7 +135,7 @@ def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path):
     with checkpoint.open(path) as reader:
         shared = reader.manifest.tensors["plain"].layout
         file = reader.manifest.files[shared.files[-1]].name
-        entry = next(each for each in reader._open(shared.files[-1]).entries.values() if each.key == "plain")
+        entry = next(each for each in reader.source.open_file(shared.files[-1]).entries.values() if each.key == "plain")
     with open(path / file, "r+b") as opened:
         opened.seek(entry.end - 9)
         opened.write(b"\xff\xfe\xfd")

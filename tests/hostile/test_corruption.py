@@ -60,7 +60,8 @@ def places(path, count):
 def check_flips(path, count):
     named = 0
     with checkpoint.open(path) as reader:
-        entries = {file.name: reader._open(i).entries.values() for i, file in enumerate(reader.manifest.files)}
+        opened = [reader.source.open_file(number) for number in range(len(reader.manifest.files))]
+        entries = {file.name: file.entries.values() for file in opened}
     for file, offset, flip in places(path, count):
         whole = file.read_bytes()
         file.write_bytes(whole[:offset] + bytes([whole[offset] ^ flip]) + whole[offset + 1 :])

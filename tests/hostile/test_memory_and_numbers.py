@@ -11,8 +11,8 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.data_file import parse_header
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of

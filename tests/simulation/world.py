@@ -179,7 +179,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.save", "_kept", dict),
     ("shardopt.checkpoint.writing.pending", "_tracked", list),
     ("shardopt.staging_fence", "_awaited", set),
-    ("shardopt.checkpoint.reading.in_use", "_readers", Counter),
+    ("shardopt.checkpoint.sources.open", "_readers", Counter),
     ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
     ("shardopt.checkpoint.sources.referred", "_bytes_of", dict),
     ("shardopt.checkpoint.storage.local", "_durably_named", set),

@@ -235,7 +235,7 @@ def test_a_torn_optimizer_steps_again_after_a_whole_load(tmp_path):
     checkpoint.save(tmp_path / "c", {"m": saved[0], "o": saved[1]})
     (file,) = tmp_path.glob("c/*.safetensors")
     sound = file.read_bytes()
-    at = checkpoint.open(tmp_path / "c")._open(0).entries["o.state.weight.exp_avg"].begin
+    at = checkpoint.open(tmp_path / "c").source.open_file(0).entries["o.state.weight.exp_avg"].begin
     model, optimizer = optimizer_of("keyed", True)
     other = optimizer_of("torch", True)[1]
     app = {"m": model, "o": optimizer}

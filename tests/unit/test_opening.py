@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.many_files import write_checkpoint
 from shardopt import checkpoint
-from shardopt.checkpoint.reading import data_file_reader
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading import open_file
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources import reader as reader_module
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CorruptionError
@@ -100,9 +100,9 @@ def test_a_load_takes_as_many_reads_as_files(of_many_files, monkeypatch):
     path, state = of_many_files
     calls = []
     monkeypatch.setattr(
-        data_file_reader.DataFileReader,
+        open_file.DataFileReader,
         "_read",
-        lambda self, head, read=data_file_reader.DataFileReader._read: calls.append(self.name) or read(self, head),
+        lambda self, head, read=open_file.DataFileReader._read: calls.append(self.name) or read(self, head),
     )
     app = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     checkpoint.load(path, app)

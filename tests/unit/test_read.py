@@ -116,7 +116,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     patch = pytest.MonkeyPatch()
     for name in (
         "format.constants",
-        "reading.data_file_reader",
+        "reading.open_file",
         "reading.read_plan",
         "writing.write",
     ):  # all that take the length of segments
@@ -267,7 +267,7 @@ def test_each_flipped_byte_is_found_and_named(tmp_path):
     boxes |= {key: [whole(tuple(tensors[key].shape))] for key in ("small", "turned")}
     path = store(tmp_path / "c", tensors, boxes, 2)
     with checkpoint.open(path) as reader:
-        entries = {path / reader._open(i).file.name: reader._open(i).entries for i in range(2)}
+        entries = {path / reader.source.open_file(i).file.name: reader.source.open_file(i).entries for i in range(2)}
     named = 0
     for file, at, data, error in damage_everywhere(path, tensors, 60):
         assert error is not None, (file, at)
@@ -287,7 +287,7 @@ def test_only_what_is_read_is_checked(tmp_path):
     path = store(tmp_path / "c", {"x": value, "y": value}, {"x": [whole((2000, 200))], "y": [whole((2000, 200))]})
     (file,) = path.glob("*.safetensors")
     with checkpoint.open(path) as reader:
-        begin = reader._open(0).entries["x"].begin
+        begin = reader.source.open_file(0).entries["x"].begin
     data = bytearray(file.read_bytes())
     data[begin + 3 * SEGMENT_BYTES] ^= 1
     file.write_bytes(data)
@@ -518,7 +518,7 @@ def test_damage_is_found_while_reading_into_memory(stored_matrix, tmp_path):
     (file,) = path.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     with checkpoint.open(path) as reader:
-        data[reader._open(0).entries["x"].begin] ^= 1
+        data[reader.source.open_file(0).entries["x"].begin] ^= 1
     file.write_bytes(data)
     with checkpoint.open(path) as reader, pytest.raises(CorruptionError, match="segment 0 of 'x'"):
         reader.read_into("x", torch.zeros(40, 30))

@@ -15,7 +15,10 @@ from shardopt import (
     checkpoint,
 )
 from shardopt.checkpoint import Strictness
+from shardopt.checkpoint.matching.names import names_as_stored
+from shardopt.checkpoint.matching.names_in_app import names_in_app
 from shardopt.errors import MismatchError
+from shardopt.flatten import flatten
 from shardopt.optim import CombinedOptimizer
 from shardopt.optim.keyed import KeyedOptimizer
 
@@ -279,3 +282,22 @@ def test_state_of_plain_values_alone_is_renamed(tmp_path):
     checkpoint.load(tmp_path / "c", renamed, rename={r"\.layers\.": ".blocks."})
     assert [entries["count"] for entries in counts.values()] == [1, 2]
     assert renamed["optimizer"].param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_checkpoint_whose_keys_are_the_apps_is_taken_as_it_is(tmp_path, stepped):
+    """The plain case gives what the way for all others gives; one key that the app has not is no plain case."""
+    net = Net("layers")
+    optimizer = shardopt.keyed("adamw", net.named_parameters(), lr=0.1)
+    if stepped:
+        net.head.weight.grad = torch.ones_like(net.head.weight)
+        optimizer.step()
+    app = {"model": net, "optimizer": optimizer, "rng": checkpoint.PerRank([1]), "nested": {"a": [1, torch.ones(2)]}}
+    checkpoint.save(tmp_path / "c", app)
+    with checkpoint.open(tmp_path / "c") as reader:
+        flat = flatten(app)
+        names = names_as_stored(reader, flat)
+        assert names == names_in_app(reader, flat, None, None, None)
+        assert names.chosen == flat.leaves.keys() and not names.renamed
+        for key in ("rng", "nested", "model"):
+            assert names_as_stored(reader, flatten({name: each for name, each in app.items() if name != key})) is None

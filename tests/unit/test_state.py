@@ -255,7 +255,7 @@ def test_flatten_copies_no_tensor_and_changes_nothing():
             leaf.replace("changed")
     assert all(holder.state[name] is before[1][name] for name in inner)  # an object's own containers are its own
     assert inner["plain"] == {"a": [1]} and inner["tuple"][0]["n"] == 1
-    assert flat.handbacks[1].state["plain"] == "changed" and flat.handbacks[1].state["tuple"][0]["n"] == "changed"
+    assert flat.targets[1].state["plain"] == "changed" and flat.targets[1].state["tuple"][0]["n"] == "changed"
     assert app["list"] == [t, "changed"]  # those of the app are what is loaded into
 
 
@@ -266,8 +266,8 @@ def test_containers_within_an_objects_state_stay_its_own(kind):
     flat = flatten({"holder": holder})
     flat.leaves["holder.inside.n"].replace(2)
     assert inside["n"] == 1
-    (handback,) = flat.handbacks
-    assert isinstance(handback.state["inside"], Mapping) and handback.state["inside"]["n"] == 2
+    (target,) = flat.targets
+    assert isinstance(target.state["inside"], Mapping) and target.state["inside"]["n"] == 2
 
 
 def test_loading_reaches_the_callers_own_containers(tmp_path):

@@ -176,6 +176,19 @@ def test_a_load_makes_and_drops_state_only_if_it_is_told_to(tmp_path):
         assert names_with_state(optimizer) == ["a"]
 
 
+@pytest.mark.parametrize(("has_state", "times"), [(True, 1), (False, 2)])
+def test_the_app_is_looked_at_again_only_where_state_was_made(tmp_path, monkeypatch, has_state, times):
+    saved, app = (shardopt.keyed("adamw", parameters(), lr=0.1) for _ in range(2))
+    saved.init_state()
+    checkpoint.save(tmp_path / "c", {"optimizer": saved})
+    if has_state:
+        app.init_state()
+    calls, state_dict = [], type(app).state_dict
+    monkeypatch.setattr(type(app), "state_dict", lambda self: calls.append(self) or state_dict(self))
+    checkpoint.load(tmp_path / "c", {"optimizer": app}, init_state=True)
+    assert len(calls) == times and set(app.state_dict()["state"]) == {"a", "a.b", "c"}
+
+
 def test_a_checkpoint_from_before_the_first_step(tmp_path):
     save_stepped(tmp_path / "c")
     optimizer = shardopt.keyed("adamw", parameters())

@@ -7,7 +7,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint.format.manifest import decode_manifest
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.share import Share
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks, verify
 from shardopt.errors import CorruptionError
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import DTYPES, Dtype
 from shardopt.errors import Problem, StateError
 
-_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+"""torch's dtype by the name of a stored one; for loops over all tensors, where `torch_dtype` is a call too many."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -19,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_STORED_DTYPES: dict[torch.dtype, Dtype] = {_TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+_STORED_DTYPES: dict[torch.dtype, Dtype] = {TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
 
 
 def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
@@ -33,7 +34,7 @@ def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
     """Returns torch's dtype of a stored one."""
-    return _TORCH_DTYPES[dtype.name]
+    return TORCH_DTYPES[dtype.name]
 
 
 GIVEN_BACK = "a tensor whose memory was given back"

@@ -15,7 +15,7 @@ from shardopt.checkpoint.hosts.holders import fetches_of
 from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks, verify
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.matching.renaming import Names, stored_paths
+from shardopt.checkpoint.matching.names import Names, stored_paths
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.state import FlatState, Leaf, Path, is_below, join, keys_below, kinds_differ, nest
 

@@ -7,7 +7,7 @@ parameter that the checkpoint has none for is dropped, and what was stepped is l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.matching.optimizer_state import keys_of_state
-from shardopt.checkpoint.matching.renaming import Names, stored_paths
+from shardopt.checkpoint.matching.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.matching.torchs_own import TorchsState, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state import FlatState, Handback, UnsteppedStateful, join, keys_below
+from shardopt.state import FlatState, RestoreTarget, UnsteppedStateful, join, keys_below
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ def init_unstepped(
     ranks: Ranks,
     what: str,
     look: Callable[[], tuple[Any, FlatState, Names]],
-) -> Callable[[], None]:
+) -> Callable[[], None] | None:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
@@ -52,7 +51,7 @@ def init_unstepped(
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
-        the load has failed.
+        the load has failed. None where no rank had to change anything, so that what was looked at is still so.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
@@ -78,12 +77,16 @@ def init_unstepped(
     changes, decision = ranks.agree(
         call,
         work=compare,
-        report=lambda changes: [{key: each.keep for key, each in changes.items() if each.keep}, _is_due(changes)],
+        report=lambda changes: [
+            {key: each.keep for key, each in changes.items() if each.keep},
+            any(each.make is None or each.make or each.drop for each in changes.values()),
+        ],
         decide=merge,
     )
-    if decision["any"]:
-        # A round of its own: what is made may communicate by itself, so that all must have got here.
-        ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
+    if not decision["any"]:
+        return None
+    # A round of its own: what is made may communicate by itself, so that all must have got here.
+    ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
 
     def undo() -> None:
         for change in changes.values():
@@ -93,10 +96,6 @@ def init_unstepped(
                 change.optimizer.init_state(names=change.drop)
 
     return undo
-
-
-def _is_due(changes: Mapping[str, _Change]) -> bool:
-    return any(change.make is None or change.make or change.drop for change in changes.values())
 
 
 def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]]) -> None:
@@ -112,35 +111,36 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
             change.optimizer.init_state(names=change.make)
 
 
-def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> Iterator[tuple[str, _Change]]:
+def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[tuple[str, _Change]]:
     """Yields the key of each optimizer of which something is stored, and the change that it needs."""
-    roots = [each.path for each in flat.handbacks if isinstance(each.target, Optimizer)]
+    roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
     stored_below = keys_below(stored_paths(manifest), roots)
     here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
-    for each in flat.handbacks:
-        key, target, own = join(each.path), each.target, stored_below.get(each.path, [])
-        if not own:
-            continue
-        here = here_below[each.path]
+    for each in flat.targets:
+        key, optimizer, own = join(each.path), each.object, stored_below.get(each.path, [])
+        here = here_below.get(each.path, [])
+        whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
+        if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen.issuperset(own)):
+            continue  # each has what the other has
         torchs = torchs_state(each, own, manifest, flat.tied)
         if torchs is not None:
             live = set(_live_names(each, flat, here, chosen))
             yield key, _Change(torchs, sorted(torchs.stored.keys() - live))
             continue
-        if not hasattr(target, "init_state"):
+        if not hasattr(optimizer, "init_state"):
             continue
-        if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
-            known = target.held_state_names()
+        if isinstance(optimizer, UnsteppedStateful) and "names" in inspect.signature(optimizer.init_state).parameters:
+            known = optimizer.held_state_names()
             name_here = {flat.tied.get(name, name): name for name in known}
             saved = {name_here[name] for name in _saved_names(key, own, manifest, name_here)}
             live = set(_live_names(each, flat, here, chosen)).intersection(known)
             surplus = live - saved
-            unstepped = set(target.unstepped_state(surplus)) if surplus else set()
-            yield key, _Change(target, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
-        elif keys_of_state(each, (name for name in own if name in manifest.tensors)) and not keys_of_state(
-            each, (name for name in here if isinstance(flat.leaves[name].value, Tensor))
+            unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
+            yield key, _Change(optimizer, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
+        elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(
+            name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
         ):
-            yield key, _Change(target, None)
+            yield key, _Change(optimizer, None)
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
@@ -148,9 +148,7 @@ def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Col
     prefix = f"{key}.state."
     for name in stored:
         if name.startswith(prefix):
-            owner = name.removeprefix(prefix)  # "layers.0.weight.exp_avg"; entries may have dots in them, too
-            while owner and owner not in known:
-                owner = owner.rpartition(".")[0]
+            owner, _ = owner_of(name.removeprefix(prefix), known)
             yield from [owner] if owner else []
         elif name in (key, f"{key}.state") and name in manifest.values:  # state without a tensor is one plain value
             value = manifest.values[name][1]
@@ -158,9 +156,9 @@ def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Col
             yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []
 
 
-def _live_names(handback: Handback, flat: FlatState, keys: Iterable[str], chosen: Collection[str]) -> Iterator[str]:
+def _live_names(target: RestoreTarget, flat: FlatState, keys: Iterable[str], chosen: Collection[str]) -> Iterator[str]:
     """Yields the names for which an optimizer, which has these keys, has state that is to be loaded."""
-    root = handback.path
+    root = target.path
     for key in keys:
         leaf = flat.leaves[key]
         for path in leaf.paths_here if key in chosen else ():

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.foreign import foreign_under_names_of, numbered_roots
-from shardopt.checkpoint.matching.renaming import Names, renamer, under_names_of
+from shardopt.checkpoint.matching.import_keys import foreign_under_names_of, numbered_roots
+from shardopt.checkpoint.matching.names import Names
+from shardopt.checkpoint.matching.renaming import renamer, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
 from shardopt.param_groups import N_AVERAGED, STATE
@@ -32,10 +33,12 @@ def names_in_app(
         FormatError: something is stored in a way that is not known, and not to be skipped.
         MismatchError: the rules of `rename` give two keys one name.
     """
-    manifest, of_torchs_averages = _under_names_of_averages(contents(reader, skip), flat, rename)
-    if reader.source.is_foreign or numbered_roots(manifest):
-        names = foreign_under_names_of(manifest, flat, select, rename, reader.read, reader.source.is_foreign)
-        names = names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
+    source = reader.source
+    manifest = contents(reader, skip) if skip is not None or source.unread else reader.manifest
+    manifest, of_torchs_averages = _under_names_of_averages(manifest, flat, rename)
+    if source.is_foreign or numbered_roots(manifest):
+        names = foreign_under_names_of(manifest, flat, select, rename, reader.read, source.is_foreign)
+        names = names if source.keeps_empty_dicts else _with_empty_dicts(names, flat)
     else:
         names = under_names_of(manifest, flat, select, rename)
     if not of_torchs_averages:
@@ -56,9 +59,9 @@ def _under_names_of_averages(
     """
     stored_key: dict[str, str] = {}
     paths: dict[str, Path | None] = {}  # by stored key; None for what is left out
-    for handback in flat.handbacks:
-        before = f"{join(handback.path)}."
-        names_of = getattr(handback.target, "names_of_averaged_model", None)
+    for each in flat.targets:
+        before = f"{join(each.path)}."
+        names_of = getattr(each.object, "names_of_averaged_model", None)
         if names_of is None or f"{before}{N_AVERAGED}" not in manifest.tensors:
             continue
         keys, renamed = [key for key in manifest.tensors if key.startswith(before)], renamer(rename)
@@ -66,7 +69,7 @@ def _under_names_of_averages(
             in_state = names_of(key.removeprefix(before) for key in keys)
             for key in keys:
                 below = in_state.get(key.removeprefix(before))
-                paths[key] = None if below is None else (*handback.path, STATE, *below)
+                paths[key] = None if below is None else (*each.path, STATE, *below)
     if not paths:
         return manifest, {}
     tensors = []

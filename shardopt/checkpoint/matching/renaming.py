@@ -8,48 +8,25 @@ The options of a parameter are renamed as its state is: "optimizer.param_groups.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.granularity import at_granularity_of
-from shardopt.checkpoint.matching.numbers import names_in
-from shardopt.checkpoint.matching.parameters import owner_of
+from shardopt.checkpoint.matching.names import Names, owner_of
+from shardopt.checkpoint.matching.positional_params import names_in
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS, STATE
-from shardopt.state import FlatState, Path, join
+from shardopt.state import FlatState, Path, is_below, join, nest
 
 T = TypeVar("T")
 Values = Mapping[str, tuple[Path, Any]]
 Rename = Callable[[str], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """A checkpoint under the names of an app.
-
-    Args:
-        manifest: with the app's keys and paths, without what is not selected.
-        renamed: key of the app → key in the data files, where they differ.
-        chosen: the app's keys that are to be loaded.
-        aliases: key of the manifest → the key of the app that is declared to stand for it, and is in the manifest too.
-    """
-
-    manifest: Manifest
-    renamed: Mapping[str, str]
-    chosen: frozenset[str]
-    aliases: Mapping[str, str]
-
-
-def stored_paths(manifest: Manifest) -> dict[str, Path]:
-    """Returns the path of each stored key."""
-    paths = {key: tensor.path for key, tensor in manifest.tensors.items()}
-    return paths | {key: path for key, (path, _) in manifest.values.items()} | dict(manifest.per_rank)
 
 
 def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None) -> Names:
@@ -60,10 +37,10 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
-        values = at_granularity_of(flat, _spread(manifest.values, flat))
+        values = regroup_values(flat, _spread(manifest.values, flat))
         return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
     wanted = re.compile(select or "")
-    roots = [each.path for each in flat.handbacks if each.groups is not None]
+    roots = [each.path for each in flat.targets if each.groups is not None]
     objects = roots_in(flat)
     new_key = names_by_rules(manifest, rename or {}, roots)
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
@@ -87,7 +64,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
     renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
-    values = at_granularity_of(flat, _spread(renamed_values, flat))
+    values = regroup_values(flat, _spread(renamed_values, flat))
     renamed_manifest = replace(
         manifest,
         tensors=StoredTensors(
@@ -155,7 +132,7 @@ def path_with_tail(path: Path, new_key: str) -> Path:
 
 def roots_in(flat: FlatState) -> dict[str, tuple[Path, Collection[str]]]:
     """Returns key of an object → its path, and the names of the parameters in its groups."""
-    return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
+    return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.targets}
 
 
 def path_in_app(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
@@ -201,9 +178,9 @@ def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, st
     if not may_have_wrappers([key for key in keys if key not in flat.leaves]):
         return {}
     unwrapped: dict[str, str] = {}
-    for handback in flat.handbacks:
-        if isinstance(handback.target, Module):
-            root = f"{join(handback.path)}."
+    for target in flat.targets:
+        if isinstance(target.object, Module):
+            root = f"{join(target.path)}."
             own = {key.removeprefix(root) for key in flat.leaves if key.startswith(root)}
             stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
             unwrapped |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
@@ -228,7 +205,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
-    for root in [each.path for each in flat.handbacks if each.held_names() is not None]:
+    for root in [each.path for each in flat.targets if each.held_names() is not None]:
         for path in (root, (*root, STATE)):
             _, whole = values.get(join(path), (path, None))
             if isinstance(whole, dict) and join(path) not in flat.leaves:
@@ -255,3 +232,69 @@ def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
         taken.setdefault(name, key)
     if problems:
         raise MismatchError("the rules of rename give two keys one name", problems)
+
+
+def regroup_values(flat: FlatState, values: Values) -> Values:
+    """Returns stored values, those of which the app has a whole container put together to that container.
+
+    torch.distributed.checkpoint takes containers apart to the last value: what it has saved of a schedule whose state
+    is one value here stands under `schedule.last_epoch`, `schedule.milestones.3`, and so on.
+
+    Only where nothing is stored under the container's own key, and it is not empty: an empty one may be that of a rank
+    which has nothing of what others have there. An empty container within one of which other parts are stored stays
+    as the app has it, for it has no parts that could be. Nor are entries by name put together for a list, or elements
+    of a list for a dict: these are differences, as any.
+    """
+    whole = {
+        leaf.path: key
+        for key, leaf in flat.leaves.items()
+        if isinstance(leaf.value, Mapping | list) and leaf.value and key not in values
+    }
+    if not whole:
+        return values
+    parts: defaultdict[str, dict[Path, Any]] = defaultdict(dict)
+    left = dict(values)
+    for key, (path, value) in values.items():
+        if key in flat.leaves:
+            continue
+        at = next((end for end in range(1, len(path)) if path[:end] in whole), None)
+        if at is not None:
+            parts[whole[path[:at]]][path[at:]] = value
+            del left[key]
+    for key, within in parts.items():
+        here, nested = flat.leaves[key], nest(within)
+        if _is_of_kinds(here.value, nested):
+            left[key] = here.path, _like(here.value, nested)
+        else:
+            left |= {name: each for name, each in values.items() if name not in left and is_below(each[0], here.path)}
+    return left
+
+
+def _is_of_kinds(here: Any, stored: Any) -> bool:
+    """Whether nested parts are lists and dicts where the app has such; what is empty there may become either."""
+    if not here or not isinstance(here, Mapping | list) or not isinstance(stored, dict | list):
+        return True
+    if isinstance(here, list) or isinstance(stored, list):
+        both = isinstance(here, list) and isinstance(stored, list)
+        return both and all(map(_is_of_kinds, here, stored))
+    named = {str(name): each for name, each in here.items()}
+    return all(_is_of_kinds(named.get(str(name)), each) for name, each in stored.items())
+
+
+def _like(here: Any, stored: Any) -> Any:
+    """Returns nested parts with the kinds of containers and of keys that the app has there."""
+    if isinstance(stored, list):
+        items = here if isinstance(here, list) else []
+        return [_like(items[i] if i < len(items) else None, each) for i, each in enumerate(stored)]
+    if not isinstance(stored, dict):
+        return stored
+    known = here if isinstance(here, Mapping) else {}
+    names = {str(name): name for name in known}
+    numbers = bool(known) and all(type(name) is int for name in known)
+    result: dict[Any, Any] = {}
+    for part, each in stored.items():
+        name = names.get(str(part), int(part) if numbers and str(part).lstrip("-").isdecimal() else part)
+        result[name] = _like(known.get(name), each)
+    empty = {name: each for name, each in known.items() if type(each) in (dict, list) and not each}
+    result = {**empty, **result}
+    return Counter(result) if type(here) is Counter else result

@@ -7,7 +7,7 @@ earlier versions, and of a plain save, tell nothing: whether their names are old
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from shardopt.checkpoint.matching.growing import may_grow
 from shardopt.checkpoint.matching.names_in_app import names_in_app
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError
+from shardopt.ranks import Call, Ranks, as_call
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState
 
@@ -37,6 +38,35 @@ class RulesDue(NamedTuple):
     may_be_due: bool
 
 
+def find_rules_due(
+    ranks: Ranks,
+    what: str,
+    opened: Callable[[], CheckpointReader],
+    flattened: Callable[[], FlatState],
+    select: str | None,
+    rename: Mapping[str, str],
+    skip: str | None,
+) -> RulesDue:
+    """Finds out, in a round, which rules the checkpoint's names have not been through yet. Collective.
+
+    Args:
+        what: names the load in errors.
+        opened, flattened: give the checkpoint and the app, in the round.
+        select, rename, skip: as for `load`.
+    """
+
+    def look() -> tuple[bool, bool]:
+        reader = opened()
+        if reader.manifest.renamed:  # which decides
+            return False, True
+        flat = flattened()
+        return _fits(reader, flat, select, None, skip), _fits(reader, flat, select, rename, skip)
+
+    call = Call(what, f"{as_call(what).same} with rename")  # which not all of them may have been given
+    _, fits = ranks.agree(call, look, report=list, decide=lambda reports: reports)
+    return rules_due(rename, opened().manifest.renamed, fits)
+
+
 def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Sequence[tuple[bool, bool]]) -> RulesDue:
     """Decides which of the given rules are due.
 
@@ -45,7 +75,7 @@ def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Seq
 
     Args:
         recorded: the rules that the checkpoint tells of; None where it has no record.
-        fits: `fits_app` of each rank.
+        fits: of each rank, whether the checkpoint has all that its app has, in its shapes: as it is, and by the rules.
     """
     given = tuple(rename.items())
     known = recorded or ()
@@ -55,17 +85,6 @@ def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Seq
     passed_by = given if is_new_already or may_be_due else tuple(rule for rule in given if rule in known)
     due = {pattern: into for pattern, into in given if (pattern, into) not in passed_by}
     return RulesDue(due or None, passed_by, tuple(dict.fromkeys((*known, *given))), may_be_due)
-
-
-def fits_app(
-    reader: CheckpointReader, flat: FlatState, select: str | None, rename: Mapping[str, str], skip: str | None
-) -> tuple[bool, bool]:
-    """Whether a checkpoint has all that this rank's app has, in its shapes: as it is, and under the rules.
-
-    Args:
-        select, rename, skip: as for `load`.
-    """
-    return _fits(reader, flat, select, None, skip), _fits(reader, flat, select, rename, skip)
 
 
 def _fits(

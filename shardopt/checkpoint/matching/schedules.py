@@ -8,6 +8,7 @@ may have changed them by hand; then the rates that it has set last ("_last_lr") 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.names import Names
 from shardopt.errors import Problem
 from shardopt.param_groups import PARAM_GROUPS, PARAMS
-from shardopt.state import FlatState, Handback, Path, join
+from shardopt.state import FlatState, Path, RestoreTarget, join
 
-_BASE, _LAST, INNER = "base_lrs", "_last_lr", "_schedulers"
+_BASE, _LAST, _INNER = "base_lrs", "_last_lr", "_schedulers"
 _LIMITS = ("min_lrs", "max_lrs")  # which the code gives, and groups have not
 _BY_POSITION = (_BASE, *_LIMITS, "lr_lambdas")  # not what was set last: groups that are added later are in it
 _MOST_NAMES = 3
@@ -31,6 +32,9 @@ _REMEDY = (
     'Strictness(unexpected="ignore") while it is attached, and then make it anew with last_epoch= the steps that it '
     'had made, less one, and set "lr" of each group to what was loaded, as StepLR changes it when it is made'
 )
+
+_NO_ARGUMENTS = frozenset({"self", "optimizer", "last_epoch", "verbose"})
+_MADE_OF_ARGUMENTS = ("_schedule_phases", "_milestones", "total_size", "step_ratio")
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -48,42 +52,33 @@ class _Group:
         return f"({', '.join(shown)})" if shown else "(none here)"
 
 
-def schedule_problems(flat: FlatState, names: Names) -> Iterator[tuple[Path, Problem]]:
+def schedule_problems(
+    schedules: Iterable[tuple[RestoreTarget, LRScheduler]], flat: FlatState, names: Names
+) -> Iterator[tuple[Path, Problem]]:
     """Yields a problem, and its schedule's path, for each schedule with stored rates of other groups than it has now.
 
     Without tensors in it, a schedule is one value of the checkpoint. What tensors have for rates is not known before
     they are read: `warn_of_other_rates` looks at it afterwards.
     """
-    found = ((each, schedule_in(each)) for each in flat.handbacks)
-    schedules = [(each, schedule) for each, schedule in found if schedule is not None]
-    owners = _owners(flat, names) if schedules else {}
-    for handback, schedule in schedules:
-        key = join(handback.path)
+    owners = _owners(flat, names)
+    for target, schedule in schedules:
+        key = join(target.path)
         if key not in names.chosen or key not in names.manifest.values:
             continue
         stored = names.manifest.values[key][1]
         if isinstance(stored, Mapping):
             groups, started_from = _groups_of(_live_groups(schedule), flat, owners)
             for problem in _problems(stored, schedule, groups, started_from, stored.get(_LAST)):
-                yield handback.path, replace(problem, key=f"{key}.{problem.key}")
+                yield target.path, replace(problem, key=f"{key}.{problem.key}")
 
 
-def schedule_in(handback: Handback) -> LRScheduler | None:
-    """Returns the schedule that an object of the app is, or that a library's own class has within."""
-    candidates = (handback.target, getattr(handback.target, "scheduler", None))
-    return next((each for each in candidates if isinstance(each, LRScheduler)), None)
-
-
-def warn_of_other_rates(loaded: Iterable[Handback]) -> None:
+def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]]) -> None:
     """Logs where schedules that were loaded have set other rates than the groups of their optimizer have now."""
     by_groups: dict[int, list[tuple[str, LRScheduler]]] = {}
-    for handback in loaded:
-        schedule = schedule_in(handback)
-        if schedule is not None and isinstance(
-            getattr(schedule, _LAST, None), list
-        ):  # a class of somebody's may differ
+    for target, schedule in loaded:
+        if isinstance(getattr(schedule, _LAST, None), list):  # a class of somebody's may differ
             for first in _live_groups(schedule)[:1]:  # wrappers of an optimizer have its very groups
-                by_groups.setdefault(id(first), []).append((join(handback.path), schedule))
+                by_groups.setdefault(id(first), []).append((join(target.path), schedule))
     for schedules in by_groups.values():
         groups = _live_groups(schedules[0][1])
         now = [_number(group.get("lr")) for group in groups]
@@ -119,16 +114,16 @@ def _problems(
         started_from: the rates from which all groups in the checkpoint started.
         last: the rates that the schedule has set last, or the one that is made of it and others.
     """
-    inner, live = stored.get(INNER), getattr(schedule, INNER, None)
+    inner, live = stored.get(_INNER), getattr(schedule, _INNER, None)
     if isinstance(inner, list) and isinstance(live, Sequence):
         if len(inner) != len(live):
             remedy = "make the schedule of as many as it was saved with"
-            yield Problem(INNER, f"{len(inner)} schedules", f"{len(live)}, as in the app", remedy)
+            yield Problem(_INNER, f"{len(inner)} schedules", f"{len(live)}, as in the app", remedy)
             return
         for i, (state, each) in enumerate(zip(inner, live, strict=True)):
             if isinstance(state, Mapping) and isinstance(each, LRScheduler):
                 for problem in _problems(state, each, groups, started_from, last):
-                    yield replace(problem, key=f"{INNER}.{i}.{problem.key}")
+                    yield replace(problem, key=f"{_INNER}.{i}.{problem.key}")
     for name in _BY_POSITION:
         saved, here = stored.get(name), getattr(schedule, name, None)
         if not isinstance(saved, list) or not isinstance(here, list):
@@ -194,12 +189,12 @@ def _owners(flat: FlatState, names: Names) -> dict[int, _Owner]:
         if len(path) > 1 and path[-2] == PARAM_GROUPS and isinstance(options, Mapping):
             stored.setdefault(path[:-2], {})[str(path[-1])] = options
     owners: dict[int, _Owner] = {}
-    for handback in flat.handbacks:
-        live = handback.target.param_groups if isinstance(handback.target, Optimizer) else []
-        if handback.groups is None or len(live) != len(handback.groups):
+    for target in flat.targets:
+        live = target.object.param_groups if isinstance(target.object, Optimizer) else []
+        if target.groups is None or len(live) != len(target.groups):
             continue
-        members = {id(group): saved[PARAMS] for group, saved in zip(live, handback.groups, strict=True)}
-        owner = _Owner(members, stored.get(handback.path, {}))
+        members = {id(group): saved[PARAMS] for group, saved in zip(live, target.groups, strict=True)}
+        owner = _Owner(members, stored.get(target.path, {}))
         for group in members:
             owners.setdefault(group, owner)
     return owners
@@ -234,3 +229,54 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def other_arguments(schedules: Iterable[tuple[RestoreTarget, LRScheduler]], names: Names) -> list[str]:
+    """Returns a line for each schedule that was saved with other arguments, or by another class, than the app's."""
+    lines = []
+    for target, schedule in schedules:
+        key = join(target.path)
+        stored = _stored(key, schedule, names)
+        lines += [f"{key}{line}" for line in _differences(stored, schedule)] if stored else []
+    return lines
+
+
+def _stored(key: str, schedule: LRScheduler, names: Names) -> Mapping[str, Any]:
+    """Returns what is stored of a schedule: as one value, or where it has tensors, what are none of its entries."""
+    values = names.manifest.values
+    if key in values:
+        whole = values[key][1]
+        return whole if isinstance(whole, Mapping) and key in names.chosen else {}
+    entries = {name: f"{key}.{name}" for name in vars(schedule)}
+    return {name: values[at][1] for name, at in entries.items() if at in values and at in names.chosen}
+
+
+def _differences(stored: Mapping[str, Any], schedule: LRScheduler) -> Iterator[str]:
+    here = _arguments(schedule)
+    absent = [name for name in here if name not in stored]
+    if absent:
+        others = [name for name in stored if name not in vars(schedule) and not name.startswith("_")]
+        yield f" is a {type(schedule).__name__} in the code, and was saved by one with {others} in place of {absent}"
+        return
+    for name, value in here.items():
+        if stored[name] != value:
+            yield f".{name}: {value!r} in the code, {stored[name]!r} in the checkpoint"
+    inner, live = stored.get(_INNER), getattr(schedule, _INNER, ())
+    for i, (state, each) in enumerate(zip(inner, live, strict=False) if isinstance(inner, list) else ()):
+        if isinstance(state, Mapping) and isinstance(each, LRScheduler):
+            yield from (f".{_INNER}.{i}{line}" for line in _differences(state, each))
+
+
+def _arguments(schedule: LRScheduler) -> dict[str, Any]:
+    """Returns the arguments that a schedule keeps, and what its constructor has made of others: plain values alone."""
+    named = [name for name in inspect.signature(type(schedule).__init__).parameters if name not in _NO_ARGUMENTS]
+    own = vars(schedule)
+    return {name: own[name] for name in (*named, *_MADE_OF_ARGUMENTS) if name in own and _is_plain(own[name])}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -90,12 +90,17 @@ def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
 def _ranges(views: Mapping[str, View]) -> Iterator[_Range]:
     for key, view in views.items():
         for piece in view.pieces:
-            tensor = piece.tensor
-            if numel := tensor.numel():
-                if not tensor.is_contiguous():
-                    numel = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-                begin = tensor.data_ptr()
-                yield _Range(str(tensor.device), begin, begin + numel * tensor.element_size(), key, piece)
+            begin, nbytes = piece.tensor.data_ptr(), extent(piece.tensor)
+            if nbytes:
+                yield _Range(str(piece.tensor.device), begin, begin + nbytes, key, piece)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last one."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
 
 
 def _sharing_in(cluster: list[_Range], end: int) -> Iterator[tuple[_Range, _Range]]:

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.matching.numbers import listed
-from shardopt.checkpoint.matching.optimizer_state import state_key
-from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.names import Names, owner_of
+from shardopt.checkpoint.matching.positional_params import listed
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.errors import Problem
 from shardopt.param_groups import (
@@ -35,7 +34,7 @@ from shardopt.param_groups import (
     other_algorithm,
 )
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Handback, Path, Tied, join, nest
+from shardopt.state import FlatState, Path, RestoreTarget, Tied, join, nest
 from shardopt.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.values import canonical, encode_value
 
@@ -48,26 +47,39 @@ _NO_NAMES = (
 
 
 def problems_of_torchs(
-    handback: Handback, flat: FlatState, names: Names, stored: Collection[str], strictness: Strictness
+    target: RestoreTarget, flat: FlatState, names: Names, stored: Collection[str], strictness: Strictness
 ) -> Iterator[Problem]:
-    """Yields what does not fit one of torch's optimizers as a whole; nothing of other objects.
+    """Yields what does not fit one of torch's optimizers or scalers as a whole; nothing of other objects.
 
     Args:
         stored: the keys of the optimizer in the checkpoint.
     """
-    if handback.numbered is not None and not handback.numbered.in_order:
-        yield from _problems_of_groups(handback, handback.numbered, flat, names, strictness)
-    elif isinstance(handback.target, Optimizer) and handback.groups is None:
-        parameters = numbers_in(handback.target, handback.state)
-        if parameters is not None and stored and any(key.startswith(state_key(handback)) for key in names.chosen):
-            yield from _problems_of_positions(handback, parameters, names.manifest, stored)
+    if isinstance(target.object, torch.amp.GradScaler):
+        yield from _problems_of_scaler(join(target.path), target.object, names)
+    elif target.numbered is not None and not target.numbered.in_order:
+        yield from _problems_of_groups(target, target.numbered, flat, names, strictness)
+    elif isinstance(target.object, Optimizer) and target.groups is None:
+        parameters = numbers_in(target.object, target.state)
+        section = target.state_key
+        if parameters is not None and stored and any(key.startswith(section) for key in names.chosen):
+            yield from _problems_of_positions(target, parameters, names.manifest, stored)
+
+
+def _problems_of_scaler(key: str, scaler: torch.amp.GradScaler, names: Names) -> Iterator[Problem]:
+    """Yields a problem for a GradScaler that was saved disabled, and so without state, and is enabled."""
+    if key in names.chosen and names.manifest.values.get(key, ((), None))[1] == {} and scaler.is_enabled():
+        remedy = (
+            'leave it out of the app, and load with Strictness(unexpected="ignore"): it begins with its own scale; or '
+            "make it with enabled=False"
+        )
+        yield Problem(key, "no state, of a GradScaler that was disabled", "that of one that is enabled", remedy)
 
 
 def _problems_of_groups(
-    handback: Handback, numbered: Numbered, flat: FlatState, names: Names, strictness: Strictness
+    target: RestoreTarget, numbered: Numbered, flat: FlatState, names: Names, strictness: Strictness
 ) -> Iterator[Problem]:
     """Yields a problem for each group whose members have different options in the checkpoint, or another's."""
-    section = (*handback.path, PARAM_GROUPS)
+    section = (*target.path, PARAM_GROUPS)
     for members in numbered.members():
         keys = {name: join((*section, flat.tied.get(name, name))) for name in members}
         stored = {
@@ -113,30 +125,30 @@ def _form(options: Mapping[str, Any], key: str) -> Any:
 
 
 def _problems_of_positions(
-    handback: Handback, parameters: Sequence[torch.Tensor], manifest: Manifest, stored: Collection[str]
+    target: RestoreTarget, parameters: Sequence[torch.Tensor], manifest: Manifest, stored: Collection[str]
 ) -> Iterator[Problem]:
     """Yields a problem where nothing tells that positions in the checkpoint are those of the app."""
-    section = (*handback.path, PARAM_GROUPS)
+    section = (*target.path, PARAM_GROUPS)
     if any(manifest.values[key][0][:-1] == section for key in stored if key in manifest.values):
-        yield Problem(state_key(handback), "state by the names of parameters", "names of those in the app", _NO_NAMES)
+        yield Problem(target.state_key, "state by the names of parameters", "names of those in the app", _NO_NAMES)
         return
-    theirs = _names_in(manifest.values.get(f"{join(handback.path)}.{PARAM_GROUPS}", ((), None))[1])
-    ours = _names_in(handback.state[PARAM_GROUPS])
+    theirs = _names_in(manifest.values.get(f"{join(target.path)}.{PARAM_GROUPS}", ((), None))[1])
+    ours = _names_in(target.state[PARAM_GROUPS])
     if theirs is not None and ours is not None:
         other = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
         if other is not None:
             told = f"parameter {other} is {theirs[other]}, by the names that were saved"
             remedy = "give the parameters in the order in which they were saved"
-            yield Problem(f"{state_key(handback)}.{other}", told, ours[other], remedy)
+            yield Problem(f"{target.state_key}.{other}", told, ours[other], remedy)
         return
-    if handback.numbered is not None:  # of one vector, whose shape tells nothing
-        _log.warning("%s: stored by position, without names; they are taken for those of the app", join(handback.path))
+    if target.numbered is not None:  # of one vector, whose shape tells nothing
+        _log.warning("%s: stored by position, without names; they are taken for those of the app", join(target.path))
         return
     shapes = Counter(view_of(each, f"parameter {i}").shape for i, each in enumerate(parameters))
     shape, count = shapes.most_common(1)[0]
     if count > 1:
         found = f"state by position, without names, and {count} parameters of shape {list(shape)}"
-        yield Problem(state_key(handback), found, "a name for each of them", _NO_NAMES)
+        yield Problem(target.state_key, found, "a name for each of them", _NO_NAMES)
 
 
 def _names_in(groups: Any) -> list[str] | None:
@@ -179,37 +191,37 @@ class TorchsState:
             self.optimizer.state.pop(self.parameters[name], None)
 
 
-def torchs_state(handback: Handback, keys: Iterable[str], manifest: Manifest, tied: Tied) -> TorchsState | None:
+def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest, tied: Tied) -> TorchsState | None:
     """Returns what makes the state of one of torch's optimizers that is stored; None for other objects.
 
     Args:
         keys: those of the optimizer in the checkpoint.
     """
-    optimizer, numbered = handback.target, handback.numbered
+    optimizer, numbered = target.object, target.numbered
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "init_state"):
         return None
     if numbered is not None and not numbered.in_order:
         parameters = dict(zip(numbered.names, numbered.parameters, strict=True))
     else:
-        positions = numbers_in(optimizer, handback.state) if handback.groups is None else None
+        positions = numbers_in(optimizer, target.state) if target.groups is None else None
         parameters = {str(number): each for number, each in enumerate(positions or ())}
     name_here = {tied.get(name, name): name for name in parameters}
-    stored = _stored_state(handback, keys, manifest, name_here)
+    stored = _stored_state(target, keys, manifest, name_here)
     return TorchsState(
         optimizer, parameters, {name_here[name]: each for name, each in stored.items() if name in name_here}
     )
 
 
 def _stored_state(
-    handback: Handback, keys: Iterable[str], manifest: Manifest, known: Collection[str]
+    target: RestoreTarget, keys: Iterable[str], manifest: Manifest, known: Collection[str]
 ) -> dict[str, dict[Path, Any]]:
     """Returns what is stored of an optimizer's state: name → path within → the tensor or value.
 
     Args:
         known: names of parameters. Of a key that was renamed no path tells where the name ends.
     """
-    at = len(handback.path)
-    prefix = f"{state_key(handback)}."
+    at = len(target.path)
+    prefix = f"{target.state_key}."
     found: dict[str, dict[Path, Any]] = {}
     for key in keys:
         each = manifest.tensors.get(key)
@@ -217,10 +229,8 @@ def _stored_state(
         if len(path) > at + 2 and path[at] == STATE:
             name, within = str(path[at + 1]), path[at + 2 :]
             if name not in known:
-                name = key.removeprefix(prefix)
-                while name and name not in known:
-                    name = name.rpartition(".")[0]
-                within = tuple(key.removeprefix(f"{prefix}{name}.").split("."))
+                name, entry = owner_of(key.removeprefix(prefix), known)
+                within = tuple(entry.split(".")) if name else tuple(key.removeprefix(f"{prefix}.").split("."))
             found.setdefault(name, {})[within] = value
         elif len(path) == at and isinstance(value, Mapping):  # plain values that the app has as one yet
             for name, entries in value.get(STATE, {}).items():

@@ -27,7 +27,7 @@ def buffers_in(flat: FlatState, views: Mapping[str, View]) -> frozenset[str]:
     Args:
         views: of this rank's tensors.
     """
-    memory = {_place(local) for each in flat.handbacks for local in _buffers_of(each.target, each.state)}
+    memory = {_place(local) for each in flat.targets for local in _buffers_of(each.object, each.state)}
     if not memory:
         return frozenset()
     return frozenset(key for key, view in views.items() if any(_place(piece.tensor) in memory for piece in view.pieces))

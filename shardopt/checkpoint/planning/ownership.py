@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.names import plain_name
-from shardopt.state import FlatState, Handback, join
+from shardopt.state import FlatState, RestoreTarget, join
 
 _REMEDY = (
     "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "
@@ -35,15 +35,15 @@ def refuse_strange_parameters(flat: FlatState) -> None:
     Raises:
         StateError: names each such optimizer, and a parameter.
     """
-    optimizers = [each for each in flat.handbacks if isinstance(each.target, Optimizer)]
-    modules = {join(each.path): _parameters_of(each) for each in flat.handbacks if isinstance(each.target, Module)}
+    optimizers = [each for each in flat.targets if isinstance(each.object, Optimizer)]
+    modules = {join(each.path): _parameters_of(each) for each in flat.targets if isinstance(each.object, Module)}
     if not (optimizers and modules):
         return
     owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
     problems = []
-    for handback in optimizers:
-        for optimizer in _children_of(handback.target):
-            problem = _strange(join(handback.path), optimizer, modules, owned)
+    for target in optimizers:
+        for optimizer in _children_of(target.object):
+            problem = _strange(join(target.path), optimizer, modules, owned)
             if problem is not None:
                 problems.append(problem)
     if problems:
@@ -60,9 +60,9 @@ def refuse_unshared(flat: FlatState) -> None:
         StateError: names each such key.
     """
     problems = []
-    for handback in flat.handbacks:
-        unshared = getattr(handback.target, "unshared_tensors", None)
-        if not isinstance(handback.target, Optimizer) or unshared is None:
+    for target in flat.targets:
+        unshared = getattr(target.object, "unshared_tensors", None)
+        if not isinstance(target.object, Optimizer) or unshared is None:
             continue
         places = {id(tensor): place for place, tensors in unshared() for tensor in tensors}
         for key, leaf in flat.leaves.items() if places else ():
@@ -109,13 +109,13 @@ def _strange(
     return Problem(key, foreign, "the model's own parameters", _REMEDY)
 
 
-def _parameters_of(handback: Handback) -> dict[str, Tensor]:
+def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
     """Returns plain name → parameter of a module."""
-    assert isinstance(handback.target, Module)
-    parameters: dict[str, Tensor] = {name: each for name, each in handback.state.items() if isinstance(each, Parameter)}
+    assert isinstance(target.object, Module)
+    parameters: dict[str, Tensor] = {name: each for name, each in target.state.items() if isinstance(each, Parameter)}
     if not parameters:  # its state is of tensors over their memory
-        parameters = dict(handback.target.named_parameters(remove_duplicate=False))
-    plain = handback.plain_names
+        parameters = dict(target.object.named_parameters(remove_duplicate=False))
+    plain = target.plain_names
     return {plain.get(name, plain_name(name)): parameter for name, parameter in parameters.items()}
 
 

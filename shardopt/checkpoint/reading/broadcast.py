@@ -25,7 +25,6 @@ from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype
 from shardopt.checkpoint.planning.assign import Member, assign
 from shardopt.ranks import Ranks
 from shardopt.sharding.box import Box, cut_in_order
-from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View, narrowed
 
 Replicas = Literal["auto", "read", "exchange"]
@@ -47,15 +46,10 @@ class _SharedBox(NamedTuple):
         return (rank for rank in self.holders if rank != self.reader)
 
 
-def shared_among(views: Mapping[str, View], size: int) -> dict[str, View]:
+def shared_among(views: Mapping[str, View]) -> dict[str, View]:
     """Returns the tensors of which several ranks are known to hold the same box, by key."""
-    if size == 1:
-        return {}
-    return {key: view for key, view in views.items() if not view.layout.local and _is_shared(view.layout)}
-
-
-def _is_shared(layout: Layout) -> bool:
-    return layout.holders is None or bool(layout.shared)
+    layouts = {key: view.layout for key, view in views.items() if not view.layout.local}
+    return {key: views[key] for key, layout in layouts.items() if layout.holders is None or layout.shared}
 
 
 def fingerprint(views: Mapping[str, View]) -> str:

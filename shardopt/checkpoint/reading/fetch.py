@@ -1,17 +1,22 @@
-"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once."""
+"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once.
+
+Says of memory of the program whether it can be read into, too.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shardopt.accelerator import CallersStreams
 from shardopt.casts import has_fewer_exponents, lost_in_cast
 from shardopt.checkpoint.format.data_file import Entry
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.read_plan import (
@@ -25,6 +30,8 @@ from shardopt.checkpoint.reading.read_plan import (
 from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
+from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.staging_fence import wait_for_copies
 from shardopt.world import Executor, world
 
 _THREADS = 4
@@ -32,6 +39,34 @@ _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache w
 _FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has started
 _FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
 _FAR_THREADS = 8
+
+
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Shape and dtype of a tensor, for error messages."""
+    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
+
+
+def memory_problem(key: str, view: View) -> Problem | None:
+    """The reason why a tensor cannot be read into: no memory, or elements that share it. None where it can be."""
+    for _, tensor in view.pieces:
+        if has_no_memory(tensor):
+            if tensor.is_meta:
+                state, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
+            else:
+                state, remedy = GIVEN_BACK, "load while its parameter is there"
+            return Problem(key, state, "memory to load into", remedy)
+        if elements_overlap(tensor):
+            shared = f"elements that share memory (strides {tensor.stride()})"
+            return Problem(key, shared, "a place for each element", "call contiguous() first")
+    return None
+
+
+def fill(requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None) -> int:
+    """Fetches into memory that the program uses; returns the bytes read. Arguments and errors are those of `fetch`."""
+    wait_for_copies()  # a save in the background may still be copying what this changes
+    # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
+    increment_version([request.target for _, request in requests])
+    return fetch(requests, progress)
 
 
 def fetch(
@@ -46,26 +81,32 @@ def fetch(
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
     """
-    by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
-    for file, request in requests:
-        by_file[file].append(request)
-    threads = max((threads_for(file.storage) for file in by_file), default=1)
-    batches = _Batches(by_file, use)
-    nbytes = sum(request.wanted.numel * request.dtype.itemsize for _, request in requests)
-    done = Counter(nbytes, progress)
+    batches = _Batches(requests, use)
+    nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
+    done = None if progress is None else Counter(nbytes, progress)
     streams = CallersStreams(request.target for _, request in requests)
-    to_check = [(file, each) for file, own in by_file.items() if file.checks_first for each in own]
-    if len(by_file) <= 1 and nbytes <= _FEW_BYTES and not to_check:
-        _read_batches(batches, done, streams)
-        return batches.nbytes
+    to_check = [each for each in requests if each[0].checks_first]
+    if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
+        batches.read_all(done, streams)
+    else:
+        _read_in_threads(batches, to_check, done, streams)
+    return batches.nbytes
+
+
+def _read_in_threads(
+    batches: _Batches,
+    to_check: Sequence[tuple[OpenFile, ReadRequest]],
+    done: Counter | None,
+    streams: CallersStreams,
+) -> None:
+    threads = max(threads_for(file.storage) for file in batches.files)
     with world().thread_pool(threads, "shardopt-read") as pool:
         _check_first(pool, to_check)
         try:
-            for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
+            for each in [pool.submit(batches.read_all, done, streams) for _ in range(threads)]:
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
-    return batches.nbytes
 
 
 def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
@@ -74,10 +115,7 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
     Raises:
         CorruptionError: as `fetch`.
     """
-    by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
-    for file, request in requests:
-        by_file[file].append(request)
-    _read_batches(_Batches(by_file, copy_into), Counter(0, None), CallersStreams(()))
+    _Batches(requests, copy_into).read_all(None, CallersStreams(()))
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
@@ -91,7 +129,7 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
         number = file.summed_with(request.entry)
         if number is not None and number not in file.checked:
             unchecked[id(file), number] = file, request.entry
-    checks = [pool.submit(_problems, *each) for each in unchecked.values()]
+    checks = [pool.submit(lambda file, entry: [*damaged_segments(file, entry)], *each) for each in unchecked.values()]
     problems = [problem for check in checks for problem in check.result()]
     if problems:
         raise CorruptionError("a checkpoint is damaged", problems)
@@ -99,18 +137,22 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
         file.checked.add(number)
 
 
-def _problems(file: OpenFile, entry: Entry) -> list[Problem]:
-    return list(damaged_segments(file, entry))
-
-
 class _Batches:
     """An iterator over the batches of all files that several threads share."""
 
-    def __init__(self, by_file: Mapping[OpenFile, list[ReadRequest]], use: Use) -> None:
-        self.nbytes = 0
-        self._use = use
+    def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
+        by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+        for file, request in requests:
+            by_file[file].append(request)
+        self.files, self.nbytes = by_file.keys(), 0
         self._lock = world().lock()
-        self._batches = self._make(by_file)
+        limit = max(map(_batch_bytes, by_file), default=0)
+        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
+        self._batches = (
+            (file, batch)
+            for file, own in by_file.items()
+            for batch in batches_of(sorted(own, key=lambda each: each.entry.begin), limit, scratch, use)
+        )
         self._stopped = False
 
     def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
@@ -124,35 +166,26 @@ class _Batches:
         """Ends the iteration for all threads."""
         self._stopped = True
 
-    def _make(self, by_file: Mapping[OpenFile, list[ReadRequest]]) -> Iterator[tuple[OpenFile, Batch | SmallReads]]:
-        limit = max(map(_batch_bytes, by_file), default=0)
-        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
-        for file, requests in by_file.items():
-            for batch in batches_of(
-                sorted(requests, key=lambda request: request.entry.begin), limit, scratch, self._use
-            ):
-                yield file, batch
-
-
-def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> None:
-    """Reads batches until there are none; the loop of one thread. An error ends all threads."""
-    try:
-        with streams.entered():
-            taken = batches.take()
-            while taken is not None:
-                file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)
-                try:
-                    with file.opened() as read:
-                        while taken is not None and taken[0] is file:
-                            taken[1].read(file, read)
-                            done.add(taken[1].nbytes)
-                            taken = batches.take()
-                except CheckpointError as error:
-                    if not file.storage.pass_over(file.name, copy, error):
-                        raise
-    except BaseException:
-        batches.stop()
-        raise
+    def read_all(self, done: Counter | None, streams: CallersStreams) -> None:
+        """Reads batches until there are none; the loop of one thread. An error ends all threads."""
+        try:
+            with streams.entered():
+                taken = self.take()
+                while taken is not None:
+                    file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)
+                    try:
+                        with file.opened() as read:
+                            while taken is not None and taken[0] is file:
+                                taken[1].read(file, read)
+                                if done is not None:
+                                    done.add(taken[1].nbytes)
+                                taken = self.take()
+                    except CheckpointError as error:
+                        if not file.storage.pass_over(file.name, copy, error):
+                            raise
+        except BaseException:
+            self.stop()
+            raise
 
 
 def threads_for(storage: Storage) -> int:

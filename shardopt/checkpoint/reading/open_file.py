@@ -1,19 +1,23 @@
-"""A file that is open for reading: where boxes lie in it, their bytes, and whether these are intact."""
+"""Files that are open for reading: where boxes are in them, their bytes, and whether these are intact; and our own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+import xxhash
 from torch import Tensor
 
-from shardopt.checkpoint.format.constants import Dtype, damaged, stored_shape
-from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
+from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
+from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import ReadInto, Span, Storage, wrap_os_errors
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
+
+HEAD_BYTES = 64 << 10  # that are read of a file at first: most headers, and small files as a whole
 
 ReadChunks = Callable[[int, int], Iterator[memoryview]]
 """Reads a file from one offset to another; yields the bytes in chunks of whole segments, which are soon overwritten."""
@@ -73,9 +77,9 @@ class OpenFile(ABC):
 
     def requests(
         self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
-    ) -> Iterator[ReadRequest]:
-        """Yields the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
-        yield ReadRequest(self.entry(key, form), dtype, sizes, wanted, target)
+    ) -> Iterable[ReadRequest]:
+        """Gives the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
+        return (ReadRequest(self.entry(key, form), dtype, sizes, wanted, target),)
 
     def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
         """Whether a segment's bytes, which lie in one piece of memory or several, have the checksum that was written.
@@ -128,3 +132,121 @@ class OpenFile(ABC):
         """Fills spans of memory, each from its offset in the file. Nothing is verified."""
         with self.opened() as read:
             read(spans)
+
+
+class DataFileReader(OpenFile):
+    """A data file whose header and checksums have been read and verified: in two reads, of a small file in one.
+
+    Args:
+        wanted: the keys of which entries are kept; None for all. The others are read again when they are asked for:
+            a job has as many files as ranks, with thousands of keys each.
+        head_bytes: as many as its header may have; of a longer one the rest takes another read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        file: DataFile,
+        wanted: Collection[str] | None = None,
+        head_bytes: int = HEAD_BYTES,
+    ) -> None:
+        super().__init__(storage, file.name)
+        self.file = file
+        self.header_bytes = 0
+        entries = self._read(head_bytes)
+        self._all: Mapping[str, Entry] | None = entries if wanted is None else None
+        # The caller's own strings as keys: those of the header would be as many copies as there are files.
+        self._kept = (
+            entries if wanted is None else {key: Entry(key, *entries[key][1:]) for key in wanted if key in entries}
+        )
+
+    def _read(self, head_bytes: int) -> dict[str, Entry]:
+        file = self.file
+        with self.reading():
+            try:
+                if file.nbytes <= head_bytes:
+                    head = self.storage.read_rest(file.name, 0, file.nbytes)
+                    self._refuse_length(len(head), file.nbytes)
+                else:
+                    head = self.storage.read(file.name, 0, head_bytes)
+                    self._refuse_length(len(head), head_bytes)
+                length = header_length(head[:8], file.nbytes, self.where)
+                header = head[:length]
+                if length > len(head):
+                    header += self.storage.read(file.name, len(head), length)
+                    self._refuse_length(len(header), length)
+                entries = parse_header(header, file.nbytes, self.where)
+            except (CorruptionError, IsADirectoryError):
+                self._refuse_size()  # which tells more
+                raise
+            last = next(reversed(entries.values()))
+            if file.nbytes <= head_bytes:
+                self.sums = head[last.begin :]
+            else:
+                self.sums = self.storage.read_rest(file.name, last.begin, file.nbytes)
+                self._refuse_length(len(self.sums), last.end - last.begin)
+        self.refuse_other_header(header)
+        self.header_bytes = length
+        return entries
+
+    def refuse_other_header(self, header: bytes | bytearray) -> None:
+        """Raises CorruptionError where a header, with the checksums of this file, is not what was written."""
+        digest = xxhash.xxh3_64(header)
+        digest.update(self.sums)
+        if digest.hexdigest() != self.file.digest:
+            raise damaged(self.where, "a header or checksums that are not what was written")
+
+    def _refuse_length(self, nbytes: int, expected: int) -> None:
+        if nbytes != expected:
+            self._refuse_size()
+            raise damaged(self.where, f"{nbytes} bytes where {expected} are to be read")
+
+    def _refuse_size(self) -> None:
+        nbytes = self.storage.size(self.file.name)
+        if nbytes != self.file.nbytes:
+            raise damaged(self.where, f"{nbytes} bytes where {self.file.nbytes} were written")
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        if self._all is None:
+            self._all = self._kept = self._read(max(self.header_bytes, HEAD_BYTES))
+        return self._all
+
+    def entry(self, key: str, form: Form) -> Entry:
+        entry = self._kept.get(key) or self.entries.get(key)
+        if entry is None or entry.shape != form.shape or entry.dtype != form.dtype:
+            stored = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+            raise damaged(self.where, f"{stored} under {key!r} where the manifest has {form.dtype} {form.shape}")
+        if entry.end - entry.begin != form.nbytes:
+            raise damaged(self.where, f"{entry.end - entry.begin} bytes for {key!r}")
+        return entry
+
+    def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
+        if following:
+            running = xxhash.xxh3_64(memory)
+            for each in following:
+                running.update(each)
+            digest = running.digest()
+        else:
+            digest = xxhash.xxh3_64_digest(memory)
+        return digest == self.sums[8 * segment : 8 * segment + 8]
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        segment = entry.segment
+        for chunk in read(entry.begin, entry.end):
+            for failed in self.failed_segments(segment, chunk):
+                yield from self.segment_error(entry, failed).problems
+            segment += segment_count(chunk.nbytes)
+
+    def failed_segments(self, segment: int, memory: memoryview) -> Iterator[int]:
+        """Yields the numbers of the segments that fail their checksums, of those that `memory` has from `segment` on.
+
+        Args:
+            memory: whole segments, one after the other; the last one may be the end of an entry.
+        """
+        for i, begin in enumerate(range(0, memory.nbytes, SEGMENT_BYTES), segment):
+            if not self.is_intact(i, memory[begin : begin + SEGMENT_BYTES]):
+                yield i
+
+    def checksums(self, entry: Entry) -> bytes:
+        return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]

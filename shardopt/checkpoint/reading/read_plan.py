@@ -20,13 +20,12 @@ from shardopt.casts import lost_in_cast
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import (
+    TORCH_DTYPES,
     address_of,
     bytes_of,
     dtype_name,
-    is_plain_memory,
     move_bytes,
     tensor_over,
-    torch_dtype,
 )
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import ReadInto, Span
@@ -94,18 +93,13 @@ class Batch:
     """
 
     def __init__(self, limit: int, scratch: list[bytearray], use: Use = copy_into) -> None:
-        self._limit = limit
-        self.nbytes = 0
+        self._limit, self.nbytes = limit, 0
         self._spans: list[Span] = []
         self._checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
         self._copies: list[tuple[Entry, Tensor, Tensor]] = []
         self._scratch, self._use = scratch, use
         self._buffer: bytearray | None = None
         self._used = 0
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a run of that size may be added; a first one always may."""
-        return not self._spans or self.nbytes + nbytes <= self._limit
 
     def add(self, entry: Entry, run: _Run) -> None:
         """Adds a run of an entry's bytes."""
@@ -159,10 +153,6 @@ class SmallReads:
         self._members: list[tuple[Entry, Tensor]] = []
         self._limit, self._scratch = limit, scratch
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a box of that size may be added."""
-        return self.nbytes + nbytes <= self._limit
-
     def add(self, entry: Entry, target: Tensor) -> None:
         """Adds a whole box, to be copied to contiguous memory of its dtype."""
         self._members.append((entry, target))
@@ -207,24 +197,28 @@ def batches_of(
     requests: Sequence[ReadRequest], limit: int, scratch: list[bytearray], use: Use = copy_into
 ) -> Iterator[Batch | SmallReads]:
     """Cuts requests into batches of at most `limit` bytes, or of one run."""
-    batch, small = Batch(limit, scratch, use), SmallReads(limit, scratch)
+    batch: Batch | None = None
+    small: SmallReads | None = None
     for request in requests:
         entry, dtype, sizes, wanted, target = request
         nbytes = entry.end - entry.begin
         if not nbytes:
             continue  # and no checksum
         if nbytes <= _SMALL_READ_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
-            if not small.has_room(nbytes):
+            if small is not None and small.nbytes + nbytes > limit:
                 yield small
-                small = SmallReads(limit, scratch)
+                small = None
+            small = small or SmallReads(limit, scratch)
             small.add(entry, target)
             continue
-        for run in _direct(request, limit) if _is_one_run(request) else _through_scratch(request, limit):
-            if not batch.has_room(run.nbytes):
+        is_one = _is_one_run(request)
+        for run in _direct(request, limit) if is_one else _through_scratch(request, limit, 0, sizes, wanted, target):
+            if batch is not None and batch.nbytes + run.nbytes > limit:
                 yield batch
-                batch = Batch(limit, scratch, use)
+                batch = None
+            batch = batch or Batch(limit, scratch, use)
             batch.add(entry, run)
-    yield from (each for each in (small, batch) if each.nbytes)
+    yield from (each for each in (small, batch) if each is not None)
 
 
 def _is_one_run(request: ReadRequest) -> bool:
@@ -236,7 +230,7 @@ def _is_one_run(request: ReadRequest) -> bool:
 
 def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
     """Whether the target's memory takes the stored bytes as they are."""
-    return target.dtype == torch_dtype(dtype) and is_plain_memory(target)
+    return target.dtype == TORCH_DTYPES[dtype.name] and target.is_cpu and target.is_contiguous()
 
 
 def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
@@ -254,21 +248,23 @@ def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
         begin = stop
 
 
-def _through_scratch(request: ReadRequest, limit: int) -> Iterator[_Run]:
-    """Cuts a request into runs that are read into scratch, and copied to the target from there."""
-    return _scratch_rows(request, limit, 0, request.sizes, request.wanted, request.target)
-
-
-def _scratch_rows(
+def _through_scratch(
     request: ReadRequest, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
 ) -> Iterator[_Run]:
-    """Yields runs of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
+    """Cuts a request into runs that are read into scratch, and copied to the target from there.
+
+    They are of whole rows, of the outermost dimension whose rows fit the scratch buffer.
+
+    Args:
+        base: of the rows in the stored box, in bytes.
+        sizes, wanted, target: of what is within these rows.
+    """
     row_bytes = prod(sizes[1:]) * request.dtype.itemsize
     first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
     if row_bytes > limit:
         inner = Box(wanted.offsets[1:], wanted.sizes[1:])
         for i in range(count):
-            yield from _scratch_rows(request, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
+            yield from _through_scratch(request, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
         return
     total = request.entry.end - request.entry.begin
     step = max(limit // row_bytes, 1)

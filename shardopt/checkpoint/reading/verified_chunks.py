@@ -9,10 +9,10 @@ import numpy as np
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.storage import Span
 
-_CHUNK_BYTES = 8 << 20  # of 4 MiB the pages are found anew for each, which takes half as long again
+_CHUNK_BYTES = 8 << 20  # of 4 MiB the pages are found again for each, which takes half as long again
 _VERIFIED_BYTES = 1 << 20  # at a time where nobody wants them: still in the cache when they are summed
 
 
@@ -45,7 +45,7 @@ def _chunks(file: DataFileReader, most: int, memory_for: Callable[[int], memoryv
     """Yields header, chunks of at most so many bytes in memory that is asked for, and checksums."""
     entries = list(file.entries.values())
     header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
-    # Opened for each read anew: who has failed may keep this where it is, and a descriptor with it.
+    # Opened again for each read: who has failed may keep this where it is, and a descriptor with it.
     file.read_into([Span(0, memoryview(header))])
     file.refuse_other_header(header)  # it is read once more, and may have come otherwise
     yield memoryview(header)

@@ -47,7 +47,7 @@ class RearrangedReader(CheckpointReader):
     def __init__(self, reader: CheckpointReader, rules: Sequence[AnyRule]) -> None:
         super().__init__(reader.source)
         self._reader = reader
-        self._rules_digest = xxhash.xxh3_64_hexdigest(repr(list(rules)).encode())
+        self.digest = f"{reader.digest} {xxhash.xxh3_64_hexdigest(repr(list(rules)).encode())}"
         stored = reader.manifest
         tied = {key for rule in rules if isinstance(rule, Tie) and rule.reverse for key in self._same(rule, rules)}
         if tied:
@@ -55,21 +55,13 @@ class RearrangedReader(CheckpointReader):
                 stored, tensors=StoredTensors((key, each) for key, each in stored.tensors.items() if key not in tied)
             )
         self._binding = bind(stored, rules)
+        self.left_out = (*reader.left_out, *self._binding.left_out)
         self._refuse_unequal_counters()
-        self._manifest = self._new_manifest(stored)
+        self.manifest = self._new_manifest(stored)
         for rule in rules:
             if isinstance(rule, Tie) and not rule.reverse:
                 self._tie(rule)
         self._zeros = Zeros(reader.source.storage, "zeros")
-
-    @property
-    def digest(self) -> str:
-        return f"{self._reader.digest} {self._rules_digest}"
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The stored keys, and sections of tensors, that rules leave out."""
-        return (*self._reader.left_out, *self._binding.left_out)
 
     def key_in_files(self, key: str) -> str:
         stored = self._binding.keys.get(key)
@@ -150,8 +142,8 @@ class RearrangedReader(CheckpointReader):
 
     def _tie(self, rule: Tie) -> None:
         """Adds the second name of each parameter that a rule ties."""
-        tensors = StoredTensors(self._manifest.tensors)
-        for key, tensor in self._manifest.tensors.items():
+        tensors = StoredTensors(self.manifest.tensors)
+        for key, tensor in self.manifest.tensors.items():
             found = Name(rule.name).find(key, tensor.path)
             if found is None or found.after:
                 continue
@@ -163,7 +155,7 @@ class RearrangedReader(CheckpointReader):
             tensors[also] = tensor._replace(path=path, tied_to=key)
             self._binding.tensors |= {also: self._binding.tensors[key]} if key in self._binding.tensors else {}
             self._binding.keys |= {also: self._binding.keys[key]} if key in self._binding.keys else {}
-        self._manifest = replace(self._manifest, tensors=tensors)
+        self.manifest = replace(self.manifest, tensors=tensors)
 
     def _same(self, rule: Tie, rules: Sequence[AnyRule]) -> Iterator[str]:
         """Yields the stored keys under which a parameter is once more; raises MismatchError where it is another."""

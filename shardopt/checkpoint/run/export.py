@@ -21,11 +21,11 @@ import torch
 
 from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES, ConvertOptions, convert_on
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
-from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.retention import Mode
+from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CorruptionError, OptionError, Problem
 from shardopt.ranks import Ranks

@@ -283,8 +283,9 @@ class Manager:
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
         damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
-        for the parameters that the checkpoint has state for, as by `load(..., init_state=True)`. Rank 0 reports
-        what was restored: in the log at INFO, and on stderr in a program that has configured no logging.
+        for the parameters that the checkpoint has state for, as by `load(..., init_state=True)`: those of a run that
+        is started again are new, and have none; `load` alone takes that for a mistake. Rank 0 reports what was
+        restored: in the log at INFO, and on stderr in a program that has configured no logging.
 
         Args:
             step: takes the run back to this step, which must be whole: what was saved after it is no longer part of

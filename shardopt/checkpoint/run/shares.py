@@ -22,7 +22,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
 from shardopt.checkpoint.hosts.directory import is_host_directory
 from shardopt.checkpoint.hosts.hosts import PREFIX
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import verify
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.identity import LABEL_NAME, RunIdentity, run_at

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -76,7 +76,7 @@ class DcpSource(Source):
     keeps_empty_dicts = False
 
     def __init__(self, storage: Storage) -> None:
-        super().__init__(storage)
+        self.storage, self.url = storage, storage.url
         where = f"{storage.url}/{METADATA_NAME}"
         with wrap_os_errors(f"read {where}"):
             nbytes = storage.size(METADATA_NAME)
@@ -103,7 +103,7 @@ class DcpSource(Source):
             values=grouped,
         )
 
-    def open_file(self, number: int) -> OpenFile:
+    def open_file(self, number: int, keys: Collection[str] | None = None) -> OpenFile:
         if number < len(self._files):
             return _Chunks(self.storage, *self._files[number])
         return self._within[number - len(self._files)]

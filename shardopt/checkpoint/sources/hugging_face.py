@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -200,7 +200,7 @@ class HuggingFaceSource(Source):
     format_name = "Hugging Face"
 
     def __init__(self, storage: Storage, files: Mapping[str, Sequence[str] | None], url: str | None = None) -> None:
-        super().__init__(storage, url)
+        self.storage, self.url = storage, storage.url if url is None else url
         with wrap_os_errors(f"read {storage.url}"):
             self._files = [SafetensorsFile(storage, name) for name in sorted(files)]
         for file in self._files:
@@ -217,7 +217,7 @@ class HuggingFaceSource(Source):
             tensors=self._tensors(files),
         )
 
-    def open_file(self, number: int) -> SafetensorsFile:
+    def open_file(self, number: int, keys: Collection[str] | None = None) -> SafetensorsFile:
         return self._files[number]
 
     def _tensors(self, files: Mapping[str, Sequence[str] | None]) -> StoredTensors:

@@ -1,8 +1,20 @@
-"""Opens a checkpoint, of whatever format: its files tell which it is."""
+"""Opens a checkpoint, of whatever format: its files tell which it is. On all ranks, rank 0 alone asks remote storage:
+
+round    rank 0 reads the manifest, or what else a checkpoint of others begins with; packed, it goes down the tree
+later    each rank opens the checkpoint from that, in whichever round its caller begins next
+
+Local paths have no such round: a page cache costs nothing, and hosts may have a disk under different paths. What this
+process is reading is known by its URL, and not cleared away.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import xxhash
 
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, FILE_NAME
 from shardopt.checkpoint.sources.dcp import METADATA_NAME, DcpSource
@@ -13,7 +25,13 @@ from shardopt.checkpoint.sources.read_manifest import manifest_bytes, not_found
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.sources.torch_files import TorchSource, is_torch_file, torch_files
-from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage import RecordedReads, ReplayStorage, Storage, storage_of, wrap_os_errors
+from shardopt.errors import CheckpointError, Problem
+from shardopt.ranks import Call, Ranks, as_call
+from shardopt.world import world
+
+_lock = world().lock()
+_readers: Counter[str] = Counter()
 
 
 def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = None) -> Source:
@@ -65,3 +83,95 @@ def open(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None =
             that it lies in itself, as all checkpoints of a run do. Nothing is ever read from elsewhere.
     """
     return CheckpointReader(open_source(storage_of(url), base_root))
+
+
+def opener_of(
+    ranks: Ranks,
+    what: str,
+    url: str | os.PathLike[str],
+    base_root: str | os.PathLike[str] | None,
+) -> Callable[[], CheckpointReader]:
+    """Makes a function by which each rank opens what rank 0 has asked remote storage for, as `open` does. Collective.
+
+    The function is local, to be called once, in a round of the caller's: it raises what `open` does, or
+    CheckpointError where this rank has not got what rank 0 has read.
+
+    Args:
+        what: names the caller's work in errors.
+        url, base_root: as for `open`.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError, CheckpointError: rank 0 cannot read it. All ranks raise
+            the same. What a manifest has in it is looked at only by the function.
+    """
+    own = RecordedReads()
+
+    def read() -> tuple[str, list[bytes]]:
+        storage = ReplayStorage(storage_of(url), own)
+        if manifest_bytes(storage) is None:  # one of our own is decoded by all ranks at one time, rank 0 too
+            open_source(storage, base_root)
+        packed = own.pack()
+        return xxhash.xxh3_64_hexdigest(packed), [packed]
+
+    # Named apart from the round that follows, for ranks that give a local path have none of this.
+    call = Call(what, f"{as_call(what).same} from a remote store")
+    _, digest, section = ranks.agree_in_sections(
+        call,
+        work=lambda: storage_of(url),
+        report=lambda _: None,
+        decide=lambda _: read(),
+        section_of=lambda _, rank: 0,
+    )
+    sections = [section]
+    del section
+
+    def open_here() -> CheckpointReader:
+        packed = sections.pop()  # not to be held while tensors are read
+        if xxhash.xxh3_64_hexdigest(packed) != digest:
+            found = f"{len(packed)} other bytes on rank {ranks.rank}"
+            problem = Problem(os.fspath(url), found, "what rank 0 has read and sent", "load again")
+            raise CheckpointError("ranks do not see the same checkpoint", [problem])
+        if ranks.rank == 0:
+            answers = own
+            answers.replay()
+        else:
+            answers = RecordedReads.unpack(packed)
+        del packed
+        try:
+            return CheckpointReader(open_source(ReplayStorage(storage_of(url), answers), base_root))
+        finally:
+            answers.close()
+
+    return open_here
+
+
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether a URL is of remote storage. So is one that cannot be opened here, which a path never is: in a round."""
+    try:
+        return storage_of(url).is_remote
+    except Exception:
+        return True
+
+
+@contextmanager
+def reading(url: str | os.PathLike[str]) -> Iterator[None]:
+    """Counts the checkpoint at `url` as being read, while this is open."""
+    try:
+        key = storage_of(url).url
+    except Exception:  # of a URL that nothing can be read from: it is refused in a round, on all ranks
+        key = str(url)
+    with _lock:
+        _readers[key] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _readers[key] -= 1
+            if not _readers[key]:
+                del _readers[key]
+
+
+def urls_being_read() -> set[str]:
+    """Returns the URLs of the checkpoints that are being read, as storages spell them."""
+    with _lock:
+        return set(_readers)

@@ -21,9 +21,8 @@ from shardopt.checkpoint.format.constants import (
     without_duplicates,
 )
 from shardopt.checkpoint.format.manifest import DataFile, decode_manifest
-from shardopt.checkpoint.reading.data_file_reader import HEAD_BYTES, DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
+from shardopt.checkpoint.reading.open_file import HEAD_BYTES, DataFileReader, ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.referred import directory_of
 from shardopt.checkpoint.sources.source import Source
@@ -50,7 +49,7 @@ class OwnSource(Source):
     def __init__(
         self, storage: Storage, data: bytes | None = None, base_root: str | os.PathLike[str] | None = None
     ) -> None:
-        super().__init__(storage)
+        self.storage, self.url = storage, storage.url
         if data is None:
             self.manifest, data = read_manifest(storage)
         else:
@@ -59,13 +58,7 @@ class OwnSource(Source):
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._base_root = None if base_root is None else storage_of(base_root)
 
-    def open_file(self, number: int) -> DataFileReader:
-        return self._open(number, None)
-
-    def open_file_for(self, number: int, keys: Collection[str]) -> DataFileReader:
-        return self._open(number, keys)
-
-    def _open(self, number: int, keys: Collection[str] | None) -> DataFileReader:
+    def open_file(self, number: int, keys: Collection[str] | None = None) -> DataFileReader:
         file = self.manifest.files[number]
         directory = self.directory_of(file)
         copy = directory.copy_of(file.name)
@@ -75,7 +68,7 @@ class OwnSource(Source):
             return opened
         except CheckpointError as error:
             if directory.pass_over(file.name, copy, error):
-                return self._open(number, keys)
+                return self.open_file(number, keys)
             if not isinstance(error, CorruptionError):
                 raise
             with wrap_os_errors(f"read {directory.url}/{file.name}"):

@@ -11,7 +11,7 @@ weights, codes are wrong by their scales.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +75,7 @@ class DequantizedSource(Source):
     format_name = HuggingFaceSource.format_name
 
     def __init__(self, stored: HuggingFaceSource, weights: Mapping[str, Quantized]) -> None:
-        super().__init__(stored.storage, stored.url)
+        self.storage, self.url = stored.storage, stored.url
         self._stored, manifest = stored, stored.manifest
         self.read_through = frozenset(key for each in weights.values() for key in (each.codes, each.scales))
         by_file: defaultdict[int, dict[str, Quantized]] = defaultdict(dict)
@@ -97,7 +97,7 @@ class DequantizedSource(Source):
         files = tuple(DataFile(file.name, 0, "") for file in self._files)
         self.manifest = replace(manifest, save_id=self.digest, files=(*manifest.files, *files), tensors=tensors)
 
-    def open_file(self, number: int) -> OpenFile:
+    def open_file(self, number: int, keys: Collection[str] | None = None) -> OpenFile:
         own = number - len(self._stored.manifest.files)
         return self._stored.open_file(number) if own < 0 else self._files[own]
 

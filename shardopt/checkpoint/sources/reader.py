@@ -14,9 +14,8 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import Dtype, damaged
 from shardopt.checkpoint.format.manifest import Manifest, StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.fetch import describe_tensor, fetch, fill, memory_problem
 from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadRequest, form_of
-from shardopt.checkpoint.reading.target import describe_tensor, fill, memory_problem
 from shardopt.checkpoint.sources.source import Source
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, cover_faults, whole
@@ -73,56 +72,52 @@ class CheckpointReader:
         CorruptionError: its boxes do not make up its tensors.
     """
 
+    source: Source
+    """The checkpoint as it lies in its storage."""
+    manifest: Manifest
+    """What it has under which key."""
+    url: str
+    is_remote: bool
+    """Whether reading goes over a network."""
+    digest: str
+    """A text that is equal for equal contents."""
+    left_out: tuple[str, ...] = ()
+    """What is stored and not among the keys, by the choice of the caller."""
+
     def __init__(self, source: Source) -> None:
-        self._source, self._manifest = source, source.manifest
+        self.source, self.manifest, self.digest = source, source.manifest, source.digest
+        self.url, self.is_remote = source.url, source.storage.is_remote
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
         self._numbers: dict[tuple[StoredLayout, Box], tuple[int, ...]] = {}
         self._numbers_kept = 0
-        self._check_covers()
-
-    @property
-    def source(self) -> Source:
-        return self._source
-
-    @property
-    def digest(self) -> str:
-        """A text that is equal for equal contents."""
-        return self._source.digest
-
-    @property
-    def url(self) -> str:
-        return self._source.url
-
-    @property
-    def is_remote(self) -> bool:
-        return self._source.is_remote
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What is stored and not among the keys, by the choice of the caller."""
-        return ()
+        checked: set[tuple[tuple[int, ...], int]] = set()
+        for key, tensor in self.manifest.tensors.items():
+            layout = tensor.layout
+            if (layout.shape, id(layout.boxes)) not in checked:  # layouts that are alike share their boxes
+                checked.add((layout.shape, id(layout.boxes)))
+                faults = cover_faults(layout.shape, layout.boxes)
+                if faults:
+                    raise damaged(f"{self.url}: {key}", "; ".join(faults))
 
     def keys(self) -> list[str]:
         """Returns the keys of all tensors and plain values, sorted."""
-        return sorted([*self._manifest.tensors, *self._manifest.values])
+        return sorted([*self.manifest.tensors, *self.manifest.values])
 
     def info(self, key: str) -> TensorInfo:
         """Returns shape, dtype and stored boxes of a tensor. Raises MismatchError for a key that is not a tensor's."""
-        tensor = self._manifest.tensors.get(key)
+        tensor = self.manifest.tensors.get(key)
         if tensor is None:
-            raise self._unknown(key, self._manifest.tensors, "a tensor")
+            raise self._unknown(key, self.manifest.tensors, "a tensor")
         return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
 
     def key_in_files(self, key: str) -> str:
         """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
-        tensor = self._manifest.tensors[key]
-        return next(name for name in (tensor.tied_to, tensor.stored_as, key) if name is not None)
+        *_, tied_to, stored_as = self.manifest.tensors[key]
+        if tied_to is not None:
+            return tied_to
+        return key if stored_as is None else stored_as
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.
@@ -131,9 +126,9 @@ class CheckpointReader:
             MismatchError: there is no such key, or the tensor has no such box.
             CorruptionError: what is stored is not what was written.
         """
-        if key in self._manifest.values:
-            return self._manifest.values[key][1]
-        if key not in self._manifest.tensors:
+        if key in self.manifest.values:
+            return self.manifest.values[key][1]
+        if key not in self.manifest.tensors:
             raise self._unknown(key, self.keys(), "a key")
         box, dtype = self._box_of(key, box), self.info(key).dtype
         # Without memory at first: the files must have the size that the manifest gives before any is allocated for it.
@@ -176,7 +171,11 @@ class CheckpointReader:
         if problem is not None:
             raise MismatchError("the tensor cannot be read into", [problem])
         refuse_swapped(LOAD_IN_SWAP, [tensor])
-        fill(list(self.requests(key, [Piece(_shifted(local, box.offsets), memory) for local, memory in view.pieces])))
+        pieces = [
+            Piece(Box(tuple(map(add, local.offsets, box.offsets)), local.sizes), memory)
+            for local, memory in view.pieces
+        ]
+        fill([*self.requests(key, pieces)])
 
     def _box_of(self, key: str, box: Box | None) -> Box:
         """Returns a box of a tensor; None stands for the whole. Raises MismatchError where there is no such box."""
@@ -198,17 +197,18 @@ class CheckpointReader:
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        _, dtype, layout, *_ = self._manifest.tensors[key]
-        key = self.key_in_files(key)
+        _, dtype, layout, *_ = self.manifest.tensors[key]
+        name = self.key_in_files(key)
         for box, tensor in pieces:
             for file, entry, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
-                for request in file.requests(entry.key(key), form, dtype, sizes, stored, target):
+                key = entry.key(name) if entry.is_patch else name
+                for request in file.requests(key, form, dtype, sizes, stored, target):
                     yield file, request
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
-        return self._source.per_rank(rank)
+        return self.source.per_rank(rank)
 
     def close(self) -> None:
         """Forgets the files. Nothing is held open between reads."""
@@ -224,10 +224,6 @@ class CheckpointReader:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _open(self, number: int) -> OpenFile:
-        self._open_all({number: None})
-        return self._files[number]
-
     def open_ahead(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
         """Opens the files that `requests` for these pieces will need, several at a time.
 
@@ -238,7 +234,7 @@ class CheckpointReader:
         """
         keys_in: defaultdict[int, set[str]] = defaultdict(set)
         for key, pieces in wanted.items():
-            layout, name = self._manifest.tensors[key].layout, self.key_in_files(key)
+            layout, name = self.manifest.tensors[key].layout, self.key_in_files(key)
             for box, _ in pieces:
                 for i in self._overlapping(layout, box):
                     keys_in[layout.files[i]].add(layout.entry(i).key(name) if layout.entries else name)
@@ -250,11 +246,10 @@ class CheckpointReader:
         failed: list[int] = []
 
         def open_one(number: int) -> OpenFile | None:
-            keys = keys_in[number]
             if failed:
                 return None
             try:
-                return self._source.open_file(number) if keys is None else self._source.open_file_for(number, keys)
+                return self.source.open_file(number, keys_in[number])
             except BaseException:
                 failed.append(number)
                 raise
@@ -275,10 +270,7 @@ class CheckpointReader:
         found = self._numbers.get((layout, box))
         if found is None:
             found = tuple(i for i, stored in enumerate(layout.boxes) if stored.intersect(box) is not None)
-            self._numbers_kept += 1 + len(found)
-            if self._numbers_kept > _MOST_OVERLAPS:
-                self._numbers.clear()
-                self._numbers_kept = 1 + len(found)
+            self._numbers_kept = _make_room(self._numbers, self._numbers_kept, 1 + len(found))
             self._numbers[layout, box] = found
         return found
 
@@ -295,22 +287,9 @@ class CheckpointReader:
                 entry = layout.entry(i)
                 form, within = form_of(dtype, entry.box), common.within(entry.box)
                 overlaps.append(_Overlap(self._files[layout.files[i]], entry, form, entry.box.sizes, within, wanted))
-            self._overlaps_kept += 1 + len(overlaps)
-            if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
-                self._overlaps.clear()
-                self._overlaps_kept = 1 + len(overlaps)
+            self._overlaps_kept = _make_room(self._overlaps, self._overlaps_kept, 1 + len(overlaps))
             self._overlaps[layout, dtype.name, box] = overlaps
         return overlaps
-
-    def _check_covers(self) -> None:
-        checked: set[tuple[tuple[int, ...], int]] = set()
-        for key, tensor in self._manifest.tensors.items():
-            layout = tensor.layout
-            if (layout.shape, id(layout.boxes)) not in checked:  # layouts that are alike share their boxes
-                checked.add((layout.shape, id(layout.boxes)))
-                faults = cover_faults(layout.shape, layout.boxes)
-                if faults:
-                    raise damaged(f"{self.url}: {key}", "; ".join(faults))
 
     def _unknown(self, key: str, known: Sequence[str] | Mapping[str, Any], kind: str) -> MismatchError:
         names = sorted(known)
@@ -319,5 +298,9 @@ class CheckpointReader:
         return MismatchError("no such key", [problem])
 
 
-def _shifted(box: Box, offsets: tuple[int, ...]) -> Box:
-    return Box(tuple(map(add, box.offsets, offsets)), box.sizes)
+def _make_room(kept: dict[Any, Any], count: int, more: int) -> int:
+    """Empties what is kept where there is too much, as of one who reads through a checkpoint box by box."""
+    if count + more > _MOST_OVERLAPS:
+        kept.clear()
+        return more
+    return count + more

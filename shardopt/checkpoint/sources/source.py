@@ -18,19 +18,14 @@ class Source(ABC):
 
     `manifest.files` are its files as far as boxes refer to them (`StoredLayout.files`), each with at most one box of a
     key. All that is read of it on opening is checked; what lies in files is checked when it is read.
-
-    Args:
-        storage: the directory that the checkpoint is, or the one that its only file is in.
-        url: of the checkpoint, where that is such a file.
     """
 
     format_name: str
     """What writes such checkpoints, for messages."""
 
-    def __init__(self, storage: Storage, url: str | None = None) -> None:
-        self.storage = storage
-        self.url = storage.url if url is None else url
-
+    storage: Storage
+    """The directory that the checkpoint is, or the one that its only file is in."""
+    url: str
     manifest: Manifest
     is_foreign = True
     """Whether its keys and plain values are those of another library, and not as ours are."""
@@ -43,17 +38,13 @@ class Source(ABC):
     digest: str
     """A text that is equal for equal contents, by which ranks see whether they read the same."""
 
-    @property
-    def is_remote(self) -> bool:
-        return self.storage.is_remote
-
     @abstractmethod
-    def open_file(self, number: int) -> OpenFile:
-        """Opens one of the manifest's files. Raises CorruptionError where it is missing or damaged."""
+    def open_file(self, number: int, keys: Collection[str] | None = None) -> OpenFile:
+        """Opens one of the manifest's files, of which only these keys (in it) are likely needed; None for all.
 
-    def open_file_for(self, number: int, keys: Collection[str]) -> OpenFile:
-        """Opens one of the manifest's files as `open_file` does, of which only these keys (in it) are likely needed."""
-        return self.open_file(number)
+        Raises:
+            CorruptionError: it is missing or damaged.
+        """
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""

@@ -7,7 +7,7 @@ pytorch_model-00001-of-00002.bin, …         dicts with different keys
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import xxhash
@@ -97,7 +97,7 @@ class TorchSource(Source):
     format_name = "torch.save"
 
     def __init__(self, storage: Storage, files: Sequence[str], url: str | None = None) -> None:
-        super().__init__(storage, url)
+        self.storage, self.url = storage, storage.url if url is None else url
         with wrap_os_errors(f"read {self.url}"):
             self._files = [_TorchFile(storage, name) for name in sorted(files)]
         tensors = StoredTensors()
@@ -142,7 +142,7 @@ class TorchSource(Source):
             values=grouped,
         )
 
-    def open_file(self, number: int) -> OpenFile:
+    def open_file(self, number: int, keys: Collection[str] | None = None) -> OpenFile:
         return [*self._files, *self._arrays][number]
 
 

@@ -1,7 +1,5 @@
 """Storage of checkpoints: local directories, and all else that fsspec opens. No other room tells them apart."""
 
-from shardopt.checkpoint.storage.answers import AnsweredStorage as AnsweredStorage
-from shardopt.checkpoint.storage.answers import Answers as Answers
 from shardopt.checkpoint.storage.base import ReadInto as ReadInto
 from shardopt.checkpoint.storage.base import Span as Span
 from shardopt.checkpoint.storage.base import Storage as Storage
@@ -12,6 +10,8 @@ from shardopt.checkpoint.storage.open import is_in_archive as is_in_archive
 from shardopt.checkpoint.storage.open import storage_of as storage_of
 from shardopt.checkpoint.storage.open import use_options as use_options
 from shardopt.checkpoint.storage.open import wrap_os_errors as wrap_os_errors
+from shardopt.checkpoint.storage.recorded_reads import RecordedReads as RecordedReads
+from shardopt.checkpoint.storage.recorded_reads import ReplayStorage as ReplayStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage as RemoteStorage
 from shardopt.exports import offer as _offer
 

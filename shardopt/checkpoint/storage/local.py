@@ -116,15 +116,12 @@ class LocalStorage(Storage):
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
         with _reading(self._path(name)):
             for offset, buffers in contiguous_runs(spans):
-                self._read_run(fd, name, offset, buffers)
-
-    def _read_run(self, fd: int, name: str, offset: int, buffers: list[memoryview]) -> None:
-        while buffers:
-            got = os.preadv(fd, buffers, offset)
-            if got == 0 and any(buffer.nbytes for buffer in buffers):
-                raise too_short(self._path(name), offset)
-            offset += got
-            buffers = _skip(buffers, got)
+                while buffers:
+                    got = os.preadv(fd, buffers, offset)
+                    if got == 0 and any(buffer.nbytes for buffer in buffers):
+                        raise too_short(self._path(name), offset)
+                    offset += got
+                    buffers = _skip(buffers, got)
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
         fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

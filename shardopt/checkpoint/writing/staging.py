@@ -308,7 +308,7 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
     stepping = [each for each in optimizers if each not in within_backward]
     owned = _memory_of(stepping) - _memory_of(within_backward)
-    states = {(*each.path, "state") for each in flat.handbacks if each.target in stepping}
+    states = {(*each.path, "state") for each in flat.targets if each.object in stepping}
     keys = []
     for key, leaf in flat.leaves.items():
         if isinstance(leaf.value, Tensor) and leaf.value.ndim:
@@ -319,7 +319,7 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
 
 
 def _optimizers_of(flat: FlatState) -> list[Optimizer]:
-    return [each.target for each in flat.handbacks if isinstance(each.target, Optimizer)]
+    return [each.object for each in flat.targets if isinstance(each.object, Optimizer)]
 
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:

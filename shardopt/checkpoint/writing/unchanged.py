@@ -23,8 +23,7 @@ from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME, 
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.planning.save_plan import RankWrites, WriteRequest
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
-from shardopt.checkpoint.reading.open_file import form_of
+from shardopt.checkpoint.reading.open_file import DataFileReader, form_of
 from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.writing.write import memory_of, to_host

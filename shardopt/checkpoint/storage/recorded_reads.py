@@ -28,7 +28,7 @@ _MOST_BYTES = MANIFEST_LIMIT_BYTES  # that are kept; others ask for what is beyo
 _NOTHING = None  # in the place of an answer: there is no such file
 
 
-class Answers:
+class RecordedReads:
     """The answers of one storage, by what it was asked.
 
     Args:
@@ -82,7 +82,7 @@ class Answers:
         return b"".join([*packed, packer.flush()])
 
     @classmethod
-    def unpack(cls, data: bytes) -> Answers:
+    def unpack(cls, data: bytes) -> RecordedReads:
         """Decodes what `pack` encoded, to be replayed."""
         raw = memoryview(zlib.decompress(data))
         (length,) = _LENGTH.unpack_from(raw)
@@ -99,14 +99,14 @@ def _bytes_of(answer: Any) -> int:
     return len(answer) if isinstance(answer, bytes) else sum(map(len, answer)) if isinstance(answer, list) else 0
 
 
-class AnsweredStorage(Storage):
+class ReplayStorage(Storage):
     """A storage whose answers are recorded, or known. All that is not asked on opening goes straight to it.
 
     Args:
         place: "..", where it is the directory above that of the checkpoint.
     """
 
-    def __init__(self, storage: Storage, answers: Answers, place: str = "") -> None:
+    def __init__(self, storage: Storage, answers: RecordedReads, place: str = "") -> None:
         self._storage, self._answers, self._place = storage, answers, place
         self.url, self.is_remote = storage.url, storage.is_remote
 
@@ -131,7 +131,7 @@ class AnsweredStorage(Storage):
             return "" if found is None else found[1]
 
         name, parent = self._answer(name_of_file, "as_file"), self.parent()
-        return (AnsweredStorage(parent[0], self._answers, ".."), name) if name and parent is not None else None
+        return (ReplayStorage(parent[0], self._answers, ".."), name) if name and parent is not None else None
 
     def parent(self) -> tuple[Storage, str] | None:
         return self._storage.parent()

@@ -1,8 +1,8 @@
-"""Settles over all ranks what a checkpoint and an app differ in: what is refused, and which stored keys nobody has.
+"""Reconciles over all ranks what a checkpoint and an app differ in: what is refused, and which stored keys nobody has.
 
 round   hashes of what each rank differs in         `differences_of` → `compare_differences` on rank 0
-round   only where there is any: what differs, of   `settle`
-        the first rank of each kind; told to all
+round   only where there is any: what differs, of   `reconcile`
+        the first rank of each kind, for all
 
 Problems are bounded as errors of ranks are (`ranks/failures.py`). A stored key is unexpected if it is so on every rank:
 keys are sent by their places in the sorted list of all of them, as runs, which are few where a rank has a stage of a
@@ -13,7 +13,8 @@ are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby, islice
 from typing import Any
@@ -21,14 +22,21 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.matching.compare import Match, judge_unexpected, weights_first
-from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.compare import Match, kind_of_stored
+from shardopt.checkpoint.matching.names import Names
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
 from shardopt.state import FlatState
+
+_UNEXPECTED = (
+    "give its new name with rename={...}, add it to the app, leave it out with "
+    'strict=Strictness(unexpected="ignore"), or load some keys alone by select='
+)
+# Where optimizers keep theirs, which follows from what models have.
+_OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
 
 def differences_of(match: Match, names: Names) -> list[str]:
@@ -48,11 +56,9 @@ def _stored_keys(names: Names) -> list[str]:
     return sorted({*manifest.tensors, *manifest.values, *manifest.per_rank})
 
 
-def compare_differences(reports: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Compares what `differences_of` gave on each rank: on rank 0, for all. Empty where no rank differs."""
-    problems, unexpected, keys = zip(*reports, strict=True)
-    if not (any(problems) or any(unexpected)):
-        return {}
+def compare_differences(reports: Sequence[Sequence[str] | None]) -> dict[str, Any]:
+    """Compares what `differences_of` gave on each rank, None where it differs in nothing: on rank 0, for all."""
+    problems, unexpected, keys = zip(*(each or ("", "", "") for each in reports), strict=True)
     return {
         "problems": pack_kinds(kinds_of(problems)),
         # A rank that expects all that is stored leaves nothing unexpected.
@@ -61,7 +67,7 @@ def compare_differences(reports: Sequence[Sequence[str]]) -> dict[str, Any]:
     }
 
 
-def settle(
+def reconcile(
     ranks: Ranks,
     what: str,
     match: Match,
@@ -85,7 +91,7 @@ def settle(
         is_first = ranks.rank in [group[0] for group in with_problems]
         sends_keys = ranks.rank in [group[0] for group in with_keys]
         return [
-            describe(MismatchError("", weights_first(match.problems)), ranks.size) if is_first else None,
+            describe(MismatchError("", _weights_first(match.problems)), ranks.size) if is_first else None,
             _pack(match.unexpected, stored) if sends_keys else None,
         ]
 
@@ -115,15 +121,36 @@ def settle(
 
     _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
     unexpected = set(_unpack(merged["unexpected"], stored))
-    refused = judge_unexpected(match, names, strictness, [key for key in match.unexpected if key in unexpected])
+    refused = _judge_unexpected(match, names, strictness, unexpected)
     if refused or merged["failed"]:
         on_some = not refused and merged["failed"] < ranks.size
         where = f"{what} failed on {merged['where']}: " if on_some else ""
         raise MismatchError(
             f"{where}the checkpoint does not fit the app; nothing was changed",
-            weights_first([*(Problem(**problem) for problem in merged["problems"]), *refused]),
+            _weights_first([*(Problem(**problem) for problem in merged["problems"]), *refused]),
             merged["left_out"],
         )
+
+
+def _weights_first(problems: Iterable[Problem]) -> list[Problem]:
+    """Sorts problems: those of weights first, then those of optimizer state; stable."""
+    return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
+
+
+def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:
+    """Keeps of the unexpected keys those that are expected by no rank; returns a problem for each that is refused."""
+    match.unexpected = [key for key in match.unexpected if key in by_none]
+    choice = strictness.unexpected
+    if choice == "ignore":
+        return []
+    problems = [
+        Problem(key, f"{kind_of_stored(names.manifest, key)} in the checkpoint", "nothing under this key", _UNEXPECTED)
+        for key in match.unexpected
+    ]
+    if choice == "raise":
+        return problems
+    match.warnings += problems
+    return []
 
 
 def _on(having: Sequence[int], size: int, problem: Problem, is_whole: bool) -> Problem:
@@ -160,7 +187,7 @@ def is_met(flat: FlatState, names: Names) -> bool:
     if any(key in stored for key in names.chosen for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
         return True
     has_nothing = not (flat.leaves or manifest.tensors or manifest.values or manifest.per_rank)
-    return has_nothing or any(each.elsewhere for each in flat.handbacks)
+    return has_nothing or any(each.elsewhere for each in flat.targets)
 
 
 def refuse_nothing(manifest: Manifest, flat: FlatState, select: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Names of parameters that others have by number, as torch's own optimizers save them."""
+"""Maps positional ids of parameters, as torch's own optimizers save them, to names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.names import names_under_wrappers
 from shardopt.param_groups import NAMES_OF_TORCH, PARAMS, Groups
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Handback, join
+from shardopt.state import FlatState, RestoreTarget, join
 
 _MOST_NAMES = 6
 _log = logging.getLogger("shardopt.checkpoint")
@@ -40,7 +40,7 @@ class NumberedState:
     in_order: bool
 
 
-def names_of_numbers(stored: NumberedState, handback: Handback, flat: FlatState) -> dict[Any, str]:
+def names_of_numbers(stored: NumberedState, target: RestoreTarget, flat: FlatState) -> dict[Any, str]:
     """Returns the name of each parameter that stored groups have by its number; empty where they have names.
 
     Raises:
@@ -49,7 +49,7 @@ def names_of_numbers(stored: NumberedState, handback: Handback, flat: FlatState)
     numbers = [number for group in stored.groups for number in group[PARAMS]]
     if not all(type(number) is int for number in numbers):
         return {}
-    key, known = join(handback.path), frozenset(names_in(handback.groups))
+    key, known = join(target.path), frozenset(names_in(target.groups))
     ruled = {number: name for number in numbers if (name := stored.by_rules(number))}
     if ruled:
         unnamed = [number for number in numbers if number not in ruled]
@@ -61,18 +61,18 @@ def names_of_numbers(stored: NumberedState, handback: Handback, flat: FlatState)
         plain = names_under_wrappers(names, known)
         _log.info("%s: stored by position; the names that its parameters were given with tell which is which", key)
         return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
-    return _names_by_order(stored, numbers, handback, flat) if stored.in_order else _names_by_shape(stored, handback)
+    return _names_by_order(stored, numbers, target, flat) if stored.in_order else _names_by_shape(stored, target)
 
 
 def _names_by_order(
-    stored: NumberedState, numbers: Sequence[int], handback: Handback, flat: FlatState
+    stored: NumberedState, numbers: Sequence[int], target: RestoreTarget, flat: FlatState
 ) -> dict[Any, str]:
     """Returns the names that the order of the app's parameters gives, in its groups and in its modules."""
     orders = []
-    own = [group for group in _own_order(handback) if group]
+    own = [group for group in _own_order(target) if group]
     if [len(group[PARAMS]) for group in stored.groups if group[PARAMS]] == [len(group) for group in own]:
         orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
-    known = frozenset(names_in(handback.groups))
+    known = frozenset(names_in(target.groups))
     # An average of the model has the same names: once is enough.
     everything = [*dict.fromkeys(name for name, _ in parameters_of_modules(flat))]
     for ordered in ([name for name in everything if name in known], everything):  # the latter with frozen parameters
@@ -82,17 +82,17 @@ def _names_by_order(
         number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
         found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
         remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
-        raise MismatchError("numbers of parameters", [Problem(join(handback.path), found, "one meaning", remedy)])
+        raise MismatchError("numbers of parameters", [Problem(join(target.path), found, "one meaning", remedy)])
     if orders and len(stored.groups) > 1:
         text = "%s: numbers of parameters are taken for the order of the app's groups; nothing stored says so"
-        _log.warning(text, join(handback.path))
+        _log.warning(text, join(target.path))
     return orders[0] if orders else {}
 
 
-def _names_by_shape(stored: NumberedState, handback: Handback) -> dict[Any, str]:
+def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, str]:
     """Returns the names of the parameters that alone have the shapes of the stored state, and none is left in doubt."""
-    key = join(handback.path)
-    own = {name: view_of(parameter, name).shape for name, parameter in _parameters_of(handback).items()}
+    key = join(target.path)
+    own = {name: view_of(parameter, name).shape for name, parameter in _parameters_of(target).items()}
     names: dict[Any, str] = {}
     for number, shapes in stored.shapes.items():
         fitting = [name for name, shape in own.items() if shape in shapes and (shape or shapes == {()})]
@@ -112,7 +112,7 @@ def _names_by_shape(stored: NumberedState, handback: Handback) -> dict[Any, str]
         raise _doubt(key, f"parameters {[number for number, _ in rest]} without a name or state", own)
     if names:
         _log.warning(
-            "%s: stored by position, without names; shapes alone tell which parameter is which", join(handback.path)
+            "%s: stored by position, without names; shapes alone tell which parameter is which", join(target.path)
         )
     return names
 
@@ -129,30 +129,30 @@ def _doubt(key: str, found: str, names: Collection[str]) -> MismatchError:
     return MismatchError("numbers of parameters", [Problem(f"{key}.state", found, "a name for each number", remedy)])
 
 
-def _parameters_of(handback: Handback) -> Mapping[str, Tensor]:
+def _parameters_of(target: RestoreTarget) -> Mapping[str, Tensor]:
     """Returns the parameters of an optimizer by name."""
-    if handback.numbered is not None:
-        return dict(zip(handback.numbered.names, handback.numbered.parameters, strict=True))
-    parameters = getattr(handback.target, "params", None)
+    if target.numbered is not None:
+        return dict(zip(target.numbered.names, target.numbered.parameters, strict=True))
+    parameters = getattr(target.object, "params", None)
     return parameters if isinstance(parameters, Mapping) else {}
 
 
-def _own_order(handback: Handback) -> Iterator[list[str]]:
+def _own_order(target: RestoreTarget) -> Iterator[list[str]]:
     """Yields the names of the parameters in each group of an optimizer, in their order there."""
-    if handback.numbered is not None:
-        yield from handback.numbered.members()
+    if target.numbered is not None:
+        yield from target.numbered.members()
         return
-    names = {id(parameter): name for name, parameter in _parameters_of(handback).items()}
-    for group in handback.target.param_groups if names else ():  # type: ignore[attr-defined]  # an Optimizer
+    names = {id(parameter): name for name, parameter in _parameters_of(target).items()}
+    for group in target.object.param_groups if names else ():  # type: ignore[attr-defined]  # an Optimizer
         yield [names[id(parameter)] for parameter in group[PARAMS] if id(parameter) in names]
 
 
 def parameters_of_modules(flat: FlatState) -> Iterator[tuple[str, Parameter]]:
     """Yields the parameters of the app's modules, by their names within these, in their order."""
-    for handback in flat.handbacks:
-        if isinstance(handback.target, Module):
-            for name, parameter in handback.target.named_parameters():
-                yield handback.plain_names.get(name, name), parameter
+    for target in flat.targets:
+        if isinstance(target.object, Module):
+            for name, parameter in target.object.named_parameters():
+                yield target.plain_names.get(name, name), parameter
 
 
 def names_in(groups: Groups | None) -> list[str]:

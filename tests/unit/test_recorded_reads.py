@@ -1,8 +1,8 @@
-"""Answers of a storage, recorded by one rank and replayed by others."""
+"""RecordedReads of a storage, recorded by one rank and replayed by others."""
 
 import pytest
 
-from shardopt.checkpoint.storage import AnsweredStorage, Answers, answers, storage_of
+from shardopt.checkpoint.storage import RecordedReads, ReplayStorage, recorded_reads, storage_of
 
 
 @pytest.fixture
@@ -43,22 +43,22 @@ def ask(storage):
 
 
 def replayed(recorded):
-    return Answers.unpack(recorded.pack())
+    return RecordedReads.unpack(recorded.pack())
 
 
 def test_what_one_has_asked_others_need_not_ask(stored):
-    recorded = Answers()
-    found = ask(AnsweredStorage(stored, recorded))
+    recorded = RecordedReads()
+    found = ask(ReplayStorage(stored, recorded))
     assert found[:5] == [False, True, ["a", "empty"], 100, b"0123456789" * 10]
     assert found[5:] == [b"3456", b"0123456789", b"", None]
-    assert ask(AnsweredStorage(Silent(), replayed(recorded))) == found
+    assert ask(ReplayStorage(Silent(), replayed(recorded))) == found
     recorded.replay()
-    assert ask(AnsweredStorage(Silent(), recorded)) == found
+    assert ask(ReplayStorage(Silent(), recorded)) == found
     with pytest.raises(AttributeError):
-        AnsweredStorage(Silent(), recorded).read("a", 3, 8)  # which nobody has asked
+        ReplayStorage(Silent(), recorded).read("a", 3, 8)  # which nobody has asked
     recorded.close()
     with pytest.raises(AttributeError):
-        AnsweredStorage(Silent(), recorded).size("a")
+        ReplayStorage(Silent(), recorded).size("a")
 
 
 def test_a_file_is_known_by_the_directory_above(stored, tmp_path):
@@ -66,15 +66,15 @@ def test_a_file_is_known_by_the_directory_above(stored, tmp_path):
         directory, name = storage.as_file()
         return name, directory.size(name), directory.read(name, 0, 3)
 
-    recorded = Answers()
-    assert ask_file(AnsweredStorage(storage_of(tmp_path / "c" / "a"), recorded)) == ("a", 100, b"012")
-    assert ask_file(AnsweredStorage(Silent(), replayed(recorded))) == ("a", 100, b"012")
+    recorded = RecordedReads()
+    assert ask_file(ReplayStorage(storage_of(tmp_path / "c" / "a"), recorded)) == ("a", 100, b"012")
+    assert ask_file(ReplayStorage(Silent(), replayed(recorded))) == ("a", 100, b"012")
 
 
 def test_of_two_answers_the_later_one_counts(stored):
     """As where another save is committed between a look at a size and the read."""
-    recorded = Answers()
-    storage = AnsweredStorage(stored, recorded)
+    recorded = RecordedReads()
+    storage = ReplayStorage(stored, recorded)
     with pytest.raises(FileNotFoundError):
         storage.size("new")
     stored.write("new", [memoryview(b"12")])
@@ -82,21 +82,21 @@ def test_of_two_answers_the_later_one_counts(stored):
     stored.remove("a")
     with pytest.raises(FileNotFoundError):
         storage.read("a", 0, 10)
-    other = AnsweredStorage(Silent(), replayed(recorded))
+    other = ReplayStorage(Silent(), replayed(recorded))
     assert other.size("new") == 2
     with pytest.raises(FileNotFoundError):
         other.read("a", 0, 10)
 
 
 def test_no_more_is_kept_than_a_manifest_may_have(stored, monkeypatch):
-    monkeypatch.setattr(answers, "_MOST_BYTES", 150)
-    recorded = Answers()
-    storage = AnsweredStorage(stored, recorded)
+    monkeypatch.setattr(recorded_reads, "_MOST_BYTES", 150)
+    recorded = RecordedReads()
+    storage = ReplayStorage(stored, recorded)
     for _ in range(3):  # one answer, though it is given three times
         assert len(storage.read("a")) == 100
     assert len(storage.read("a", 0, 60)) == 60
     assert storage.read("a", 0, 50) == b"0123456789" * 5
-    other = AnsweredStorage(Silent(), replayed(recorded))
+    other = ReplayStorage(Silent(), replayed(recorded))
     assert len(other.read("a")) == 100 and len(other.read("a", 0, 50)) == 50
     with pytest.raises(AttributeError):
         other.read("a", 0, 60)
