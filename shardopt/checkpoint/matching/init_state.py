@@ -1,7 +1,9 @@
 """Initializes optimizers: state for just those parameters that a checkpoint has state for, for it to be loaded into.
 
 State that was made before the first step and never stepped means the same as none. So state that was made for a
-parameter that the checkpoint has none for is dropped, and what was stepped is left for the comparison to refuse.
+parameter that the checkpoint has none for is dropped. What was stepped is dropped too where the checkpoint has the
+parameter in its groups: then it had no state at that step, as where a run is taken back to before its first gradient.
+Otherwise the checkpoint knows nothing of it, and the comparison refuses.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.matching.torchs_own import TorchsState, torchs_state
+from shardopt.param_groups import PARAM_GROUPS
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.state import FlatState, RestoreTarget, UnsteppedStateful, join, keys_below
 
@@ -29,13 +32,22 @@ class _Change:
         optimizer: an `UnsteppedStateful`, or another one that has `init_state`; `TorchsState` of torch's own.
         make: names to make state for; None for all of an optimizer that knows of no names.
         drop: names whose state was never stepped on this rank.
-        keep: names whose state was, of which the checkpoint has none.
+        keep: names whose state was, of which the checkpoint knows nothing.
+        forget: name → parameter whose state was, and which had none when it was saved.
+        forgotten: parameter → its state until then.
     """
 
     optimizer: Any
     make: list[str] | None
     drop: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
+    forget: dict[str, Tensor] = field(default_factory=dict)
+    forgotten: dict[Tensor, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is to be changed."""
+        return self.make is None or bool(self.make or self.drop or self.forget)
 
 
 def init_unstepped(
@@ -79,7 +91,7 @@ def init_unstepped(
         work=compare,
         report=lambda changes: [
             {key: each.keep for key, each in changes.items() if each.keep},
-            any(each.make is None or each.make or each.drop for each in changes.values()),
+            any(each.is_due for each in changes.values()),
         ],
         decide=merge,
     )
@@ -94,6 +106,8 @@ def init_unstepped(
                 change.optimizer.drop_state(change.make)
             if change.drop:
                 change.optimizer.init_state(names=change.drop)
+            for parameter, state in change.forgotten.items():
+                change.optimizer.state[parameter] = state
 
     return undo
 
@@ -105,8 +119,9 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
             continue
         # State that one rank has stepped stays on all ranks.
         change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
-        if change.drop:
-            change.optimizer.drop_state(change.drop)
+        change.forgotten = {each: dict(change.optimizer.state[each]) for each in change.forget.values()}
+        if change.drop or change.forget:
+            change.optimizer.drop_state([*change.drop, *change.forget])
         if change.make:
             change.optimizer.init_state(names=change.make)
 
@@ -125,7 +140,8 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[
         torchs = torchs_state(each, own, manifest, flat.tied)
         if torchs is not None:
             live = set(_live_names(each, flat, here, chosen))
-            yield key, _Change(torchs, sorted(torchs.stored.keys() - live))
+            forget = _known_without_state(key, live - torchs.stored.keys(), torchs.parameters, flat, manifest)
+            yield key, _Change(torchs, sorted(torchs.stored.keys() - live), forget=forget)
             continue
         if not hasattr(optimizer, "init_state"):
             continue
@@ -136,11 +152,24 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[
             live = set(_live_names(each, flat, here, chosen)).intersection(known)
             surplus = live - saved
             unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
-            yield key, _Change(optimizer, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
+            parameters = getattr(optimizer, "params", {})
+            forget = _known_without_state(key, surplus - unstepped, parameters, flat, manifest)
+            kept = sorted(surplus - unstepped - forget.keys())
+            yield key, _Change(optimizer, sorted(saved - live), sorted(unstepped), kept, forget)
         elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(
             name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
         ):
             yield key, _Change(optimizer, None)
+
+
+def _known_without_state(
+    key: str, names: Iterable[str], parameters: Mapping[str, Tensor], flat: FlatState, manifest: Manifest
+) -> dict[str, Tensor]:
+    """Returns those of some parameters without stored state that the checkpoint has in the groups of the optimizer."""
+    stored_as = {name: f"{key}.{PARAM_GROUPS}.{flat.tied.get(name, name)}" for name in sorted(names)}
+    return {
+        name: parameters[name] for name, each in stored_as.items() if name in parameters and each in manifest.values
+    }
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:

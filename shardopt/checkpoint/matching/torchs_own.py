@@ -173,6 +173,11 @@ class TorchsState:
     parameters: Mapping[str, torch.Tensor]
     stored: Mapping[str, Mapping[Path, Any]]
 
+    @property
+    def state(self) -> Any:
+        """That of the optimizer, by parameter."""
+        return self.optimizer.state
+
     def init_state(self, *, names: Iterable[str]) -> None:
         """Makes the state of some parameters as a first step would, and places for what else is stored of it."""
         groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group[PARAMS]}
