@@ -135,10 +135,10 @@ def load(
             "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
         init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
             `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
-            same as none. State that was stepped goes too where the
-            groups of the checkpoint have its parameter, which had no state then; otherwise it does not fit. Without it what is in `app` is what counts,
-            and state on one side alone is refused: a load is asked for what is there, and where an optimizer is empty
-            that should have state, or has state that nobody saved, it may be the wrong app or the wrong checkpoint.
+            same as none. State that was stepped goes too where the groups of the checkpoint have its parameter, which
+            had no state then; otherwise it does not fit. Without it what is in `app` is what counts, and state on one
+            side alone is refused: a load is asked for what is there, and where an optimizer is empty that should have
+            state, or has state that nobody saved, it may be the wrong app or the wrong checkpoint.
             `Manager.restore` begins a run, whose optimizers are new: it makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
