@@ -23,9 +23,8 @@ import xxhash
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
 from benchmarks.agreement import CountedWorld, Job, _CountingSocket, processor_seconds, serve
-from shardopt.checkpoint.agree_plan import Kept, Planning
+from shardopt.checkpoint.agree_plan import PlanCache, Planning
 from shardopt.checkpoint.format.constants import file_name
-from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, save_described
 from shardopt.gc_pause import gc_paused
@@ -40,7 +39,7 @@ from shardopt.ranks.connections.session import pack_reports
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
 from shardopt.world import READ, WRITE, Selector, Store, using, world
 
-place_module: Any = importlib.import_module("shardopt.checkpoint.place")
+commit_module: Any = importlib.import_module("shardopt.checkpoint.commit")
 save_module: Any = importlib.import_module("shardopt.checkpoint.save")  # by which name the package has a function
 
 LEADER, MEMBER = RANKS_PER_BLOCK, RANKS_PER_BLOCK + 1
@@ -78,15 +77,15 @@ def run_real(
 ) -> None:
     """One rank. The member tells its reports to the stand-ins."""
     planning, manifest = _Spent(), _Spent()
-    Planning.plan_or_error = planning.around(Planning.plan_or_error)  # type: ignore[method-assign]  # to be timed
-    save_module.manifest_to_commit = manifest.around(save_module.manifest_to_commit)
+    Planning.plan = planning.around(Planning.plan)  # type: ignore[method-assign]  # to be timed
+    save_module.make_manifest = manifest.around(save_module.make_manifest)
 
-    def write_nothing(storage: Any, save_id: str, *unused: Any) -> Any:
+    def write_nothing(target: Any, save_id: str, *unused: Any) -> Any:
         name = file_name(save_id, rank, 0)
-        return save_module._Written([DataFile(name, 1 << 30, xxhash.xxh3_64_hexdigest(name.encode()))], {}, 0)
+        return save_module._Written([[name, 1 << 30, xxhash.xxh3_64_hexdigest(name.encode())]], {}, 1 << 30, 0)
 
     save_module._write = write_nothing
-    place_module.publish_checkpoint = lambda *unused: None  # which would miss the files
+    commit_module.publish_checkpoint = lambda *unused: None  # which would miss the files
     if reports is not None:
         report, told = MessageHub.report, reports
 
@@ -96,7 +95,7 @@ def run_real(
 
         MessageHub.report = telling  # type: ignore[method-assign, assignment]  # to be counted
     found = []
-    kept: Kept = {}
+    plans: PlanCache = {}
     with using(CountedWorld()):
         job = Job(rank, size, port)
         ranks = Ranks.meeting(job, tuple(range(size)), _SESSION)  # type: ignore[arg-type]  # what it asks, Job has
@@ -119,7 +118,7 @@ def run_real(
         def save(number: int, description: Description) -> None:
             with ranks.beating(), gc_paused():
                 url = f"memory://scale/step-{number}"
-                save_described(ranks, url, lambda: Described(description, None), kept, DEFAULT_OPTIONS)
+                save_described(ranks, url, lambda: Described(description, None), plans, DEFAULT_OPTIONS)
 
         measured(lambda: ranks.agree("beginning", lambda: None))
         for number in range(SAVES):

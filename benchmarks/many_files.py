@@ -6,16 +6,15 @@ python -m benchmarks.many_files URL RANKS TENSORS
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import torch
 
-from shardopt.checkpoint.commit import commit
+from shardopt.checkpoint.commit import make_manifest, publish_checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.planning.describe import Description, geometry_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.write import chunks_in, write_files
+from shardopt.checkpoint.writing.write import write_files
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 
@@ -34,8 +33,8 @@ def write_checkpoint(url: str, ranks: int, tensors: int, columns: int = 16) -> d
     storage, save_id = storage_of(url, durable=False), "0123456789ab"
     storage.make()
 
-    def chunks_of(request: WriteRequest) -> Iterator[memoryview]:
-        return chunks_in(state[request.key][request.box.offsets[0] : request.box.offsets[0] + request.box.sizes[0]])
+    def tensor_of(request: WriteRequest) -> torch.Tensor:
+        return state[request.key][request.box.offsets[0] : request.box.offsets[0] + request.box.sizes[0]]
 
     reports = []
     boxes = plan.boxes_in_order
@@ -43,9 +42,9 @@ def write_checkpoint(url: str, ranks: int, tensors: int, columns: int = 16) -> d
         writes = RankWrites(none, rank)
         for key, number in boxes[rank, 0]:
             writes.slots[0].append(WriteRequest(key, DTYPES["float32"], plan.assigned[key].boxes[number], 0, None))
-        files = write_files(storage, save_id, writes, chunks_of, None)
+        files = write_files(storage, save_id, writes, tensor_of, None)
         reports.append([[file.name, file.nbytes, file.digest] for file in files])
-    commit(storage, save_id, plan, {}, reports)
+    publish_checkpoint(storage, *make_manifest(save_id, plan, {}, reports))
     return state
 
 

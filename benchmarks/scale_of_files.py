@@ -33,7 +33,7 @@ from benchmarks.bounds import HEADINGS, Row, row
 from benchmarks.many_files import write_checkpoint
 from benchmarks.peers import write_table
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run.keeper import _WAIT_SECONDS
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.storage.retry import Requests

@@ -1,6 +1,6 @@
 """Agrees on the plan of a save: compares what ranks describe, merges what differs on rank 0, and keeps plans.
 
-round   reports of a few hashes          `report_state` → `compare_reports` on rank 0
+round   reports of a few hashes          `Planning.report_state` → `compare_reports` on rank 0
 round   only where they differ, and no   the first rank of each kind sends its description; rank 0 merges kinds,
         plan of an earlier save fits     and each rank gets, and plans, its own component (`planning/merge.py`)
 round   with the files written           what only the plan could tell: hashes of replicas on ranks of several
@@ -9,18 +9,17 @@ round   with the files written           what only the plan could tell: hashes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
 
-from shardopt.checkpoint.format.shared_values import Values
+from shardopt.checkpoint.format.values import Values
 from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Description, geometry_of
-from shardopt.checkpoint.planning.drift import refuse_drifted, tell_buffers
+from shardopt.checkpoint.planning.drift import Groups, refuse_drifted, tell_buffers
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, are_buffers, drifted_in
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, are_buffers, drifted_in, groups_of, summary_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
@@ -43,7 +42,7 @@ class KeptPlan(NamedTuple):
     described: str
 
 
-Kept = dict[tuple[str, int], KeptPlan]
+PlanCache = dict[tuple[str, int], KeptPlan]
 """Plans of the last saves, by the fingerprint of all ranks' descriptions and the rank that this process was."""
 
 
@@ -81,36 +80,8 @@ class _Report(NamedTuple):
     tied: dict[str, str]
 
 
-def report_state(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
-    """Reports this rank's state to rank 0, as JSON.
-
-    Args:
-        geometry: its fingerprint.
-        plans: of earlier saves.
-    """
-    # Of ranks that also have keys of their own only the shared ones can be compared, which only a plan knows.
-    guess, members = _members_guessed(geometry, rank, plans)
-    contents = description.contents_summary(members)
-    if description.contents_come_later:
-        guess = _LATER
-    values = description.values_fingerprint()
-    kept = [job for job, kept_for in plans if kept_for == rank]
-    choice, unmatched = description.check_replicas, list(description.unmatched)
-    tied = dict(description.declared)
-    return _Report(geometry, values, description.is_partial, choice, contents, guess, kept, unmatched, tied)
-
-
-def _members_guessed(geometry: str, rank: int, plans: Kept) -> tuple[str, Mapping[str, Member]]:
-    """Returns the kept plan that a save of this geometry most likely uses, and its tensors; "" where there is none."""
-    for (job, kept_for), each in reversed(plans.items()):
-        if kept_for == rank and each.described == geometry:
-            return job, each.plan.geometry.members
-    return "", {}
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The comparison of the reports of all ranks, made by rank 0.
+class Comparison(NamedTuple):
+    """The comparison of the reports of all ranks, made by rank 0; sent to all as JSON.
 
     Args:
         job: the fingerprint of all ranks' descriptions.
@@ -124,20 +95,11 @@ class Comparison:
 
     job: str
     kept: bool
-    kinds: list[list[int]]
-    value_ranks: list[int]
-    compared: bool
-    drifted: list[str]
-    buffers: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Encodes it for all ranks."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(wire: Mapping[str, Any]) -> Comparison:
-        """Decodes it."""
-        return Comparison(**wire)
+    kinds: Sequence[Sequence[int]] = ()
+    value_ranks: Sequence[int] = ()
+    compared: bool = True
+    drifted: Sequence[str] = ()
+    buffers: Sequence[str] = ()
 
 
 def compare_reports(reports: Sequence[Any]) -> Comparison:
@@ -148,20 +110,32 @@ def compare_reports(reports: Sequence[Any]) -> Comparison:
             pattern of groups matches nothing on any rank; or they declare other parameters as tied.
     """
     parsed = [_Report(*report) for report in reports]
-    _refuse_different_choices([each.check_replicas for each in parsed])
-    refuse_unmatched([each.unmatched for each in parsed])
-    refuse_other_ties([each.tied for each in parsed])
+    first = parsed[0]
     geometries = [each.geometry for each in parsed]
-    job = xxhash.xxh3_128_hexdigest("".join([parsed[0].check_replicas, *geometries]).encode())
-    kinds = kinds_of(geometries)
-    alike = len(kinds) == 1 and not parsed[0].partial
-    value_kinds = kinds_of([each.values for each in parsed])
+    job = xxhash.xxh3_128_hexdigest("".join([first.check_replicas, *geometries]).encode())
+    kept = all(job in each.kept for each in parsed)
+    if first.partial or first.unmatched or any(each != first for each in parsed):
+        return _compare_unlike(parsed, job, kept)
+    return Comparison(job, kept, compared=first.guess in ("", job))
+
+
+def _compare_unlike(reports: Sequence[_Report], job: str, kept: bool) -> Comparison:
+    choices = [each.check_replicas for each in reports]
+    other = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
+    if other is not None:
+        difference = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
+        problem = Problem("check_replicas", difference, "the same on every rank", "pass the same on every rank")
+        raise StateError("ranks ask for different comparisons", [problem])
+    refuse_unmatched([each.unmatched for each in reports])
+    refuse_other_ties([each.tied for each in reports])
+    kinds, value_kinds = kinds_of([each.geometry for each in reports]), kinds_of([each.values for each in reports])
+    alike = len(kinds) == 1 and not reports[0].partial
     # Summaries are of the same groups of keys where all have made them by the plan that holds.
-    guesses = {each.guess for each in parsed}
-    drifted, buffers = _apart([each.contents for each in parsed])
+    guesses = {each.guess for each in reports}
+    drifted, buffers = _apart([each.contents for each in reports])
     return Comparison(
         job=job,
-        kept=all(job in each.kept for each in parsed),
+        kept=kept,
         kinds=[] if alike else pack_kinds(kinds),
         value_ranks=[ranks[0] for ranks in value_kinds] if len(value_kinds) > 1 else [],
         compared=guesses == {job} or (guesses == {""} and alike),
@@ -181,53 +155,102 @@ def _apart(summaries: Iterable[Mapping[str, str]]) -> tuple[list[str], list[str]
     return [each for each in drifted if not are_buffers(each)], buffers
 
 
-def _refuse_different_choices(choices: Sequence[str]) -> None:
-    other = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
-    if other is not None:
-        difference = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
-        problem = Problem("check_replicas", difference, "the same on every rank", "pass the same on every rank")
-        raise StateError("ranks ask for different comparisons", [problem])
-
-
-@dataclass(frozen=True, slots=True)
 class Planning:
-    """One rank's side of the agreement on a plan.
+    """One rank's side of the agreement on the plan of a save; the methods are called in this order.
 
     Args:
-        geometry: the fingerprint of `description`.
+        plans: of earlier saves; the plan of this one is added.
+
+    Attributes:
+        description: this rank's state; replaced where what is written is a copy of it.
+        planned: the plan, once there is one.
     """
 
-    ranks: Ranks
-    call: Call
     description: Description
-    geometry: str
     comparison: Comparison
+    planned: Planned
 
-    def plan_or_error(self, kept: Kept) -> Planned | BaseException:
-        """Returns the plan; or the error of this rank alone, to be raised on all ranks in the next round. Collective.
+    def __init__(self, ranks: Ranks, call: Call, plans: PlanCache) -> None:
+        self._ranks, self._call, self._plans = ranks, call, plans
+        self._geometry = ""  # the fingerprint of what this rank describes
 
-        Args:
-            kept: plans of earlier saves; the plan of this one is added.
+    def report_state(self, description: Description) -> _Report:
+        """Reports this rank's state to rank 0, as JSON."""
+        rank, plans = self._ranks.rank, self._plans
+        self.description, self._geometry = description, description.geometry_fingerprint()
+        guess, contents = "", dict[str, str]()
+        for (job, of_rank), kept in plans.items():
+            if of_rank == rank and kept.described == self._geometry:
+                guess = job  # the last of them
+        if description.contents:
+            # Of ranks that also have keys of their own only the shared ones can be compared, which only a plan knows.
+            contents = self._summary(plans[guess, rank].plan.geometry.members if guess else {})
+        return _Report(
+            geometry=self._geometry,
+            values=description.values_fingerprint() if self._ranks.size > 1 else "",
+            partial=any(layout.local for _, _, layout in description.tensors.values()),
+            check_replicas=description.check_replicas,
+            contents=contents,
+            guess=_LATER if description.contents_come_later else guess,
+            kept=[job for job, of_rank in plans if of_rank == rank],
+            unmatched=list(description.unmatched),
+            tied=dict(description.declared),
+        )
+
+    def plan(self, comparison: Comparison) -> BaseException | None:
+        """Makes the plan; returns the error of this rank alone, to be raised on all in the next round. Collective.
 
         Raises:
             ShardoptError: what ranks describe does not fit together. All ranks raise.
         """
+        self.comparison, place = comparison, (comparison.job, self._ranks.rank)
+        values: Values | None = None if comparison.value_ranks else self.description.values
         try:
-            return self._plan(kept)
+            if not comparison.kept or comparison.drifted or comparison.buffers:
+                values = self._make_plan(values)
         except ShardoptError:
             raise  # of a round, or derived from the results of one: all ranks raise it
         except BaseException as error:
             return error
+        self.planned = Planned(self._plans[place].plan, self._plans[place].writes, values)
+        return None
 
-    def report(self, planned: Planned | BaseException) -> list[Any]:
+    def _make_plan(self, values: Values | None) -> Values | None:
+        """Adds the plan of this save, once what may have drifted was looked at; returns the plain values."""
+        comparison, rank, plans = self.comparison, self._ranks.rank, self._plans
+        plan = plans[comparison.job, rank].plan if comparison.kept else None
+        if plan is None and comparison.kinds:
+            plan, values = self._exchange_geometry()
+        elif plan is None:
+            geometry = geometry_of(self.description, self._ranks.size)
+            check_covers(geometry.members)
+        guessed = [kept for (_, of_rank), kept in plans.items() if of_rank == rank and kept.described == self._geometry]
+        members = guessed[-1].plan.geometry.members if guessed else {}
+        if comparison.drifted:
+            self._look_into(refuse_drifted, comparison.drifted, members)
+        if comparison.buffers:
+            self._look_into(tell_buffers, comparison.buffers, members)
+        if not comparison.kept:
+            plan = plan or SavePlan(geometry, self._ranks.size, self.description.check_replicas == "all")
+            writes = RankWrites(plan, rank, self.description.views)
+            plans[comparison.job, rank] = KeptPlan(plan, writes, self._geometry)
+            while len(plans) > _MOST_KEPT:
+                del plans[next(iter(plans))]
+        return values
+
+    def report(self) -> tuple[Any, dict[str, str]]:
         """Reports, beside the files written, what rank 0 must know to judge: plain values, and hashes of replicas."""
-        assert isinstance(planned, Planned)  # else nothing was written
-        values = self.description.values_json() if self._values_are_late and self._sends_values else None
+        comparison, contents = self.comparison, dict[str, str]()
+        values: dict[str, Any] | None = None
+        # Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
+        if self._ranks.rank in comparison.value_ranks and (comparison.kept or not comparison.kinds):
+            values = self.description.values_json()
         # Before, ranks of one kind were compared; which ranks of other kinds have replicas too only the plan knows.
-        members = planned.plan.geometry.members
-        return [values, {} if self.comparison.compared else self.description.contents_summary(members)]
+        if not comparison.compared:
+            contents = self._summary(self.planned.plan.geometry.members)
+        return values, contents
 
-    def judge(self, reports: Sequence[Any], planned: Planned) -> tuple[Values, list[str], list[str]]:
+    def judge(self, reports: Sequence[Any]) -> tuple[Values, list[str], list[str]]:
         """Returns the plain values of the job, and groups of replicas that differ, and those of buffers, to be told of.
 
         On rank 0, of all ranks' reports.
@@ -235,109 +258,69 @@ class Planning:
         Raises:
             StateError: plain values differ.
         """
-        drifted, buffers = _apart([contents for _, contents in reports])
-        if planned.values is not None:
-            return planned.values, drifted, buffers
+        summaries = [contents for _, contents in reports]
+        drifted, buffers = _apart(summaries) if any(summaries) else ([], [])
+        if self.planned.values is not None:
+            return self.planned.values, drifted, buffers
         values = {rank: values for rank, (values, _) in enumerate(reports) if values is not None}
-        return merge_values(values, planned.plan.geometry), drifted, buffers
+        return merge_values(values, self.planned.plan.geometry), drifted, buffers
 
-    def refuse_drifted(self, drifted: Sequence[str], planned: Planned | BaseException) -> None:
-        """Raises StateError, which names the replicas that differ. Collective.
+    def refuse_drifted(self, drifted: Sequence[str]) -> None:
+        """Raises StateError, which names the replicas of these groups that differ. Collective."""
+        self._look_into(refuse_drifted, drifted, self.planned.plan.geometry.members)
 
-        Args:
-            drifted: groups of replicas, as `judge` returned them.
-        """
-        assert isinstance(planned, Planned)  # else there was nothing to judge
-        self._refuse_drifted(drifted, planned.plan.geometry.members)
+    def tell_buffers(self, buffers: Sequence[str]) -> None:
+        """Logs once which buffers of these groups differ. Collective."""
+        self._look_into(tell_buffers, buffers, self.planned.plan.geometry.members)
 
-    def tell_buffers(self, buffers: Sequence[str], planned: Planned | BaseException) -> None:
-        """Logs once which buffers differ. Collective.
+    def _summary(self, members: Mapping[str, Member]) -> dict[str, str]:
+        state = self.description
+        return summary_of(state.contents, state.views, members, state.buffers)
 
-        Args:
-            buffers: their groups, as `judge` returned them.
-        """
-        assert isinstance(planned, Planned)
-        self._tell_buffers(buffers, planned.plan.geometry.members)
-
-    def _tell_buffers(self, buffers: Sequence[str], members: Mapping[str, Member]) -> None:
-        groups = self.description.contents_in_groups(members)
-        tell_buffers(self.ranks, self.call, groups, buffers)
-
-    def _refuse_drifted(self, drifted: Sequence[str], members: Mapping[str, Member]) -> None:
-        groups = self.description.contents_in_groups(members)
-        refuse_drifted(self.ranks, self.call, groups, drifted)
-
-    @property
-    def _sends_values(self) -> bool:
-        return self.ranks.rank in self.comparison.value_ranks
-
-    @property
-    def _values_are_late(self) -> bool:
-        """Whether plain values that differ are merged at the commit: where no round exchanges descriptions before.
-
-        Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
-        """
-        return self.comparison.kept or not self.comparison.kinds
-
-    def _plan(self, kept: Kept) -> Planned:
-        comparison, rank = self.comparison, self.ranks.rank
-        values: Values | None = None if comparison.value_ranks else self.description.values
-        plan = kept[comparison.job, rank].plan if comparison.kept else None
-        if plan is None and comparison.kinds:
-            plan, values = self._exchange_geometry()
-        else:
-            geometry = geometry_of(self.description, self.ranks.size) if plan is None else plan.geometry
-            if plan is None:
-                check_covers(geometry.members)
-        if comparison.drifted:
-            self._refuse_drifted(comparison.drifted, _members_guessed(self.geometry, rank, kept)[1])
-        if comparison.buffers:
-            self._tell_buffers(comparison.buffers, _members_guessed(self.geometry, rank, kept)[1])
-        if not comparison.kept:
-            plan = plan or SavePlan(geometry, self.ranks.size, self._cut_plain)
-            writes = RankWrites(plan, rank, self.description.views)
-            kept[comparison.job, rank] = KeptPlan(plan, writes, self.geometry)
-            while len(kept) > _MOST_KEPT:
-                del kept[next(iter(kept))]
-        plan, writes, _ = kept[comparison.job, rank]
-        return Planned(plan, writes, values)
-
-    @property
-    def _cut_plain(self) -> bool:
-        return self.description.check_replicas == "all"
+    def _look_into(
+        self,
+        look: Callable[[Ranks, Call, Groups, Sequence[str]], None],
+        groups: Sequence[str],
+        members: Mapping[str, Member],
+    ) -> None:
+        state = self.description
+        own = groups_of(state.contents, state.views, members, state.buffers)
+        look(self._ranks, self._call, own, groups)
 
     def _exchange_geometry(self) -> tuple[SavePlan, Values]:
         """Returns the plan of this rank's component, on rank 0 that of the job; and the values of the job there."""
-        kinds = unpack_kinds(self.comparison.kinds)
+        kinds, value_ranks = unpack_kinds(self.comparison.kinds), self.comparison.value_ranks
         kind_of = kind_by_rank(kinds)
-        is_first = kinds[kind_of[self.ranks.rank]][0] == self.ranks.rank
+        rank = self._ranks.rank
+        is_first, sends_values = kinds[kind_of[rank]][0] == rank, rank in value_ranks
+        cut_plain = self.description.check_replicas == "all"
         on_rank_0: list[tuple[SavePlan, Values]] = []
 
         def describe() -> list[Any]:
             description = self.description
             return [
                 description.geometry_json() if is_first else None,
-                description.values_json() if self._sends_values else None,
+                description.values_json() if sends_values else None,
             ]
 
         def merge(sent: Mapping[int, Any]) -> tuple[list[int], list[Any]]:
             merged = merge_geometry(kinds, [sent[ranks[0]][0] for ranks in kinds])
             check_covers(merged.geometry.members)
             values = self.description.values
-            if self.comparison.value_ranks:
-                values = merge_values({rank: sent[rank][1] for rank in self.comparison.value_ranks}, merged.geometry)
-            plan = SavePlan(merged.geometry, self.ranks.size, self._cut_plain)
+            if value_ranks:
+                values = merge_values({rank: sent[rank][1] for rank in value_ranks}, merged.geometry)
+            plan = SavePlan(merged.geometry, self._ranks.size, cut_plain)
             on_rank_0.append((plan, values))
             return sections_of(merged, len(kinds), plan.assigned)
 
         _, section = exchange(
-            self.ranks,
-            self.call,
-            describe if is_first or self._sends_values else None,
+            self._ranks,
+            self._call,
+            describe if is_first or sends_values else None,
             merge,
             lambda sections, rank: sections[kind_of[rank]],
         )
         if on_rank_0:
             return on_rank_0[0]
         geometry, known = read_section(decompress(section))
-        return SavePlan(geometry, self.ranks.size, self._cut_plain, known), {}
+        return SavePlan(geometry, self._ranks.size, cut_plain, known), {}

@@ -21,13 +21,13 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.agree_plan import Kept
+from shardopt.checkpoint.agree_plan import PlanCache
 from shardopt.checkpoint.background_save import BackgroundSave, Staged
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport
-from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveTerms, replicas_to_check
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveTerms
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
@@ -68,7 +68,7 @@ class AsyncSaver:
         self._side = SideRanks("saves in the background")
         self._memory = HostMemory()
         self._shares = Shares(HostMemory(), HostMemory())
-        self._kept: Kept = {}
+        self._plans: PlanCache = {}
         self._ranks: Ranks | None = None  # of the last save, apart from those of the program
         self._group: Group | None = None  # of the last save
         self._pending: PendingSave | None = None
@@ -113,7 +113,7 @@ class AsyncSaver:
         self._wait(call, options.group)
         self._group = options.group
         side = self._side.of(ranks)
-        background = BackgroundSave(side, url, self._kept, begin, options, afterwards)
+        background = BackgroundSave(side, url, self._plans, begin, options, afterwards)
         pending = background.pending
         staged: Staged | BaseException
         try:
@@ -222,7 +222,7 @@ class AsyncSaver:
             numbers = None if metrics is None else numbers_of(metrics)
             with out_of_inference_mode(), gc_paused():
                 tied, select, lazily = options.tied, options.select, stage == "lazy"
-                check_replicas = replicas_to_check(options.check_replicas, ranks)
+                check_replicas = options.check_replicas if ranks.size > 1 else "none"
                 shares = self._shares if ranks.size > 1 else None
                 staging = Staging(app, self._memory, lazily, ranks.job_numbers, tied, select, shares, check_replicas)
             hold_steps(staging.optimizers, pending, self._hooks)
@@ -315,7 +315,7 @@ def async_save(
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
-    for each in (url, base):
+    for each in (url, base) if storage_options is not None else ():
         if each is not None:
             use_options(each, storage_options)
     base_url = None if base is None else absolute_url(base)

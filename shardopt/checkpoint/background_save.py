@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardopt.checkpoint.agree_plan import Kept
+from shardopt.checkpoint.agree_plan import PlanCache
 from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.save import Described, SaveTerms, replicas_to_check, save_described
+from shardopt.checkpoint.save import Described, SaveTerms, save_described
 from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.checkpoint.writing.staging import Staging
 from shardopt.ranks import Ranks
@@ -37,12 +37,12 @@ class BackgroundSave:
         self,
         ranks: Ranks,
         url: str,
-        kept: Kept,
+        plans: PlanCache,
         begin: float,
         options: SaveTerms,
         afterwards: Callable[[SaveReport], None],
     ) -> None:
-        self._ranks, self._kept, self._begin = ranks, kept, begin
+        self._ranks, self._plans, self._begin = ranks, plans, begin
         self._options, self._afterwards = options, afterwards
         self._running = world().lock()  # acquired for good by the thread that runs it
         self._handed_over = world().event()
@@ -87,7 +87,7 @@ class BackgroundSave:
         options = self._options
         try:
             with self._ranks.beating():
-                report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
+                report = save_described(self._ranks, self.pending.url, self._described, self._plans, options)
                 seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 emit_report("save", self.pending.result())
@@ -129,4 +129,4 @@ class BackgroundSave:
         self._staging_seconds = world().monotonic() - self._begin
 
     def _state_of(self, staged: Staged) -> Description:
-        return staged.state.describe(replicas_to_check(self._options.check_replicas, self._ranks))
+        return staged.state.describe(self._options.check_replicas if self._ranks.size > 1 else "none")

@@ -1,19 +1,13 @@
-"""Commits a checkpoint by its manifest, which is written last, and removes checkpoints."""
+"""Commits a checkpoint by its manifest, which is written last, to the storage that all ranks of a save see."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
-from shardopt.checkpoint.format.constants import (
-    FILE_NAME,
-    MANIFEST_NAME,
-    file_name,
-)
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, file_name
 from shardopt.checkpoint.format.manifest import (
     DataFile,
     Manifest,
@@ -23,22 +17,77 @@ from shardopt.checkpoint.format.manifest import (
     StoredTensors,
     encode_manifest,
 )
-from shardopt.checkpoint.format.shared_values import Values, decode_each
+from shardopt.checkpoint.format.values import Values
 from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.refer import Unchanged, refer
-from shardopt.checkpoint.sources.read_manifest import read_manifest
-from shardopt.checkpoint.sources.referred import References, files_by_directory, references_under, referred_in
-from shardopt.checkpoint.storage import Storage, is_temporary
+from shardopt.checkpoint.removal import discard
+from shardopt.checkpoint.sources.referred import files_by_directory, referred_in
+from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.storage.no_space import explain_no_space
-from shardopt.checkpoint.writing.unchanged import Base
-from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
+from shardopt.checkpoint.writing.base import Base
+from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
+from shardopt.ranks import Call, Ranks
 from shardopt.world import world
 
-_FEW_FILES = 16  # that are removed one after the other
-_THREADS = 4
-_FAR_THREADS = 32  # where they wait for answers all the time
+Reports = Sequence[Sequence[Sequence[object]]]
+"""By rank, the name, bytes and digest of each file that it wrote."""
 
 _log = logging.getLogger("shardopt.checkpoint")
+
+
+class SaveTarget:
+    """Where one save goes, as one rank sees it: a directory, or prefix of an object store, that all ranks see.
+
+    Its manifest is the commit. The methods are called in this order.
+    """
+
+    storage: Storage
+    """The directory that this rank writes to, once the target is open."""
+    url: str
+    """The URL of the checkpoint, once it is open."""
+    base: Base | None = None
+    """The earlier save that this one refers to, on ranks that could open it."""
+
+    def __init__(self, ranks: Ranks, url: str | os.PathLike[str], durable: bool) -> None:
+        self._ranks, self._url, self._durable = ranks, url, durable
+
+    def open(self) -> None:
+        """Opens the directory, on all ranks, in the round in which the save begins."""
+        self.storage = storage_of(self._url, self._durable)
+        self.url = self.storage.url
+
+    def refuse_taken(self) -> None:
+        """Raises CheckpointExistsError where there is a checkpoint, on rank 0."""
+        if self.storage.exists(MANIFEST_NAME):
+            raise _taken(self.storage)
+
+    def begin(self, save_id: str) -> None:
+        """Makes the directory, on rank 0."""
+        self.storage.make()
+        if self._ranks.size > 1:
+            write_marker(self.storage, save_id)
+
+    def wait(self, save_id: str) -> None:
+        """Waits until this rank may write, on ranks other than rank 0."""
+        wait_for_marker(self.storage, save_id)
+
+    def publish(self, manifest: Manifest, data: bytes) -> str | None:
+        """Commits the files that all ranks have written, on rank 0; returns what all need for `settle`, or None."""
+        if self._ranks.size > 1:
+            remove_marker(self.storage, manifest.save_id)
+        publish_checkpoint(self.storage, manifest, data, self.base)
+        return None
+
+    def settle(self, call: Call, published: str) -> None:
+        """Does the rest of the commit, where `publish` has returned something. Collective."""
+
+    def discard(self, save_id: str) -> None:
+        """Removes what a failed save has written, as far as this rank may; on all ranks."""
+        # Rank 0 alone: only it could still commit, and has now failed to. Another rank might remove the files of a
+        # commit that it does not know of.
+        if self._ranks.rank == 0:
+            discard(self.storage, save_id)
 
 
 def refuse_committed(storage: Storage) -> None:
@@ -53,59 +102,74 @@ def _taken(storage: Storage) -> CheckpointExistsError:
     return CheckpointExistsError("the path is taken", [problem])
 
 
-def commit(
-    storage: Storage,
+def make_manifest(
     save_id: str,
     plan: SavePlan,
     values: Values,
-    reports: Sequence[Sequence[Sequence[Any]]],
-    metrics: bytes | None = None,
-    saved_at: float | None = None,
-    renamed: RenameRules | None = None,
-) -> int:
-    """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
-
-    Args:
-        values, reports, metrics, saved_at, renamed: as for `manifest_to_commit`.
-
-    Returns:
-        The bytes of all data files that were written.
-    """
-    manifest, data = manifest_to_commit(save_id, plan, values, reports, metrics, saved_at, renamed=renamed)
-    publish_checkpoint(storage, manifest, data)
-    return sum(file.nbytes for file in manifest.own_files)
-
-
-def manifest_to_commit(
-    save_id: str,
-    plan: SavePlan,
-    values: Values,
-    reports: Sequence[Sequence[Sequence[Any]]],
-    metrics: bytes | None = None,
+    reports: Reports,
+    *,
+    metrics: Mapping[str, float] | None = None,
     saved_at: float | None = None,
     unchanged: Unchanged | None = None,
     seconds: float | None = None,
     renamed: RenameRules | None = None,
 ) -> tuple[Manifest, bytes]:
-    """Makes the manifest of a checkpoint of which every rank has reported its files; returns it, and its bytes.
+    """Makes the manifest of a checkpoint once every rank has reported its files; returns it, and its bytes.
 
     Args:
-        values: plain values in their typed JSON form.
-        reports: by rank, the name, bytes and digest of each file that it wrote.
-        metrics: numbers by name, as `pack_metrics` gives them.
+        values: plain values as typed JSON; the manifest that is returned has them in its bytes alone.
+        metrics: numbers by name; None for none.
         saved_at: when it was saved, in seconds since 1970 began; None for now.
-        unchanged: what it refers to an earlier save for; None where that is nothing.
+        unchanged: what ranks refer to an earlier save for; None where that is nothing.
         seconds: how long the save took until now; None where that says nothing of another.
         renamed: the rules of `rename` that the names have been through since the run began; None where it is not known.
+
+    Raises:
+        CheckpointError: a rank wrote other files than those that were assigned to it.
     """
-    manifest = replace(
-        manifest_of(save_id, plan, values, reports, unchanged),
+    files = tuple(DataFile(*file) for report in reports for file in report)  # type: ignore[arg-type]  # as JSON has it
+    names = [file.name for file in files]
+    writers: Sequence[tuple[int, int]] = plan.files
+    if unchanged is not None:
+        writers, referred, tensors = refer(plan, unchanged)
+        files += referred
+    else:
+        if plan.stored is None:
+            plan.stored = _stored_tensors(plan)
+        tensors = plan.stored
+    wanted = [file_name(save_id, rank, slot) for rank, slot in writers]
+    if names != wanted:
+        problem = Problem("data files", f"{sorted(set(names) ^ set(wanted))}", "what was assigned", "report this")
+        raise CheckpointError("ranks did not write what they were to write", [problem])
+    manifest = Manifest(
+        save_id=save_id,
+        world_size=len(reports),
+        files=files,
+        tensors=tensors,
+        per_rank=plan.geometry.per_rank,
         saved_at=world().wall_clock() if saved_at is None else saved_at,
-        metrics={} if metrics is None else json.loads(metrics),
+        metrics=metrics or {},
         seconds=seconds,
         renamed=renamed,
     )
-    return manifest, encode_manifest(manifest)
+    return manifest, encode_manifest(manifest, values)
+
+
+def _stored_tensors(plan: SavePlan) -> StoredTensors:
+    number = {writer: i for i, writer in enumerate(plan.files)}
+    layouts = {
+        assignment: StoredLayout(
+            assignment.shape, assignment.boxes, tuple(number[writer] for writer in assignment.writers)
+        )
+        for assignment in set(plan.assigned.values())
+    }
+    stored = StoredTensors(
+        (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
+        for key, member in plan.geometry.members.items()
+    )
+    for key, (tied_to, path) in plan.geometry.tied.items():
+        stored[key] = stored[tied_to]._replace(path=path, tied_to=tied_to)
+    return stored
 
 
 def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: Base | None = None) -> None:
@@ -127,8 +191,12 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
         CheckpointExistsError: another checkpoint was committed here.
         CheckpointError: files of the manifest are not there.
     """
-    _refuse_gone(_missing_referred(storage, manifest))
-    _, missing = _look_for_files(storage, manifest)
+    own = {file.name for file in manifest.files if file.directory is None}
+    refers = len(own) < len(manifest.files)
+    if refers:
+        _refuse_gone(_missing_referred(storage, manifest))
+    unlisted = own.difference(storage.names())
+    missing = _missing(storage, unlisted) if unlisted else []
     if missing:
         refuse_committed(storage)  # whose commit has removed them
         remedy = "give all ranks the same path, on storage that they share"
@@ -139,9 +207,10 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
             exclusive = storage.publish_new(MANIFEST_NAME, data)
     except FileExistsError:
         raise _taken(storage) from None
-    there, missing = _look_for_files(storage, manifest)
-    gone = _missing_referred(storage, manifest)
-    if manifest.referred_files and base is not None and not base.is_there():
+    there = set(storage.names())
+    missing = _missing(storage, own - there) if own - there else []
+    gone = _missing_referred(storage, manifest) if refers else []
+    if refers and base is not None and not base.is_there():
         gone.append(f"{base.source.url}/{MANIFEST_NAME}")
     if missing or gone:
         with suppress(FileNotFoundError):  # whoever has removed the files has come to the manifest meanwhile
@@ -151,23 +220,23 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
         raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
-    if exclusive:
-        _remove_remains(storage, manifest, there)
+    # Files of another save, whose commit will find the path taken, or which died: torch's reader takes every one in the
+    # directory. Files that this one refers to may lie here too, where a removed checkpoint is saved again.
+    remains = there.difference(file.name for file in manifest.files)
+    if exclusive and any(map(FILE_NAME.fullmatch, remains)):
+        _remove_remains(storage, remains)
 
 
-def _look_for_files(storage: Storage, manifest: Manifest) -> tuple[set[str], list[str]]:
-    """Returns the names of all files that are there, and the URLs of those of the manifest that are not."""
-    wanted, there = {file.name for file in manifest.own_files}, set(storage.names())
-    # A listing may be older than a file (NFS keeps them for a while): a name that is not in it is looked up.
-    return there, [f"{storage.url}/{name}" for name in sorted(wanted - there) if not storage.exists(name)]
+def _missing(storage: Storage, unlisted: set[str]) -> list[str]:
+    """Returns the URLs of files that are not there. A listing may be older than a file (NFS keeps them for a while)."""
+    return [f"{storage.url}/{name}" for name in sorted(unlisted) if not storage.exists(name)]
 
 
 def _missing_referred(storage: Storage, manifest: Manifest) -> list[str]:
     """Returns the URLs of files in directories beside this one that are not there."""
     missing = []
     for beside, files in files_by_directory(manifest.referred_files, storage):
-        absent = sorted({file.name for file in files} - set(beside.names()))
-        missing += [f"{beside.url}/{name}" for name in absent if not beside.exists(name)]
+        missing += _missing(beside, {file.name for file in files}.difference(beside.names()))
     return missing
 
 
@@ -179,151 +248,11 @@ def _refuse_gone(gone: Sequence[str]) -> None:
         raise CheckpointError("what the checkpoint refers to was removed while it was saved", problems)
 
 
-def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> None:
-    """Removes data files of other saves: torch's reader takes every one in the directory.
-
-    They are of a save that died, or of one that will find the path taken. The checkpoint is whole without this.
-    """
-    # Among those that it refers to may be remains here, of what was removed and is saved once more.
-    own = {file.name for file in manifest.files}
-    remains = [name for name in sorted(there - own) if FILE_NAME.fullmatch(name)]
+def _remove_remains(storage: Storage, remains: set[str]) -> None:
+    """Removes data files of other saves to which no checkpoint refers. The checkpoint is whole without this."""
     try:
-        referred = referred_in(storage) if remains else ()
-        for name in remains:
-            if name not in referred:
+        for name in sorted(remains - referred_in(storage)):
+            if FILE_NAME.fullmatch(name):
                 storage.remove(name)
     except (OSError, CheckpointError) as error:
         _log.warning("remains of other saves could not be removed from %s: %s", storage.url, error)
-
-
-def manifest_of(
-    save_id: str,
-    plan: SavePlan,
-    values: Values,
-    reports: Sequence[Sequence[Sequence[Any]]],
-    unchanged: Unchanged | None = None,
-) -> Manifest:
-    """Returns the manifest of the files that the ranks have reported.
-
-    Raises:
-        CheckpointError: a rank wrote other files than those that were assigned to it.
-    """
-    files = tuple(DataFile(*file) for report in reports for file in report)
-    names = [file.name for file in files]
-    writers: Sequence[tuple[int, int]] = plan.files
-    if unchanged is not None:
-        writers, referred, tensors = refer(plan, unchanged)
-        files += referred
-    else:
-        if plan.stored is None:
-            plan.stored = _stored_tensors(plan)
-        tensors = plan.stored
-    wanted = [file_name(save_id, rank, slot) for rank, slot in writers]
-    if names != wanted:
-        problem = Problem("data files", f"{sorted(set(names) ^ set(wanted))}", "what was assigned", "report this")
-        raise CheckpointError("ranks did not write what they were to write", [problem])
-    return Manifest(
-        save_id=save_id,
-        world_size=len(reports),
-        files=files,
-        tensors=tensors,
-        values=decode_each(values),
-        per_rank=plan.geometry.per_rank,
-    )
-
-
-def _stored_tensors(plan: SavePlan) -> StoredTensors:
-    number = {writer: i for i, writer in enumerate(plan.files)}
-    layouts = {
-        assignment: StoredLayout(
-            assignment.shape, assignment.boxes, tuple(number[writer] for writer in assignment.writers)
-        )
-        for assignment in set(plan.assigned.values())
-    }
-    stored = StoredTensors(
-        (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
-        for key, member in plan.geometry.members.items()
-    )
-    for key, (tied_to, path) in plan.geometry.tied.items():
-        stored[key] = stored[tied_to]._replace(path=path, tied_to=tied_to)
-    return stored
-
-
-def discard(storage: Storage, save_id: str) -> None:
-    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be.
-
-    Of a copy there may be a second process that makes it anew, and commits it now: then its manifest is removed too.
-    """
-    with suppress(Exception):  # the error that is being raised must not be hidden by another
-        if _committed_id(storage) != save_id and not storage.may_appear(MANIFEST_NAME):
-            own = [name for name in storage.names() if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-")]
-            referred = referred_in(storage) if own else ()  # to the first copies of what is copied again
-            removed = [name for name in own if name not in referred]
-            for name in removed:
-                storage.remove(name)
-            if removed and _committed_id(storage) == save_id:
-                storage.remove_durably(MANIFEST_NAME)
-
-
-def _committed_id(storage: Storage) -> str | None:
-    """Returns the id of the save that is committed; None where there is none."""
-    try:
-        return read_manifest(storage)[0].save_id
-    except CheckpointNotFoundError:
-        return None
-
-
-def remove_checkpoint(storage: Storage) -> None:
-    """Removes a checkpoint, or the remains of one. Killed at any point, it leaves none, or one that is whole.
-
-    Only files that saves write are removed; the directory too, unless somebody else has put something there. Data files
-    to which checkpoints beside it refer stay, without a manifest, until the last of these is removed.
-    """
-    remove_checkpoints([storage])
-
-
-def remove_checkpoints(storages: Sequence[Storage]) -> None:
-    """Removes several checkpoints in the directory of one run as `remove_checkpoint` does; looks once for references.
-
-    Raises:
-        CheckpointError: a manifest beside them cannot be read. They are no checkpoints any more then, and have all
-            their data files.
-    """
-    for storage in storages:
-        storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
-    names = {
-        storage: [name for name in storage.names() if FILE_NAME.fullmatch(name) or is_temporary(name)]
-        for storage in storages
-    }
-    # After the manifests: from now on no save can refer to what only they had.
-    referred = _referred_in([storage for storage in storages if names[storage]])
-    for storage in storages:
-        _remove_each(storage, [name for name in names[storage] if name not in referred[storage]])
-        storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
-        storage.remove_if_empty()
-
-
-def _remove_each(storage: Storage, names: Sequence[str]) -> None:
-    """Removes files, as many at a time as a storage can take; a job leaves one or more for each of its ranks."""
-    if len(names) <= _FEW_FILES:
-        for name in names:
-            storage.remove(name)
-        return
-    threads = _FAR_THREADS if storage.is_remote else _THREADS
-    with world().thread_pool(threads, "shardopt-remove") as pool:
-        for _ in pool.map(storage.remove, names):
-            pass
-
-
-def _referred_in(storages: Sequence[Storage]) -> dict[Storage, frozenset[str]]:
-    """Returns the names of files in these directories to which checkpoints beside them refer."""
-    if len(storages) == 1:
-        return {storages[0]: referred_in(storages[0])}
-    of_roots: dict[str, References] = {}
-    referred: dict[Storage, frozenset[str]] = {}
-    for storage in storages:
-        parent = storage.parent()
-        if parent is not None and parent[0].url not in of_roots:
-            of_roots[parent[0].url] = references_under(parent[0])
-        referred[storage] = frozenset() if parent is None else of_roots[parent[0].url].get(parent[1], frozenset())
-    return referred

@@ -9,7 +9,8 @@ from typing import Any
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.planning.assign import Assignment
 from shardopt.checkpoint.planning.save_plan import SavePlan
-from shardopt.checkpoint.writing.unchanged import Base, Part, unpack_parts
+from shardopt.checkpoint.writing.base import Base, Part
+from shardopt.checkpoint.writing.unchanged import unpack_parts
 from shardopt.sharding.box import Box
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from shardopt.checkpoint.commit import discard, refuse_committed
+from shardopt.checkpoint.commit import refuse_committed
 from shardopt.checkpoint.convert.choosing import whole_choice
 from shardopt.checkpoint.convert.out_files import write_file
 from shardopt.checkpoint.convert.plan import refuse_checkpoints
 from shardopt.checkpoint.convert.to_own import chunked_layout, plan_own
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.removal import discard
 from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.storage import storage_of

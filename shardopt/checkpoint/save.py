@@ -14,24 +14,26 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
-from shardopt.checkpoint.agree_base import BaseOnRanks
-from shardopt.checkpoint.agree_plan import Comparison, Kept, Planned, Planning, compare_reports, report_state
-from shardopt.checkpoint.commit import manifest_to_commit
-from shardopt.checkpoint.format.manifest import DataFile, RenameRules
-from shardopt.checkpoint.format.metrics import pack_metrics
-from shardopt.checkpoint.place import Place, place_of
+from shardopt.checkpoint.agree_plan import Comparison, PlanCache, Planning, compare_reports
+from shardopt.checkpoint.commit import SaveTarget, make_manifest
+from shardopt.checkpoint.format.manifest import RenameRules
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.hosts.hosts import PREFIX as HOSTS
+from shardopt.checkpoint.hosts_target import HostsTarget
 from shardopt.checkpoint.planning.describe import Description, describe
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.refer import Unchanged
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.storage import Storage, absolute_url, use_options, wrap_os_errors
+from shardopt.checkpoint.storage import absolute_url, use_options, wrap_os_errors
+from shardopt.checkpoint.writing.base import FoundBase, find_base, open_found
 from shardopt.checkpoint.writing.pending import raise_failures
-from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
-from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
+from shardopt.checkpoint.writing.unchanged import cut_by_changes, pack_parts
+from shardopt.checkpoint.writing.write import memory_of, write_files
 from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
@@ -42,7 +44,7 @@ from shardopt.torch_private import out_of_inference_mode
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
-_kept: Kept = {}
+_plans: PlanCache = {}
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,12 @@ class SaveOptions:
     select: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_unknown_choice(self.check_replicas)
-        refuse_no_regex("select", self.select)
-        refuse_chains(self.tied or {})
+        if self.check_replicas not in get_args(CheckReplicas):
+            refuse_unknown_choice(self.check_replicas)
+        if self.select is not None:
+            refuse_no_regex("select", self.select)
+        if self.tied:
+            refuse_chains(self.tied)
         seconds, problems = self.deadline_seconds, []
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             problems.append(Problem("deadline_seconds", repr(seconds), "more than 0 seconds", "give a number"))
@@ -85,14 +90,15 @@ class SaveTerms(SaveOptions):
     """All options of one save.
 
     `group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base, or a
-    damaged one; otherwise all is written. `instead` are URLs to save to, in turn, where there is no room. `renamed` are
-    the rules of `rename` that the names have been through since the run began; None where that is not known.
+    damaged one; otherwise all is written. `fallback_urls` are those to save to, in turn, where there is no room.
+    `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
+    known.
     """
 
     group: Group | None = None
     base: str | None = None
     base_required: bool = True
-    instead: tuple[str, ...] = ()
+    fallback_urls: tuple[str, ...] = ()
     renamed: RenameRules | None = None
 
 
@@ -153,11 +159,11 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
-    for each in (url, base):
+    for each in (url, base) if storage_options is not None else ():
         if each is not None:
             use_options(each, storage_options)
-    base_url = None if base is None else absolute_url(base)
-    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
+    at = None if base is None else absolute_url(base)
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base=at)
     return save_now(absolute_url(url), app, options)
 
 
@@ -179,30 +185,28 @@ def save_now(
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
     ranks = ranks_of(options.group, options.deadline_seconds)
+    check_replicas = options.check_replicas if ranks.size > 1 else "none"
 
     def described() -> Described:
-        flat = flatten(app, options.tied).selected(options.select)
-        description = describe(flat, replicas_to_check(options.check_replicas, ranks), ranks.job_numbers)
+        flat = flatten(app, options.tied)
+        if options.select is not None:
+            flat = flat.selected(options.select)
+        description = describe(flat, check_replicas, ranks.job_numbers, ranks.size == 1)
         if raise_earlier:
             raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
-        return Described(description, metrics)
+        return Described(description, None if metrics is None else numbers_of(metrics))
 
     # Around a call, so that its locals are gone when the collector is switched on again.
     with out_of_inference_mode(), ranks.beating(), gc_paused():
-        report = save_described(ranks, url, described, _kept, options)
+        report = save_described(ranks, url, described, _plans, options)
     seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     emit_report("save", report)
     return report
 
 
-def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
-    """Returns "none" where there is one rank, which has nothing to compare; otherwise the choice."""
-    return wanted if ranks.size > 1 else "none"
-
-
 class Described(NamedTuple):
-    """The state that a rank saves, and metrics as for `save_now`.
+    """The state that a rank saves, and metrics, which are numbers by name.
 
     `copied`, where there is one, waits until what this rank writes is copied, and returns the state and the writes
     as they are to be taken from the copies.
@@ -214,108 +218,79 @@ class Described(NamedTuple):
 
 
 def save_described(
-    ranks: Ranks,
-    url: str | os.PathLike[str],
-    described: Callable[[], Described],
-    kept: Kept,
-    options: SaveTerms,
+    ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
 
     Args:
         ranks: that save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
-        kept: plans of earlier saves of these ranks; the plan of this one is added.
+        plans: of earlier saves of these ranks; the plan of this one is added.
 
     Raises:
         ShardoptError: as `save`.
     """
-    for instead in options.instead:
-        try:
-            return _save_to(ranks, url, described, kept, options)
-        except NoSpaceError as error:
-            if ranks.rank == 0:
-                _log.warning("%s; saving to %s instead", error, instead)
-            url = instead
-    return _save_to(ranks, url, described, kept, options)
+    if options.fallback_urls:
+        return _save_where_there_is_room(ranks, url, described, plans, options)
+    begin, call = world().monotonic(), call_on("saving", url)
+    target = (
+        HostsTarget(ranks, url, options.durable, options.base)
+        if os.fspath(url).startswith(HOSTS)
+        else SaveTarget(ranks, url, options.durable)
+    )
+    planning = Planning(ranks, call, plans)
 
-
-def _save_to(
-    ranks: Ranks,
-    url: str | os.PathLike[str],
-    described: Callable[[], Described],
-    kept: Kept,
-    options: SaveTerms,
-) -> SaveReport:
-    begin = world().monotonic()
-    call = call_on("saving", url)
-    bases = BaseOnRanks(options.base, options.base_required)
-    place = place_of(ranks, url, options.durable, options.base)
-
-    def describe_here() -> tuple[Described, str, bytes | None]:
+    def describe_here() -> Described:
         here = described()
-        place.arrive()
-        metrics_json = None if here.metrics is None else pack_metrics(here.metrics)
-        return here, here.state.geometry_fingerprint(), metrics_json
+        target.open()
+        return here
 
-    (here, geometry, metrics_json), decision, section = ranks.agree_in_sections(
+    here, decision, section = ranks.agree_in_sections(
         call,
         work=describe_here,
-        report=lambda done: report_state(done[0].state, done[1], ranks.rank, kept),
-        decide=lambda reports: _begin(place, reports, bases),
-        section_of=lambda decision, rank: bases.section_of(decision["base"], rank),
+        report=lambda here: planning.report_state(here.state),
+        decide=lambda reports: _begin(target, reports, options, ranks.size),
+        section_of=lambda decision, rank: 0 if rank and decision["base"] and decision["base"][2] else None,
     )
-    bases.take(decision["base"], section)
-    del section
-    storage, save_id = place.storage, decision["save_id"]
-    comparison = Comparison.from_json(decision["comparison"])
-    planning = Planning(ranks, call, here.state, geometry, comparison)
+    save_id = decision["save_id"]
 
-    def write() -> tuple[_Written, Planning]:
-        state, own = here.state, planned
-        if here.copied is not None and isinstance(own, Planned):
-            state, writes = here.copied(own.writes)
-            own = own._replace(writes=writes)
-        base = bases.opened(storage)
-        place.wait(save_id)
-        written = _write(storage, save_id, own, state, options.progress, base)
-        return written, replace(planning, description=state)
+    def write() -> _Written:
+        if error is not None:
+            raise error
+        writes = planning.planned.writes
+        if here.copied is not None:
+            planning.description, writes = here.copied(writes)
+        if ranks.rank and decision["base"] is not None:
+            target.base = open_found(FoundBase(*decision["base"]), section, target.storage)
+        if ranks.rank:
+            target.wait(save_id)
+        return _write(target, save_id, planning, writes, options.progress)
 
     try:
-        planned = planning.plan_or_error(kept)
+        error = planning.plan(Comparison(*decision["comparison"]))
         begin_writing = world().monotonic()
-        (written, planning), committed = ranks.agree(
+        written, committed = ranks.agree(
             call,
             work=write,
-            report=lambda done: [done[0].report(), done[1].report(planned)],
-            decide=lambda reports: _commit(
-                place,
-                save_id,
-                planning,
-                planned,
-                reports,
-                metrics_json,
-                bases.opened(storage),
-                options,
-                begin,
-            ),
+            report=lambda written: [written.files, written.parts, planning.report()],
+            decide=lambda reports: _commit(target, save_id, planning, reports, here.metrics, options, begin),
         )
         if committed["drifted"]:
-            planning.refuse_drifted(committed["drifted"], planned)
+            planning.refuse_drifted(committed["drifted"])
         if committed["published"] is not None:
-            place.settle(call, committed["published"])
+            target.settle(call, committed["published"])
     except BaseException:
-        place.discard(save_id)
+        target.discard(save_id)
         raise
     if committed["buffers"]:
         with suppress(RankError):  # committed it is; the next call says who is lost
-            planning.tell_buffers(committed["buffers"], planned)
+            planning.tell_buffers(committed["buffers"])
     end = world().monotonic()
     return SaveReport(
-        url=place.url,
+        url=target.url,
         save_id=save_id,
         tensors=committed["tensors"],
-        bytes_written=sum(file.nbytes for file in written.files),
+        bytes_written=written.nbytes,
         bytes_total=committed["bytes"],
         seconds=end - begin,
         writing_seconds=end - begin_writing,
@@ -323,96 +298,99 @@ def _save_to(
     )
 
 
-class _Written(NamedTuple):
-    """What a rank has written, and what it has left out for an earlier save has it."""
+def _save_where_there_is_room(
+    ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
+) -> SaveReport:
+    """Saves as `save_described` does, to the first of several URLs that has room. Collective."""
+    each_alone = replace(options, fallback_urls=())
+    for fallback in options.fallback_urls:
+        try:
+            return save_described(ranks, url, described, plans, each_alone)
+        except NoSpaceError as error:
+            if ranks.rank == 0:
+                _log.warning("%s; saving to %s instead", error, fallback)
+            url = fallback
+    return save_described(ranks, url, described, plans, each_alone)
 
-    files: list[DataFile]
-    parts: PartsBySlot
+
+class _Written(NamedTuple):
+    """What a rank has written, and what it has left out for an earlier save has it; files and parts as JSON."""
+
+    files: list[list[Any]]
+    parts: dict[str, Any]
+    nbytes: int
     unchanged_bytes: int
 
-    def report(self) -> list[Any]:
-        """Returns it as JSON for rank 0."""
-        return [[[file.name, file.nbytes, file.digest] for file in self.files], pack_parts(self.parts)]
 
+def _begin(
+    target: SaveTarget, reports: Sequence[Any], options: SaveTerms, size: int
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Compares what ranks describe, and begins the save, on rank 0.
 
-def _begin(place: Place, reports: Sequence[Any], bases: BaseOnRanks) -> tuple[dict[str, Any], list[bytes]]:
-    """Begins a save, on rank 0: refuses a taken path, names the save, and compares what ranks describe.
-
-    Returns what all ranks get, and what those need of it that refer to an earlier save.
+    Returns what all ranks get, and the section of it that those need which open the base by it.
     """
-    comparison = compare_reports(reports)
-    save_id = world().random_name(6)
-    storage = place.storage
-    with wrap_os_errors(f"make {storage.url}"):
-        place.refuse_taken()
-        base, sections = bases.begin(storage, len(reports))
-        place.begin(save_id)
-    return {"save_id": save_id, "comparison": comparison.to_json(), "base": base}, sections
+    comparison, save_id = compare_reports(reports), world().random_name(6)
+    found: FoundBase | None = None
+    sections: list[bytes] = []
+    with wrap_os_errors(f"make {target.storage.url}"):
+        target.refuse_taken()
+        if options.base is not None:
+            target.base, found, sections = find_base(options.base, options.base_required, target.storage, size)
+        target.begin(save_id)
+    return {"save_id": save_id, "comparison": comparison, "base": found}, sections
 
 
 def _write(
-    storage: Storage,
-    save_id: str,
-    planned: Planned | BaseException,
-    description: Description,
-    progress: Progress | None,
-    base: Base | None,
+    target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, progress: Progress | None
 ) -> _Written:
-    if isinstance(planned, BaseException):
-        raise planned
-    plan, writes, _ = planned
-    per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
+    """Writes this rank's files, but for what the base has."""
+    storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
+    per_rank = json.dumps(own_values).encode() if planning.planned.plan.geometry.per_rank else None
+    parts, unchanged_bytes = dict[str, Any](), 0
     with wrap_os_errors(f"write to {storage.url}"):
-        parts: PartsBySlot = {}
-        unchanged_bytes = 0
-        if base is not None:
-            writes, parts, unchanged_bytes = cut_by_changes(base, writes, description.views)
-        chunks_of = with_progress(from_memory(description.views), writes, progress)
-        files = write_files(storage, save_id, writes, chunks_of, per_rank)
-        return _Written(files, parts, unchanged_bytes)
+        if target.base is not None:
+            writes, found, unchanged_bytes = cut_by_changes(target.base, writes, views)
+            parts = pack_parts(found)
+        files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, progress)
+    as_json = [[file.name, file.nbytes, file.digest] for file in files]
+    return _Written(as_json, parts, sum(file.nbytes for file in files), unchanged_bytes)
 
 
 def _commit(
-    place: Place,
+    target: SaveTarget,
     save_id: str,
     planning: Planning,
-    planned: Planned | BaseException,
     reports: Sequence[Any],
-    metrics: bytes | None,
-    base: Base | None,
+    metrics: Mapping[str, float] | None,
     options: SaveTerms,
     begin: float,
 ) -> dict[str, Any]:
-    assert isinstance(planned, Planned)  # else this rank had failed, and would not commit
-    values, drifted, buffers = planning.judge([report for _, report in reports], planned)
+    """Commits the files that all ranks report, on rank 0, unless replicas have drifted apart."""
+    files, parts, states = zip(*reports, strict=True)
+    values, drifted, buffers = planning.judge(states)
     if drifted:
         return {"drifted": drifted, "buffers": []}
-    geometry = planned.plan.geometry
+    plan, geometry = planning.planned.plan, planning.planned.plan.geometry
     if options.select is not None and not (geometry.members or geometry.per_rank or values):
         problem = Problem("select", repr(options.select), "a regex that is found in some key", "mend the regex")
         raise StateError("there is nothing to save", [problem])
-    written = [of_rank for of_rank, _ in reports]
-    unchanged = None
-    if base is not None and any(parts for _, parts in written):
-        unchanged = Unchanged(base, [parts for _, parts in written])
-    files = [files for files, _ in written]
-    seconds = world().monotonic() - begin
-    manifest, data = manifest_to_commit(
+    unchanged = Unchanged(target.base, parts) if target.base is not None and any(parts) else None
+    manifest, data = make_manifest(
         save_id,
-        planned.plan,
+        plan,
         values,
         files,
-        metrics,
+        metrics=metrics,
         unchanged=unchanged,
-        seconds=seconds,
+        seconds=world().monotonic() - begin,
         renamed=options.renamed,
     )
-    with wrap_os_errors(f"commit {place.storage.url}"):
-        published = place.publish(manifest, data, None if unchanged is None else unchanged.base)
+    with wrap_os_errors(f"commit {target.storage.url}"):
+        published = target.publish(manifest, data)
     return {
         "drifted": [],
         "buffers": buffers,
-        "bytes": sum(file.nbytes for file in manifest.own_files),
+        "bytes": sum(file.nbytes for file in manifest.files if file.directory is None),
         "tensors": len(geometry.members) + len(geometry.tied),
         "published": published,
     }

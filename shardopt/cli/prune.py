@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shardopt.checkpoint.commit import remove_checkpoints
+from shardopt.checkpoint.removal import remove_checkpoints
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.retention import Retention

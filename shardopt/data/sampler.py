@@ -101,7 +101,7 @@ class ResumableSampler:
             raise MismatchError("a position in another data set", [problem])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the state was taken; its seed replaces this one. Loaders must be iterated anew."""
+        """Goes on where the state was taken; its seed replaces this one. Loaders must be iterated again."""
         self.check_state_dict(state_dict)
         self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
 

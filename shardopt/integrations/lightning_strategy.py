@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 
 from shardopt import checkpoint as checkpoints
-from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
 from shardopt.integrations.run import FrameworkState, of_rank_0

@@ -53,7 +53,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self._starts = boundaries(tables, mesh.size())
 
     def reset_parameters(self) -> None:
-        """Draws the rows of all tables anew, in place, as where a module is made on a device.
+        """Draws the rows of all tables again, in place, as where a module is made on a device.
 
         To be called on every rank, with equal default generators of torch, after `to_empty` of a module that was made
         on "meta", where it does nothing.

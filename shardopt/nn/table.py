@@ -79,7 +79,7 @@ class Rows(nn.Module):
         self.draw()
 
     def draw(self) -> None:
-        """Fills this rank's rows anew; on the meta device there are none."""
+        """Fills this rank's rows again; on the meta device there are none."""
         (rows,) = local_tensors(self.weight)
         if not rows.is_meta:
             _draw(self._table, self._start, rows.detach())

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardopt.sharding.box import Box, whole, with_ones
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, boxes_of, differ_unseen, in_order, mesh_layout, runs_of
-from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, narrowed, refusal
+from shardopt.sharding.pieces import Piece, View, empty_piece, narrowed, refusal
 
 _MOST_PLACES = 4096
 
@@ -72,11 +72,10 @@ def on_mesh(mesh: DeviceMesh) -> _OnMesh:
     return known
 
 
-def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
-    """Returns the view of a DTensor around a plain local tensor; raises LayoutError as `view_of`."""
+def view_of_dtensor(tensor: DTensor, memory: Tensor, key: str) -> View:
+    """Returns the view of a DTensor around a plain local tensor with this memory; raises LayoutError as `view_of`."""
     spec = tensor._spec
     shape = spec.shape
-    memory = memory_of(awaited(local), key)
     here = on_mesh(spec.mesh)
     strided_is_order = spec.use_strided_shard_as_shard_order
     key_of_place = (shape, spec.placements, spec.shard_order, strided_is_order)

@@ -44,11 +44,6 @@ def kind_of(tensor: Tensor) -> TensorKind | None:
     return next((_kinds[base] for base in type(tensor).__mro__ if base in _kinds), None)
 
 
-def local_tensors_of_kind(kind: TensorKind, tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors of all pieces of this rank."""
-    return tuple(local for _, local in kind.pieces(tensor))
-
-
 def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box, Tensor]]:
     """Cuts a run of the elements of a tensor, in C order, into boxes: the pieces of a section of a flat buffer.
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import Parameter
 
 from shardopt.sharding.box import Box, overlap_faults
 from shardopt.sharding.dtensor import dtensor_like, on_mesh, refuse_placements, view_of_dtensor
-from shardopt.sharding.kinds import kind_of, local_tensors_of_kind
+from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.pieces import Piece, View, memory_of, refusal, shard_pieces
+from shardopt.sharding.pieces import Piece, View, awaited, memory_of, refusal, shard_pieces
 from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_like, view_of_sharded_tensor
 from shardopt.sharding.traceable import seen_through
@@ -38,15 +39,22 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
         LayoutError: a Partial or unknown placement; a tensor subclass that is none of the above, or memory that is not
             strided; local tensors that are not what the placements or the metadata say.
     """
+    local = memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    is_plain = type(local) is Tensor or type(local) is Parameter
+    if not is_plain or local.layout is not torch.strided or local.is_nested or local.is_conj() or local.is_neg():
+        if isinstance(tensor, DTensor):
+            if is_wrapper(local):
+                return _view_of_wrapper(tensor, local, key)
+            local = awaited(local)
+        elif isinstance(tensor, ShardedTensor):
+            return view_of_sharded_tensor(tensor, key)
+        elif (kind := kind_of(tensor)) is not None:
+            return _view_of_own(tuple(kind.shape(tensor)), tensor.dtype, kind.pieces(tensor), key)
+        memory = memory_of(local, key)
+    elif local.requires_grad:
+        memory = local.detach()
     if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
-        return _view_of_wrapper(tensor, local, key) if is_wrapper(local) else view_of_dtensor(tensor, local, key)
-    if isinstance(tensor, ShardedTensor):
-        return view_of_sharded_tensor(tensor, key)
-    kind = kind_of(tensor)
-    if kind is not None:
-        return _view_of_own(tuple(kind.shape(tensor)), tensor.dtype, kind.pieces(tensor), key)
-    memory = memory_of(tensor, key)
+        return view_of_dtensor(tensor, memory, key)
     layout = Layout.replicated(tuple(tensor.shape))
     return View(layout.shape, tensor.dtype, (Piece(layout.boxes[0], memory),), layout)
 
@@ -60,14 +68,16 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     Args:
         tensor: of any kind that `view_of` knows.
     """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) is Tensor or type(local) is Parameter:  # as nearly all are
+        return (local,)
     if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
         return tuple(local.local_shards()) if is_wrapper(local) else (seen_through(local),)
     if isinstance(tensor, ShardedTensor):
         return tuple(shard.tensor for shard in tensor.local_shards())
     kind = kind_of(tensor)
     if kind is not None:
-        return local_tensors_of_kind(kind, tensor)
+        return tuple(local for _, local in kind.pieces(tensor))
     return tuple(tensor.local_shards()) if is_wrapper(tensor) else (seen_through(tensor),)
 
 
@@ -131,7 +141,7 @@ def assemble(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 def local_like(like: DTensor, tensors: Sequence[Tensor]) -> Tensor:
     """Makes what a DTensor wraps of other local tensors: they stand at the offsets at which those of `like` do."""
     local = like._local_tensor
-    return wrapper_like(local, tensors) if is_wrapper(local) else tensors[0]
+    return wrapper_like(local, tensors) if type(local) is not Tensor and is_wrapper(local) else tensors[0]
 
 
 def tells_of_others(tensor: Tensor) -> bool:

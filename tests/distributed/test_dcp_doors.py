@@ -224,7 +224,7 @@ def save_and_tell(url):
 
 WRITING = "shardopt.checkpoint.dcp.writer:write_files"
 GATHERING = "torch.distributed.checkpoint.utils:_DistWrapper.gather_object"
-COMMITTING = "shardopt.checkpoint.dcp.writer:commit"
+COMMITTING = "shardopt.checkpoint.dcp.writer:publish_checkpoint"
 NO_SPACE = OSError(28, "No space left on device")
 
 

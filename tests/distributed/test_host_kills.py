@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME
-from shardopt.checkpoint.format.manifest import decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.errors import ShardoptError
 from tests.distributed.test_hosts import app_of, assert_is, manager_of, train
 from tests.harness import RanksFailed, each_operation, run_ranks, run_ranks_outcomes

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
-from shardopt.checkpoint.save import _kept
+from shardopt.checkpoint.save import _plans
 from shardopt.errors import StateError
 from shardopt.ranks import ranks_of
 from tests.harness import run_ranks
@@ -46,7 +46,7 @@ def save_in_stages(folder, shared):
         before = channel._round
         report = checkpoint.save(f"{folder}/{number}", app)
         rounds.append(channel._round - before)
-    plan = next(reversed(_kept.values())).plan
+    plan = next(reversed(_plans.values())).plan
     known = sorted(plan.geometry.members)
 
     app["epoch"] = rank // 2  # in a plan that is kept, what stages have of plain values is merged at the commit

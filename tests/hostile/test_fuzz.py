@@ -13,7 +13,7 @@ import xxhash
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.data_file import parse_header
-from shardopt.checkpoint.format.manifest import decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.errors import ShardoptError
 
 MEMORY_LIMIT_BYTES = 64 << 20

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError

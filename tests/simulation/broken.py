@@ -15,6 +15,7 @@ from shardopt.world import world
 
 _of = importlib.import_module
 _commit = _of("shardopt.checkpoint.commit")
+_removal = _of("shardopt.checkpoint.removal")
 _manager = _of("shardopt.checkpoint.run.manager").Manager
 _steps = _of("shardopt.checkpoint.run.steps").Steps
 _saver = _of("shardopt.checkpoint.async_save").AsyncSaver
@@ -33,7 +34,7 @@ def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:
                 storage.remove(name)
         publish(storage, manifest, data, base)
 
-    patch(_of("shardopt.checkpoint.place"), "publish_checkpoint", removing)
+    patch(_of("shardopt.checkpoint.commit"), "publish_checkpoint", removing)
 
 
 def published_over_others(patch: Callable[..., None]) -> None:
@@ -59,7 +60,7 @@ def no_second_look_for_a_manifest(patch: Callable[..., None]) -> None:
                 self._storage.remove_durably(name)
             self._looked = True
 
-    remove = _commit.remove_checkpoints
+    remove = _removal.remove_checkpoints
     patch(_keeper, "remove_checkpoints", lambda storages: remove([Looked(storage) for storage in storages]))
 
 
@@ -129,7 +130,7 @@ def unreadable_is_no_damage(patch: Callable[..., None]) -> None:
 
 
 def files_of_users_removed(patch: Callable[..., None]) -> None:
-    remove = _commit.remove_checkpoints
+    remove = _removal.remove_checkpoints
 
     def removing(storages: Any) -> None:
         for storage in storages:

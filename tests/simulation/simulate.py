@@ -256,14 +256,14 @@ def _meaning(told: Told, left: set[int]) -> str:
 
 def _slow_planning() -> mock._patch[object]:  # type: ignore[name-defined]
     """Has the making of plans take as much simulated time as a job says."""
-    plan = agree_plan.Planning._plan
+    plan = agree_plan.Planning.plan
 
-    def slowly(planning: agree_plan.Planning, kept: agree_plan.Kept) -> agree_plan.Planned:
+    def slowly(planning: agree_plan.Planning, comparison: agree_plan.Comparison) -> BaseException | None:
         world = current_world()
         assert isinstance(world, SimulatedWorld)
         seconds = getattr(world._process(), "planning_seconds", 0.0)
         if seconds:
             world.sleep(seconds)
-        return plan(planning, kept)
+        return plan(planning, comparison)
 
-    return mock.patch.object(agree_plan.Planning, "_plan", slowly)
+    return mock.patch.object(agree_plan.Planning, "plan", slowly)

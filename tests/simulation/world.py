@@ -176,7 +176,7 @@ class SimulatedWorld(World):
 
 
 _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
-    ("shardopt.checkpoint.save", "_kept", dict),
+    ("shardopt.checkpoint.save", "_plans", dict),
     ("shardopt.checkpoint.writing.pending", "_tracked", list),
     ("shardopt.staging_fence", "_awaited", set),
     ("shardopt.checkpoint.sources.open", "_readers", Counter),

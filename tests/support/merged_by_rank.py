@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.format.paths import decode_path, encode_path
-from shardopt.checkpoint.format.shared_values import Values, unpack
+from shardopt.checkpoint.format.values import Values, decode_path, encode_path, unpack
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Description, Geometry
 from shardopt.errors import LayoutError, Problem, StateError

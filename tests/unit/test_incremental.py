@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, seal
-from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
+from shardopt.checkpoint.format.manifest import encode_manifest
+from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import (
@@ -230,7 +231,7 @@ def test_a_reference_that_leads_elsewhere_is_refused(tmp_path, path):
 def test_a_reader_of_version_3_is_told_and_one_of_references_is_needed_for_them_alone(tmp_path, monkeypatch):
     save(tmp_path, 1)
     save(tmp_path, 2, base=1)
-    monkeypatch.setattr("shardopt.checkpoint.format.manifest.FORMAT_VERSION", 3)
+    monkeypatch.setattr("shardopt.checkpoint.format.decoding.FORMAT_VERSION", 3)
     checkpoint.open(tmp_path / "step-00000001")
     with pytest.raises(FormatError, match="newer"):
         checkpoint.open(tmp_path / "step-00000002")

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt.checkpoint.format import constants as format_module
+from shardopt.checkpoint.format import decoding as decoding_module
 from shardopt.checkpoint.format import manifest as manifest_module
 from shardopt.checkpoint.format.constants import DTYPES
+from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import (
     DataFile,
     Manifest,
     StoredLayout,
     StoredTensor,
     StoredTensors,
-    decode_manifest,
-    decode_path,
     encode_manifest,
-    encode_path,
 )
+from shardopt.checkpoint.format.values import decode_path, encode_path
 from shardopt.errors import CorruptionError, FormatError, ShardoptError, StateError
 from shardopt.sharding.box import Box, grid_boxes
 from shardopt.state import Index, join
@@ -351,7 +351,7 @@ def test_a_reader_of_version_1_refuses_what_it_would_miss(sound, monkeypatch):
     body = json.loads(sound)
     del body["xxh3"]
     without = sealed({key: value for key, value in body.items() if key != "tied"} | {"min_reader_version": 1})
-    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
+    monkeypatch.setattr(decoding_module, "FORMAT_VERSION", 1)
     assert decode_manifest(without, "m").save_id == "0a"
     with pytest.raises(FormatError, match="version 2; required at most 1; install a newer shardopt"):
         decode_manifest(sound, "m")
@@ -383,7 +383,7 @@ def test_ties_that_cannot_be_are_refused(sound, tied):
 def test_a_manifest_over_the_limit_is_neither_written_nor_read(monkeypatch):
     manifest = Manifest("0a", 1, (), StoredTensors(), {"big": (("big",), b"x" * 3000)})
     data = encode_manifest(manifest)
-    for module in (format_module, manifest_module):
+    for module in (format_module, manifest_module, decoding_module):
         monkeypatch.setattr(module, "MANIFEST_LIMIT_BYTES", 2000)
     with pytest.raises(StateError, match="store large values as tensors"):
         encode_manifest(manifest)

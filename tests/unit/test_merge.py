@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.checkpoint.commit import manifest_of
+from shardopt.checkpoint.commit import make_manifest
 from shardopt.checkpoint.format.constants import DTYPES, file_name
-from shardopt.checkpoint.format.manifest import encode_manifest
 from shardopt.checkpoint.planning.assign import check_covers
 from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
@@ -167,7 +166,7 @@ def covers(geometry):
 def manifest_bytes(geometry, size, cut_plain):
     plan = SavePlan(geometry, size, cut_plain)
     reports = [[[file_name("0" * 12, *file), 1, "0" * 16]] for file in plan.files]
-    return encode_manifest(manifest_of("0" * 12, plan, {}, reports))
+    return make_manifest("0" * 12, plan, {}, reports, saved_at=0.0)[1]
 
 
 @settings(max_examples=150)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardopt import checkpoint
-from shardopt.checkpoint import commit as commit_module
+from shardopt.checkpoint import removal
 from shardopt.checkpoint.run import copying
 from shardopt.checkpoint.run import mirror as mirror_module
 from shardopt.checkpoint.run.mirror import Mirror
@@ -118,14 +118,14 @@ def test_a_copy_that_failed_leaves_none_of_its_files_to_one_that_is_committed_me
     there = storage_of(local).child(save(local, 1))
     manifest, data = read_manifest(there)
     there.remove_durably("manifest.json")
-    look = commit_module.referred_in
+    look = removal.referred_in
 
     def late(storage):
         there.publish("manifest.json", data)
         return look(storage)
 
-    monkeypatch.setattr(commit_module, "referred_in", late)
-    commit_module.discard(there, manifest.save_id)
+    monkeypatch.setattr(removal, "referred_in", late)
+    removal.discard(there, manifest.save_id)
     assert there.names() == []
 
 

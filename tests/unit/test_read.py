@@ -4,6 +4,7 @@ import importlib
 import random
 import time
 import tracemalloc
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import commit
+from shardopt.checkpoint.commit import make_manifest, publish_checkpoint
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
@@ -24,7 +25,7 @@ from shardopt.checkpoint.reading import read_plan as plan_module
 from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
 from shardopt.checkpoint.sources import reader as reader_module
 from shardopt.checkpoint.storage import LocalStorage, storage_of
-from shardopt.checkpoint.writing.write import from_memory, write_files
+from shardopt.checkpoint.writing.write import memory_of, write_files
 from shardopt.errors import CheckpointError, CorruptionError, LayoutError, MismatchError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
@@ -81,9 +82,9 @@ def store(path, tensors, boxes, ranks=1):
             )
             for key, t in tensors.items()
         }
-        files = write_files(storage, "0a", RankWrites(plan, rank, views), from_memory(views), None)
+        files = write_files(storage, "0a", RankWrites(plan, rank, views), partial(memory_of, views=views), None)
         reports.append([[file.name, file.nbytes, file.digest] for file in files])
-    commit(storage, "0a", plan, {}, reports)
+    publish_checkpoint(storage, *make_manifest("0a", plan, {}, reports))
     return path
 
 
@@ -363,8 +364,9 @@ def test_what_a_rank_has_for_itself_may_be_hostile(tmp_path):
         storage = storage_of(path)
         storage.make()
         plan = SavePlan(Geometry({}, {"mine": ("mine",)}), 1)
-        files = write_files(storage, "0a", RankWrites(plan, 0), iter, text)
-        commit(storage, "0a", plan, {}, [[[file.name, file.nbytes, file.digest] for file in files]])
+        files = write_files(storage, "0a", RankWrites(plan, 0), torch.empty, text)
+        reports = [[[file.name, file.nbytes, file.digest] for file in files]]
+        publish_checkpoint(storage, *make_manifest("0a", plan, {}, reports))
         with checkpoint.open(path) as reader, pytest.raises(CorruptionError):
             reader.per_rank(0)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
 from shardopt.checkpoint.storage import LocalStorage
 

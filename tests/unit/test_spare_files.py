@@ -8,7 +8,8 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import RECORD_NAME, file_name
-from shardopt.checkpoint.format.manifest import DataFile, decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
+from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.hosts.spare import remove_spares

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.many_files import write_checkpoint
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run import keeper
 from shardopt.checkpoint.storage import RemoteStorage, storage_of
 

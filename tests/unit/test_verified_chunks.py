@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.format.manifest import decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.reading.open_file import DataFileReader

@@ -1,1 +1,1 @@
-"""Writes checkpoints in the formats of others, and anew in our own: streamed, collective, resumable, atomic."""
+"""Writes checkpoints in the formats of others, and again in our own: streamed, collective, resumable, atomic."""

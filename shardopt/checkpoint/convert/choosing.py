@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -131,6 +131,8 @@ def choose(
             tuple(sorted(layout.boxes)),
             new_key[tied[key]] if key in tied else None,
         )
+    own = reader.manifest
+    every = {*own.tensors, *own.values, *own.per_rank, *reader.source.unread, *reader.left_out}
     return Choice(
         reader,
         tensors,
@@ -139,15 +141,10 @@ def choose(
             for key in values
         },
         {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
-        tuple(sorted({*_all_keys(reader)} - {stored_as.get(key, key) for key in chosen})),
+        tuple(sorted(every.difference(stored_as.get(key, key) for key in chosen))),
         {new_key[key]: key for key in per_rank},
         tuple(dict.fromkeys((*(manifest.renamed or ()), *rename.items()))) if rename else manifest.renamed,
     )
-
-
-def _all_keys(reader: CheckpointReader) -> Iterator[str]:
-    yield from (*reader.manifest.tensors, *reader.manifest.values, *reader.manifest.per_rank)
-    yield from (*reader.source.unread, *reader.left_out)
 
 
 def whole_choice(reader: CheckpointReader) -> Choice:

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to the format of others, or anew to our own:
+"""Converts a checkpoint to the format of others, or again to our own:
 
     open → choose → plan → write → commit → check
 

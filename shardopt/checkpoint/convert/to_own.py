@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import xxhash
 
-from shardopt.checkpoint.commit import commit, refuse_committed
+from shardopt.checkpoint.commit import make_manifest, publish_checkpoint, refuse_committed
 from shardopt.checkpoint.convert.choosing import Choice
 from shardopt.checkpoint.convert.out_files import OutFile, Written, files_of_earlier
 from shardopt.checkpoint.convert.plan import OutPlan, refuse_checkpoints
 from shardopt.checkpoint.convert.streaming import Part
 from shardopt.checkpoint.convert.zip_bytes import Take
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, SEGMENT_BYTES, file_name
-from shardopt.checkpoint.format.metrics import pack_metrics
-from shardopt.checkpoint.format.shared_values import encode_each
+from shardopt.checkpoint.format.values import encode_each
 from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
@@ -86,9 +85,16 @@ class OwnPlan(OutPlan):
         for (rank, _), file in zip(self.plan.files, written, strict=True):
             reports[rank].append([file.name, file.nbytes, file.note])
         source = self.choice.reader.manifest
-        metrics = None if source.metrics is None else pack_metrics(source.metrics)
-        values = encode_each(self.choice.values)
-        commit(self.storage, self.save_id, self.plan, values, reports, metrics, source.saved_at, self.choice.renamed)
+        manifest, data = make_manifest(
+            self.save_id,
+            self.plan,
+            encode_each(self.choice.values),
+            reports,
+            metrics=source.metrics,
+            saved_at=source.saved_at,
+            renamed=self.choice.renamed,
+        )
+        publish_checkpoint(self.storage, manifest, data)
 
 
 class OwnFile(OutFile):

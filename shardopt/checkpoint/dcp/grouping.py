@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardopt.checkpoint.format.shared_values import Values
+from shardopt.checkpoint.format.values import Values
 from shardopt.errors import MismatchError, Problem
 from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED
 from shardopt.state import Index, Path, join

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,16 +25,17 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardopt.checkpoint.commit import commit, discard, refuse_committed
+from shardopt.checkpoint.commit import make_manifest, publish_checkpoint, refuse_committed
 from shardopt.checkpoint.dcp.plan import box_of, plan_of, without_nothing
 from shardopt.checkpoint.format.manifest import DataFile
-from shardopt.checkpoint.format.shared_values import encode_each
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
+from shardopt.checkpoint.format.values import encode_each
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
+from shardopt.checkpoint.removal import discard
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.checkpoint.storage import Storage, absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
-from shardopt.checkpoint.writing.write import chunks_in, write_files
+from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.flatten import holds_tensors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -195,7 +196,8 @@ class StorageWriter(DcpStorageWriter):
             with wrap_os_errors(f"commit {storage.url}"):
                 if len(task.members) > 1:
                     remove_marker(storage, task.save_id)
-                commit(storage, task.save_id, plan, encode_each(options), self._reported.files)
+                manifest, data = make_manifest(task.save_id, plan, encode_each(options), self._reported.files)
+                publish_checkpoint(storage, manifest, data)
         except BaseException:
             discard(storage, task.save_id)
             raise
@@ -223,14 +225,14 @@ def _write(
     item_of = {(item.index.fqn, box_of(item)): item for item in items if item.type != WriteItemType.BYTE_IO}
     writes = RankWrites(plan_of([DcpSavePlan(list(items))], rank), rank)
 
-    def chunks_of(request: WriteRequest) -> Iterator[memoryview]:
-        return chunks_in(_resolved(planner, item_of[request.key, request.box], request))
+    def tensor_of(request: WriteRequest) -> Tensor:
+        return _resolved(planner, item_of[request.key, request.box], request)
 
     with wrap_os_errors(f"write to {storage.url}"):
         if rank > 0:
             wait_for_marker(storage, task.save_id)
         values = {item.index.fqn: _encoded(planner, item) for item in items if item.type == WriteItemType.BYTE_IO}
-        return write_files(storage, task.save_id, writes, chunks_of, None), values
+        return write_files(storage, task.save_id, writes, tensor_of, None), values
 
 
 def _resolved(planner: SavePlanner, item: WriteItem, request: WriteRequest) -> Tensor:

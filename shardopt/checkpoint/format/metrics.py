@@ -1,8 +1,7 @@
-"""The metrics of a checkpoint, numbers by name, on their way into the manifest. No I/O."""
+"""The metrics of a checkpoint: numbers by name. No I/O."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +30,3 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     if problems:
         raise StateError("metrics cannot be kept", problems)
     return numbers
-
-
-def pack_metrics(metrics: Mapping[str, Any]) -> bytes:
-    """Encodes metrics as JSON. Raises StateError, as `numbers_of`."""
-    return json.dumps(numbers_of(metrics)).encode()

@@ -20,12 +20,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_STORED_DTYPES: dict[torch.dtype, Dtype] = {TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+STORED_DTYPES: dict[torch.dtype, Dtype] = {TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+"""The stored form of each dtype that has one."""
 
 
 def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
     """Returns the stored form of a dtype. Raises StateError for one that has no form, such as a quantized one."""
-    known = _STORED_DTYPES.get(dtype)
+    known = STORED_DTYPES.get(dtype)
     if known is None:
         problem = Problem(key, f"dtype {dtype}", f"one of {', '.join(DTYPES)}", "convert it before saving")
         raise StateError("a tensor cannot be stored", [problem])

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_LIMIT_BYTES, RECORD_NAME, is_sealed
-from shardopt.checkpoint.format.manifest import decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.hosts.holders import holders_of, missing, survives
 from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of, split
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint

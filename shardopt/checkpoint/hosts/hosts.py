@@ -134,7 +134,7 @@ def hosts_of(ranks: Ranks, root: str, domain: str | None = None) -> Hosts:
     Args:
         root: of the directory on each host; ranks may give other paths for it.
         domain: the failure domain of this rank's host; that of its leader counts. None for any. Where they have met
-            under others, they meet anew.
+            under others, they meet again.
 
     Raises:
         CheckpointError: a host's directory cannot be used.

@@ -113,7 +113,8 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
             if members[key].is_buffer:
                 assign_key(key, _TO_FIRST)
         left = [key for key in groups[holders] if key not in assigned]
-        whole = [] if cut_plain else [key for key in left if _would_be_cut(members[key])]
+        plain = [] if cut_plain else [key for key in left if members[key].layout.holders is None]
+        whole = [key for key in plain if members[key].nbytes > 2 * _CUT_BYTES]  # a line may be cut within these
         ranks = np.array(holders.ranks[0])
         for key in sorted(whole, key=lambda key: -members[key].nbytes):
             assign_key(key, ((1.0, int(load[ranks].argmin())),))
@@ -122,11 +123,6 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
         for key in keys:
             assign_key(key, *[line.take(members[key]) for line in lines])
     return {key: assigned[key] for key in members}
-
-
-def _would_be_cut(member: Member) -> bool:
-    """Whether a tensor is plain and so large that a line may be cut within it."""
-    return member.layout.holders is None and member.nbytes > 2 * _CUT_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,20 +11,11 @@ import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.paths import encode_path
-from shardopt.checkpoint.format.shared_values import pack
-from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, stored_dtype
+from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, STORED_DTYPES, has_no_memory, stored_dtype
+from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.planning.assign import Member
-from shardopt.checkpoint.planning.buffers import buffers_in
-from shardopt.checkpoint.planning.drift import Groups
-from shardopt.checkpoint.planning.ownership import refuse_strange_parameters, refuse_unshared
-from shardopt.checkpoint.planning.replica_check import (
-    CheckReplicas,
-    Contents,
-    contents_of,
-    groups_of,
-    summary_of,
-)
+from shardopt.checkpoint.planning.ownership import buffers_in, check_optimizers
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout
@@ -53,11 +44,6 @@ class Description:
     buffers: frozenset[str] = frozenset()  # keys of tensors of which each rank may have other values
     contents_come_later: bool = False  # with what is written; until then there are none
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether some tensor is known only as far as this rank holds it."""
-        return any(layout.local for _, _, layout in self.tensors.values())
-
     def geometry_fingerprint(self) -> str:
         """Returns a hash, equal on two ranks, and in two saves, that describe the same tensors in the same places."""
         aliases = sorted((key, first) for key, (first, _) in self.aliases.items())
@@ -65,25 +51,19 @@ class Description:
         for key, first in sorted(self.tied.items()):
             words += (key, first)
         words += ("buffers", *sorted(self.buffers)) if self.buffers else ()
-        for key, path in self.per_rank.items():
-            words += (key, *_path_words(key, path))
-        words.append("")
+        words += (json.dumps({key: encode_path(key, path) for key, path in self.per_rank.items()}), "")
         for key in sorted(self.tensors):
             path, dtype, layout = self.tensors[key]
-            words += (key, dtype.name, layout.fingerprint, *_path_words(key, path))
+            try:
+                parts = "\1".join(path)  # type: ignore[arg-type]  # a path with parts that are no str is written below
+            except TypeError:  # a position in a list is no key of a dict, and the key 0 is not "0"
+                parts = json.dumps(encode_path(key, path))
+            words += (key, parts, dtype.name, layout.fingerprint)
         return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
     def values_fingerprint(self) -> str:
         """Returns a hash that is equal on two ranks if they have the same plain values."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.values_json(), sort_keys=True).encode())
-
-    def contents_summary(self, members: Mapping[str, Member]) -> dict[str, str]:
-        """Returns a few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
-        return summary_of(self.contents, self.views, members, self.buffers)
-
-    def contents_in_groups(self, members: Mapping[str, Member]) -> Groups:
-        """Returns the hashes that a summary with these members is of."""
-        return groups_of(self.contents, self.views, members, self.buffers)
 
     def geometry_json(self) -> dict[str, Any]:
         """Encodes tensors, ties and the keys of values per rank, for `merge_geometry`."""
@@ -119,18 +99,23 @@ class Geometry:
     tied: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
 
 
-def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int, ...] | None = None) -> Description:
+def describe(
+    flat: FlatState,
+    check_replicas: CheckReplicas,
+    members: tuple[int, ...] | None = None,
+    is_alone: bool = False,
+) -> Description:
     """Describes this rank's state.
 
     Args:
         check_replicas: which bytes of replicas are hashed.
         members: the numbers in the job of those ranks that save, where these are not numbered so themselves.
+        is_alone: whether no other rank saves, so that nothing can differ between ranks.
 
     Raises:
         StateError, LayoutError: something in it cannot be stored; names all of it.
     """
-    refuse_strange_parameters(flat)
-    refuse_unshared(flat)
+    check_optimizers(flat)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
@@ -141,55 +126,63 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     shared: dict[int, Any] = {}  # options of a group, by identity: each of its parameters has the same
     stand_for_others = set(flat.tied.values())
     for key, leaf in flat.leaves.items():
+        path, value = leaf.path, leaf.value
         try:
-            if isinstance(leaf.value, Tensor):
-                view = view_of(leaf.value, key).numbered_in(members, all_of=key)
-                if stand_for_others and not stand_for_others.isdisjoint(leaf.path):
+            if isinstance(value, Tensor):
+                view = view_of(value, key)
+                if members is not None:
+                    view = view.numbered_in(members, all_of=key)
+                if stand_for_others and not stand_for_others.isdisjoint(path):
                     view = view.known_in_part()  # others may lie on other meshes
                 views[key] = view
-                tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
-                at = [piece.tensor.data_ptr() for piece in view.pieces]
-                addresses[key] = at[0] if at else 0
-                if 0 in at and any(has_no_memory(piece.tensor) for piece in view.pieces):
-                    problem = (
-                        Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
-                        if view.pieces[0].tensor.is_meta
-                        else Problem(key, GIVEN_BACK, "a tensor with values", "save while its parameter is there")
-                    )
-                    raise StateError("a tensor cannot be stored", [problem])
-            elif isinstance(leaf.value, PerRank):
-                per_rank[key] = leaf.path
-                own_values[key] = encode_value(leaf.value.value, key)
-            elif type(leaf.value) is dict:
-                if id(leaf.value) not in shared:
-                    shared[id(leaf.value)] = encode_value(leaf.value, key)
-                values[key] = leaf.path, shared[id(leaf.value)]
+                tensors[key] = path, STORED_DTYPES.get(view.dtype) or stored_dtype(view.dtype, key), view.layout
+                addresses[key] = view.pieces[0].tensor.data_ptr() if view.pieces else 0
+                for piece in view.pieces:
+                    if not piece.tensor.data_ptr():
+                        _refuse_without_memory(key, view)
+            elif isinstance(value, PerRank):
+                per_rank[key] = path
+                own_values[key] = encode_value(value.value, key)
+            elif type(value) is dict:
+                if id(value) not in shared:
+                    shared[id(value)] = encode_value(value, key)
+                values[key] = path, shared[id(value)]
             else:
-                values[key] = leaf.path, encode_value(leaf.value, key)
+                values[key] = path, encode_value(value, key)
         except (StateError, LayoutError) as error:
             refused.append(error)
     if refused:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
-    refuse_untied(flat, views)
-    contents = contents_of(views, check_replicas)
-    tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
-    unmatched = flat.unmatched_patterns()
-    aliases = {key: (first, path) for key, (first, path) in flat.aliases.items() if first in tensors}
+    tied: dict[str, str] = {}
+    if len({*addresses.values()}) < len(addresses):
+        same = tied_in(views, addresses)
+        tied = {key: first for key, first in same.items() if views[key].layout == views[first].layout}
+    if flat.twins:
+        refuse_untied(flat, views)
     return Description(
-        views,
-        tensors,
-        values,
-        per_rank,
-        contents,
-        own_values,
-        check_replicas,
-        tied,
-        unmatched,
-        aliases,
-        flat.tied,
-        buffers_in(flat, views),
+        views=views,
+        tensors=tensors,
+        values=values,
+        per_rank=per_rank,
+        contents={} if is_alone or check_replicas == "none" else contents_of(views, check_replicas),
+        own_values=own_values,
+        check_replicas=check_replicas,
+        tied=tied,
+        unmatched=flat.unmatched_patterns(),
+        aliases={key: (first, path) for key, (first, path) in flat.aliases.items() if first in tensors},
+        declared=flat.tied,
+        buffers=frozenset() if is_alone else buffers_in(flat, views),
     )
+
+
+def _refuse_without_memory(key: str, view: View) -> None:
+    """Raises StateError for a tensor whose elements have no memory."""
+    if any(has_no_memory(piece.tensor) for piece in view.pieces):
+        found, remedy = GIVEN_BACK, "save while its parameter is there"
+        if view.pieces[0].tensor.is_meta:
+            found, remedy = "a tensor on the meta device", "initialize it first"
+        raise StateError("a tensor cannot be stored", [Problem(key, found, "a tensor with values", remedy)])
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:
@@ -214,14 +207,3 @@ def with_aliases(
         aliases: those that were declared.
     """
     return {**tied, **{key: (tied.get(first, (first,))[0], path) for key, (first, path) in aliases.items()}}
-
-
-def _path_words(key: str, path: Path) -> tuple[str, str]:
-    """Returns two texts that, with the key, identify a path: where its parts end, and of what kind they are.
-
-    A position in a list is no key of a dict, and the key 0 is not "0".
-    """
-    try:
-        return "\1".join(path), ""  # type: ignore[arg-type]  # of what is no str the lines below make another form
-    except TypeError:
-        return "", json.dumps(encode_path(key, path))

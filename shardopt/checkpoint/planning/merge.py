@@ -16,8 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.format.paths import decode_path, encode_path
-from shardopt.checkpoint.format.shared_values import Values, unpack
+from shardopt.checkpoint.format.values import Values, decode_path, encode_path, unpack
 from shardopt.checkpoint.planning.assign import Assignment, Member
 from shardopt.checkpoint.planning.describe import Geometry, with_aliases
 from shardopt.errors import Problem, StateError

@@ -1,20 +1,26 @@
-"""The checks that optimizers step the parameters of the models beside them, and that these are saved for each island.
+"""What optimizers and modules of an app say of its tensors: whose parameters are stepped, and which may differ.
 
 An optimizer that is made too early steps tensors that nobody uses; one of islands has weights that differ between them.
+Buffers, such as running statistics, may have other values on each rank: batch norm under data parallelism counts what
+that rank has seen. As where a model is broadcast, the first rank that holds a buffer speaks for all. Parameters and the
+state of optimizers are never buffers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.names import plain_name
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import local_tensors
 from shardopt.state import FlatState, RestoreTarget, join
 
 _REMEDY = (
@@ -23,56 +29,65 @@ _REMEDY = (
 )
 
 
-def refuse_strange_parameters(flat: FlatState) -> None:
-    """Refuses an optimizer of parameters that no module of the app has, where a module has others in their place.
+def check_optimizers(flat: FlatState) -> None:
+    """Checks that optimizers step the parameters of the models beside them, and that what differs may be saved as one.
 
-    That happens where `keyed(...)` comes before `fully_shard(model)`, or where the model was made anew: steps run, and
-    the model never changes. A parameter is in the place of another that has the same name, shape, dtype and kind of
-    device; one on the meta device in that of any with its name and shape; and where the optimizer steps others of the
-    module itself, one in that of another shape (tables of tokens are made larger). Optimizers that know no names are
-    compared as a whole. An optimizer whose model is not in the app passes.
+    An optimizer of parameters that no module of the app has, where a module has others in their place, is refused. That
+    happens where `keyed(...)` comes before `fully_shard(model)`, or where the model was made again: steps run, and the
+    model never changes. An optimizer whose model is not in the app passes.
+
+    So are parameters under a key that all ranks share, while ranks have values of their own by intent
+    (`unshared_tensors()`). That replicas have drifted apart is found without this, but by samples; where few rows have
+    changed these may miss it.
 
     Raises:
-        StateError: names each such optimizer, and a parameter.
+        StateError: names each such optimizer, and a parameter; or each such key.
     """
     optimizers = [each for each in flat.targets if isinstance(each.object, Optimizer)]
-    modules = {join(each.path): _parameters_of(each) for each in flat.targets if isinstance(each.object, Module)}
-    if not (optimizers and modules):
-        return
-    owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
+    modules = [each for each in flat.targets if isinstance(each.object, Module)] if optimizers else []
+    owned = {id(each) for module in modules for each in module.state.values() if isinstance(each, Parameter)}
+    places: dict[int, tuple[str, ...]] = {}
+    strange = []
+    for each in optimizers:
+        optimizer: Any = each.object
+        if hasattr(optimizer, "unshared_tensors"):
+            places |= {id(tensor): place for place, own in optimizer.unshared_tensors() for tensor in own}
+        stepped = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+        if modules and not owned.issuperset(stepped):
+            strange.append(each)
+    if strange:
+        _refuse_strange(strange, {join(each.path): _parameters_of(each) for each in modules})
+    if places:
+        _refuse_unshared(flat, places)
+
+
+def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> None:
+    """Raises StateError for tensors that stand elsewhere than under the part of a path that they belong under."""
     problems = []
-    for target in optimizers:
-        for optimizer in _children_of(target.object):
-            problem = _strange(join(target.path), optimizer, modules, owned)
-            if problem is not None:
-                problems.append(problem)
-    if problems:
-        raise StateError("an optimizer steps tensors that are no parameters of the model", problems)
-
-
-def refuse_unshared(flat: FlatState) -> None:
-    """Refuses parameters under a key that all ranks share, while ranks have values of their own by intent.
-
-    An optimizer whose `unshared_tensors()` has any now says so, and under which parts of a path they belong. That
-    replicas have drifted apart is found without this, but by samples; where few rows have changed these may miss it.
-
-    Raises:
-        StateError: names each such key.
-    """
-    problems = []
-    for target in flat.targets:
-        unshared = getattr(target.object, "unshared_tensors", None)
-        if not isinstance(target.object, Optimizer) or unshared is None:
-            continue
-        places = {id(tensor): place for place, tensors in unshared() for tensor in tensors}
-        for key, leaf in flat.leaves.items() if places else ():
-            place = places.get(id(leaf.value), ())
-            if place and not any(leaf.path[start : start + len(place)] == place for start in range(len(leaf.path))):
-                found = "a parameter that has other values on other islands, under a key that they share"
-                remedy = 'put the model there by {**optimizer.own({"model": model})}, or save where islands have met'
-                problems.append(Problem(key, found, f"a key with {join(place)!r} in it", remedy))
+    for key, leaf in flat.leaves.items():
+        place = places.get(id(leaf.value), ())
+        if place and not any(leaf.path[start : start + len(place)] == place for start in range(len(leaf.path))):
+            found = "a parameter that has other values on other islands, under a key that they share"
+            remedy = 'put the model there by {**optimizer.own({"model": model})}, or save where islands have met'
+            problems.append(Problem(key, found, f"a key with {join(place)!r} in it", remedy))
     if problems:
         raise StateError("values of several islands cannot be saved as one", problems)
+
+
+def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raises StateError for optimizers of parameters in whose place a module has others.
+
+    A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
+    device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
+    that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole.
+    """
+    owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
+    each_with_path = [(each.path, child) for each in optimizers for child in _children_of(each.object)]
+    problems = [_strange(join(path), optimizer, modules, owned) for path, optimizer in each_with_path]
+    if any(problems):
+        raise StateError(
+            "an optimizer steps tensors that are no parameters of the model", [each for each in problems if each]
+        )
 
 
 def _strange(
@@ -162,3 +177,43 @@ def _replaces(own: Tensor, tensor: Tensor, steps_others: bool) -> bool:
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.dtype, tensor.device.type)
+
+
+def buffers_in(flat: FlatState, views: Mapping[str, View]) -> frozenset[str]:
+    """Returns the keys of tensors that lie in the memory of a buffer of some module, or of an average of one.
+
+    Modules are those of the app, and those that other objects of the app have as attributes.
+
+    Args:
+        views: of this rank's tensors.
+    """
+    memory = {_place(local) for each in flat.targets for local in _buffers_of(each.object, each.state)}
+    if not memory:
+        return frozenset()
+    return frozenset(key for key, view in views.items() if any(_place(piece.tensor) in memory for piece in view.pieces))
+
+
+def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the local tensors of what ranks may have with other values in the state of an object."""
+    averages = getattr(target, "averages_of_buffers", None)
+    if isinstance(target, Optimizer) or all(isinstance(each, Parameter) for each in state.values()):
+        return
+    if averages is not None:
+        yield from averages()
+        return
+    for module in [target] if isinstance(target, Module) else _modules_within(target):
+        owned = {_place(local) for each in module.parameters() for local in local_tensors(each)}
+        for buffer in module.buffers():
+            yield from (local for local in local_tensors(buffer) if local.data_ptr() and _place(local) not in owned)
+
+
+def _modules_within(target: object) -> Iterator[Module]:
+    """Yields the modules that an object has as attributes, and those in lists and dicts that begin with one."""
+    for value in getattr(target, "__dict__", {}).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if isinstance(next(iter(values), None), Module):
+            yield from (each for each in values if isinstance(each, Module))
+
+
+def _place(local: Tensor) -> tuple[torch.device, int]:
+    return local.device, local.data_ptr()

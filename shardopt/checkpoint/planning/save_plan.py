@@ -129,6 +129,10 @@ class RankWrites:
             self._headers[slot] = per_rank_bytes, header
         return header
 
+    def tensor_bytes(self, slot: int) -> int:
+        """Returns the bytes of tensors in one of this rank's data files."""
+        return sum(request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ()))
+
     def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
         """Returns the size of one of this rank's data files in bytes."""
         bodies = [request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ())] + [per_rank_bytes]

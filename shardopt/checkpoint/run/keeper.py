@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
+from shardopt.checkpoint.removal import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run

@@ -19,7 +19,8 @@ from shardopt.checkpoint.format.constants import (
     is_sealed,
     writer_of,
 )
-from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
+from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.hosts.directory import is_host_directory
 from shardopt.checkpoint.hosts.hosts import PREFIX
 from shardopt.checkpoint.reading.open_file import DataFileReader

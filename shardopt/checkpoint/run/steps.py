@@ -172,7 +172,7 @@ class Steps:
 
     def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
         """Returns terms with what a save may refer to, and where it goes where there is no room."""
-        return replace(terms, base=self._after.base if self._incremental else None, instead=tuple(urls[1:]))
+        return replace(terms, base=self._after.base if self._incremental else None, fallback_urls=tuple(urls[1:]))
 
     def restore(
         self,

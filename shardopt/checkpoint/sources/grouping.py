@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.manifest import StoredTensors
-from shardopt.checkpoint.format.shared_values import Values
+from shardopt.checkpoint.format.values import Values
 from shardopt.param_groups import PARAM_GROUPS, are_named, options_by_member
 from shardopt.state import Index, Path, join, nest
 from shardopt.values import canonical, encode_value

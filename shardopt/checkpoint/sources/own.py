@@ -20,7 +20,8 @@ from shardopt.checkpoint.format.constants import (
     load_json,
     without_duplicates,
 )
-from shardopt.checkpoint.format.manifest import DataFile, decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
+from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import HEAD_BYTES, DataFileReader, ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest

@@ -13,7 +13,8 @@ from shardopt.checkpoint.format.constants import (
     damaged,
     is_sealed,
 )
-from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
+from shardopt.checkpoint.format.decoding import decode_manifest
+from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem

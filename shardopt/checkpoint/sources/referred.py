@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, SEAL_BYTES, damaged
-from shardopt.checkpoint.format.manifest import DataFile, references_in
+from shardopt.checkpoint.format.decoding import references_in
+from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CorruptionError
 from shardopt.world import world

@@ -44,7 +44,7 @@ class PendingSave:
         self._error: BaseException | None = None
         self._reported = False
         self._outlived = False  # whether the program ended before the save did
-        track(self)
+        _tracked.append(self)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, and returns the report of the save. Local.
@@ -163,11 +163,7 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
 
 
 _tracked: list[PendingSave] = []
-
-
-def track(save: PendingSave) -> None:
-    """Adds a save to those of which nothing was reported to the program yet."""
-    _tracked.append(save)
+"""The saves of which nothing was reported to the program yet."""
 
 
 def untrack(save: PendingSave) -> None:

@@ -10,24 +10,20 @@ save never refers to a reference, however many there are.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 from torch import Tensor
 
-from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME, SEGMENT_BYTES, segment_count
-from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, segment_count
+from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.planning.save_plan import RankWrites, WriteRequest
-from shardopt.checkpoint.reading.open_file import DataFileReader, form_of
-from shardopt.checkpoint.sources.own import OwnSource
-from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.writing.base import Base, Part, columns_of, rows_of
 from shardopt.checkpoint.writing.write import memory_of, to_host
-from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 
@@ -36,115 +32,6 @@ _LEAST_SHARE = 16  # of a box's bytes, one in so many: fewer in a row are not wo
 _MOST_PARTS = 64  # of a box, or it is written whole again: manifests are not to grow with the number of saves
 
 _LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for the sake of a few
-
-_log = logging.getLogger("shardopt.checkpoint")
-
-
-class Part(NamedTuple):
-    """Rows of a box that a rank is to write, `begin` up to `end` of the tensor's.
-
-    `unchanged_in` is the number of the base's box that has them; None where they have changed.
-    """
-
-    begin: int
-    end: int
-    unchanged_in: int | None
-
-
-class Base:
-    """The earlier save that a save refers to.
-
-    Args:
-        url: of a committed checkpoint.
-        target: where the new one is to be.
-        data: the bytes of its manifest, where another rank has read them; None to read them here.
-
-    Raises:
-        OptionError: it does not lie beside the new one.
-        CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
-    """
-
-    def __init__(self, url: str, target: Storage, data: bytes | None = None) -> None:
-        storage = storage_of(url)
-        parent, target_parent = storage.parent(), target.parent()
-        if parent is None or target_parent is None or parent[0].url != target_parent[0].url:
-            where = target.url if target_parent is None else target_parent[0].url
-            problem = Problem("base", storage.url, f"a checkpoint in {where}, beside the new one", "save beside it")
-            raise OptionError("a save cannot refer to that", [problem])
-        self.directory = parent[1]
-        if not DIRECTORY_NAME.fullmatch(self.directory):
-            required = "a directory named by ASCII letters, digits and =+,@~._-"
-            problem = Problem("base", repr(self.directory), required, "give the directory another name")
-            raise OptionError("a save cannot refer to that", [problem])
-        self.source = OwnSource(storage, data)
-        self.manifest = self.source.manifest
-        self._files: dict[int, DataFileReader | None] = {}
-        self._columns: dict[StoredLayout, Mapping[tuple[Any, ...], list[tuple[int, int, int]]]] = {}
-
-    @property
-    def digest(self) -> str:
-        return self.source.digest
-
-    def is_there(self) -> bool:
-        """Whether the manifest is still there that was read."""
-        try:
-            data = self.source.storage.read(MANIFEST_NAME)
-        except FileNotFoundError:
-            return False
-        return xxhash.xxh3_64_hexdigest(data) == self.digest
-
-    def data_file(self, number: int) -> DataFile:
-        """Returns one of the base's files as a checkpoint beside it refers to it."""
-        file = self.manifest.files[number]
-        return DataFile(file.name, file.nbytes, file.digest, file.directory or self.directory)
-
-    def bytes_in(self, number: int) -> int:
-        """Returns the bytes of tensors in one of the base's files, which must have been opened."""
-        file = self._files.get(number)
-        entries = [] if file is None else [*file.entries.values()]
-        return entries[-1].begin - entries[0].begin if entries else 0
-
-    def layout_of(self, request: WriteRequest) -> StoredLayout | None:
-        """Returns the layout that the base has of a tensor; None where it has none of its name and dtype."""
-        tensor = self.manifest.tensors.get(request.key)
-        if tensor is None or tensor.tied_to is not None or tensor.stored_as is not None:
-            return None  # data files have it under another key
-        if tensor.dtype.name != request.dtype.name or len(tensor.layout.shape) != len(request.box.sizes):
-            return None
-        return tensor.layout
-
-    def file_of(self, request: WriteRequest, part: Part) -> int:
-        """Returns the number of the base's file that has an unchanged part of a box."""
-        layout = self.layout_of(request)
-        assert layout is not None and part.unchanged_in is not None
-        return layout.files[part.unchanged_in]
-
-    def rows_like(self, layout: StoredLayout, box: Box) -> list[tuple[int, int, int]]:
-        """Returns first and last row (exclusive) and number of those stored boxes that have a box's columns."""
-        if layout not in self._columns:
-            columns: defaultdict[tuple[Any, ...], list[tuple[int, int, int]]] = defaultdict(list)
-            for number, stored in enumerate(layout.boxes):
-                columns[_columns_of(stored)].append((*_rows_of(stored), number))
-            for rows in columns.values():
-                rows.sort()
-            self._columns[layout] = columns
-        return self._columns[layout].get(_columns_of(box), [])
-
-    def checksums(self, number: int, request: WriteRequest, entry: StoredEntry) -> bytes | None:
-        """Returns the checksums of an entry of one of the base's files; None where it is not as it was written."""
-        try:
-            if number not in self._files:
-                self._files[number] = None
-                self._files[number] = self.source.open_file(number)
-            file = self._files[number]
-            return (
-                None
-                if file is None
-                else file.checksums(file.entry(entry.key(request.key), form_of(request.dtype, entry.box)))
-            )
-        except CheckpointError as error:
-            _log.warning("what an earlier save has is written again: %s", error)
-            return None
 
 
 def cut_by_changes(
@@ -172,7 +59,7 @@ def cut_by_changes(
             if not of_box:
                 left[slot].append(request)
                 continue
-            parts[slot][position] = of_box = _with_changed(of_box, *_rows_of(request.box))
+            parts[slot][position] = of_box = _with_changed(of_box, *rows_of(request.box))
             for part in of_box:
                 if part.unchanged_in is None:
                     left[slot].append(_patch(request, part))
@@ -231,7 +118,7 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
     layout = base.layout_of(request)
     if layout is None:
         return []
-    first, last = _rows_of(request.box)
+    first, last = rows_of(request.box)
     same: list[Part] = []
     memory = _Memory(tensor)
     for begin, end, number in base.rows_like(layout, request.box):
@@ -240,7 +127,7 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
             continue
         if not request.box.numel and layout.boxes[number] != request.box:
             continue
-        if _columns_of(entry.box) != _columns_of(request.box):
+        if columns_of(entry.box) != columns_of(request.box):
             continue
         sums = base.checksums(layout.files[number], request, entry)
         if sums is not None and not request.box.numel:
@@ -274,8 +161,8 @@ def _unchanged_rows(
     """Yields ranges of rows, of those of a box that an entry has, whose segments have the checksums of the entry."""
     row_bytes = _row_bytes(request)
     unit = SEGMENT_BYTES // gcd(SEGMENT_BYTES, row_bytes)
-    box_begin, _ = _rows_of(request.box)
-    entry_begin, entry_end = _rows_of(entry.box)
+    box_begin, _ = rows_of(request.box)
+    entry_begin, entry_end = rows_of(entry.box)
     begin = entry_begin + -(-(rows[0] - entry_begin) // unit) * unit
     end = rows[1] if rows[1] == entry_end else entry_begin + (rows[1] - entry_begin) // unit * unit
     if begin >= end:
@@ -327,7 +214,7 @@ def _entry_of(part: Part, layout: StoredLayout) -> tuple[int, StoredEntry]:
 
 def _patch(request: WriteRequest, part: Part) -> WriteRequest:
     """Returns the request for some rows of a box."""
-    first, _ = _rows_of(request.box)
+    first, _ = rows_of(request.box)
     begin, rows = part.begin - first, part.end - part.begin
     box, inner = request.box, request.inner or Box((0,) * len(request.box.sizes), request.box.sizes)
     return request._replace(
@@ -355,11 +242,3 @@ class _Memory:
 
 def _row_bytes(request: WriteRequest) -> int:
     return prod(request.box.sizes[1:]) * request.dtype.itemsize
-
-
-def _rows_of(box: Box) -> tuple[int, int]:
-    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
-
-
-def _columns_of(box: Box) -> tuple[Any, ...]:
-    return box.offsets[1:], box.sizes[1:]

@@ -1,4 +1,4 @@
-"""Plain values of which many keys have the same, each stored once, such as the options of a group for each member.
+"""Paths and plain values as members of a JSON object; a value that many keys share, such as a group's options, once.
 
     {"values": {key: [path, value]}, "shared_values": [value, ...], "shared": {key: [path, number]}}
 
@@ -11,12 +11,31 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardopt.checkpoint.format.paths import decode_path, encode_path
-from shardopt.state import Path
+from shardopt.checkpoint.format.constants import read_size
+from shardopt.state import Index, Path
 from shardopt.values import decode_value, encode_value
 
 Values = Mapping[str, tuple[Path, Any]]
 """Plain values by key, with their paths."""
+
+_SHARED = {"dict", "counter"}  # the forms of values that are stored once for all keys that have one object
+
+
+def encode_path(key: str, path: Path) -> Any:
+    """Encodes a path as JSON: null where it is the key split at its dots; else its parts, a list's index as [index]."""
+    if list(path) == key.split("."):
+        return None
+    return [[int(part)] if isinstance(part, Index) else part for part in path]
+
+
+def decode_path(key: str, wire: Any) -> Path:
+    """Decodes a path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
+    if wire is None:
+        return tuple(key.split("."))
+    path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
+    if not all(type(part) in (str, int, Index) for part in path) or ".".join(map(str, path)) != key:
+        raise ValueError(f"a path that is not that of {key!r}")
+    return path
 
 
 def encode_each(values: Values) -> dict[str, tuple[Path, Any]]:
@@ -44,7 +63,7 @@ def _each(values: Values, convert: Callable[[Any, str], Any]) -> dict[str, tuple
 
 def pack(wires: Values) -> dict[str, Any]:
     """Returns values that are in typed JSON as members of a JSON object."""
-    uses = Counter(id(wire) for _, wire in wires.values() if isinstance(wire, dict))
+    uses = Counter(id(wire) for _, wire in wires.values() if type(wire) is dict and not _SHARED.isdisjoint(wire))
     numbers: dict[int, int] = {}
     packed: dict[str, Any] = {"values": {}}
     shared_values: list[Any] = []

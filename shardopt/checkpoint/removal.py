@@ -1,0 +1,97 @@
+"""Removes checkpoints, and the files of saves that have failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.referred import References, references_under, referred_in
+from shardopt.checkpoint.storage import Storage, is_temporary
+from shardopt.errors import CheckpointNotFoundError
+from shardopt.world import world
+
+_FEW_FILES = 16  # that are removed one after the other
+_THREADS = 4
+_FAR_THREADS = 32  # where they wait for answers all the time
+
+
+def discard(storage: Storage, save_id: str) -> None:
+    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be.
+
+    Of a copy there may be a second process that makes it again, and commits it now: then its manifest is removed too.
+    """
+    with suppress(Exception):  # the error that is being raised must not be hidden by another
+        if _committed_id(storage) != save_id and not storage.may_appear(MANIFEST_NAME):
+            own = [name for name in storage.names() if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-")]
+            referred = referred_in(storage) if own else ()  # to the first copies of what is copied again
+            removed = [name for name in own if name not in referred]
+            for name in removed:
+                storage.remove(name)
+            if removed and _committed_id(storage) == save_id:
+                storage.remove_durably(MANIFEST_NAME)
+
+
+def _committed_id(storage: Storage) -> str | None:
+    """Returns the id of the save that is committed; None where there is none."""
+    try:
+        return read_manifest(storage)[0].save_id
+    except CheckpointNotFoundError:
+        return None
+
+
+def remove_checkpoint(storage: Storage) -> None:
+    """Removes a checkpoint, or the remains of one. Killed at any point, it leaves none, or one that is whole.
+
+    Only files that saves write are removed; the directory too, unless somebody else has put something there. Data files
+    to which checkpoints beside it refer stay, without a manifest, until the last of these is removed.
+    """
+    remove_checkpoints([storage])
+
+
+def remove_checkpoints(storages: Sequence[Storage]) -> None:
+    """Removes several checkpoints in the directory of one run as `remove_checkpoint` does; looks once for references.
+
+    Raises:
+        CheckpointError: a manifest beside them cannot be read. They are no checkpoints any more then, and have all
+            their data files.
+    """
+    for storage in storages:
+        storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    names = {
+        storage: [name for name in storage.names() if FILE_NAME.fullmatch(name) or is_temporary(name)]
+        for storage in storages
+    }
+    # After the manifests: from now on no save can refer to what only they had.
+    referred = _referred_in([storage for storage in storages if names[storage]])
+    for storage in storages:
+        _remove_each(storage, [name for name in names[storage] if name not in referred[storage]])
+        storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
+        storage.remove_if_empty()
+
+
+def _remove_each(storage: Storage, names: Sequence[str]) -> None:
+    """Removes files, as many at a time as a storage can take; a job leaves one or more for each of its ranks."""
+    if len(names) <= _FEW_FILES:
+        for name in names:
+            storage.remove(name)
+        return
+    threads = _FAR_THREADS if storage.is_remote else _THREADS
+    with world().thread_pool(threads, "shardopt-remove") as pool:
+        for _ in pool.map(storage.remove, names):
+            pass
+
+
+def _referred_in(storages: Sequence[Storage]) -> dict[Storage, frozenset[str]]:
+    """Returns the names of files in these directories to which checkpoints beside them refer."""
+    if len(storages) == 1:
+        return {storages[0]: referred_in(storages[0])}
+    of_roots: dict[str, References] = {}
+    referred: dict[Storage, frozenset[str]] = {}
+    for storage in storages:
+        parent = storage.parent()
+        if parent is not None and parent[0].url not in of_roots:
+            of_roots[parent[0].url] = references_under(parent[0])
+        referred[storage] = frozenset() if parent is None else of_roots[parent[0].url].get(parent[1], frozenset())
+    return referred
