@@ -252,9 +252,9 @@ def _malformed(actual: str) -> StateError:
 class KeyProbes:
     """Where CPython looks for the keys of one dict or set as it grows: whether they were chosen to be looked for long.
 
-    Hashes of texts are salted; those of ints, and of tuples of them, anyone can work out, and choose keys such that each
-    comes upon all the places that those before it have taken. Then n keys take a time of n². Here the places are walked
-    without them, and counted.
+    Hashes of texts are salted; those of ints, and of tuples of them, anyone can work out, and choose keys such that
+    each comes upon all the places that those before it have taken. Then n keys take a time of n². Here the places are
+    walked without them, and counted.
 
     Args:
         is_set: which of the two; their rules differ.
