@@ -5,8 +5,8 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.cli import main
-from shardopt.key_probes import KeyProbes
 from shardopt.sharding.box import Box, cover_faults
+from shardopt.values import KeyProbes
 from tests.hostile.bounds import use
 from tests.hostile.small_files import BOXES, CASES, HUGE, SIZE, dict_collisions, own, pinwheel, torch_file
 

@@ -21,7 +21,6 @@ FLOORS = {
     "version": -1,
     "errors": 0,
     "exports": 0,
-    "key_probes": 0,
     "names": 0,
     "casts": 0,
     "world": 0,

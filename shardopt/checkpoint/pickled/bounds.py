@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.checkpoint.pickled.tensor_globals import TensorRecord
 from shardopt.errors import FormatError, Problem
-from shardopt.key_probes import KeyProbes
+from shardopt.values import KeyProbes
 
 MOST_DEPTH = 100
 """How deep containers may lie in one another: what walks through them by recursion can do so."""
