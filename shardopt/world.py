@@ -38,7 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
     TCPStore,
 )
 
-from shardopt.sockets import (
+from shardopt.runtime.sockets import (
     OFTEN_SECONDS,
     addresses_of_interfaces,
     bind,

@@ -88,7 +88,7 @@ def test_a_restore_does_not_mix_a_new_branch_with_those_that_it_knew():
 
 def test_who_ends_while_it_is_asked_where_it_is_has_ended():
     """Rank 0 gives up for another's sake while rank 2 waits for it, and leaves when rank 2 has begun to ask it."""
-    faults = (Fault("signal", 0, at=16), Fault("stop", 0, rank=1, at=10, beside=18))
+    faults = (Fault("signal", 0, at=15), Fault("stop", 0, rank=1, at=9, beside=18))
     outcome = simulate(Schedule(40333, (Job(ranks=3, saves=1, stops=True),), faults))
     assert outcome.problems == []
     (told,) = [what for _, who, what in outcome.trace if who == "job 0 rank 2" and "RankError" in what]

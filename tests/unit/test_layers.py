@@ -17,7 +17,7 @@ from tests.support.source import PACKAGE, ROOT, Source, sources
 # Floors, from below. A room is a folder, or a file on another floor than its folder; the longest path that fits counts.
 FLOORS = {
     "redaction": -1,
-    "sockets": -1,
+    "runtime": -1,
     "version": -1,
     "errors": 0,
     "exports": 0,
@@ -126,7 +126,7 @@ NOT_PRIVATE = re.compile(r"_current_frames|_foreach_\w+|_version|_exit|_asdict|_
 # The files that may reach for the clock, threads, random names and stores themselves, and why.
 WORLD_PLACES = {
     "world.py": "it is what all others ask",
-    "sockets.py": "what the real world makes sockets with",
+    "runtime/sockets.py": "what the real world makes sockets with",
     "signals.py": "C writes signals into a pipe that a thread of the system reads, and forks are caught by it",
     "data/random_state.py": "the state of Python's own generator is saved and set there, nothing is drawn",
 }

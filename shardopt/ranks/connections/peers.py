@@ -122,7 +122,9 @@ class Peers:
         may_return = isinstance(error, Broken) or (
             isinstance(error, Closed) and link.rank == self._tree.leader and not link.left
         )
-        if not (link.open and is_link and may_return and not self.stopping):
+        # One below is waited for also where this rank leaves: it may not have the last answer.
+        leaves = self.stopping and link.rank == self._tree.leader
+        if not (link.open and is_link and may_return) or leaves:
             self._drop(link)
             return
         self.selector.unregister(link.socket)

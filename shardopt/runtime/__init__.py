@@ -1,0 +1,1 @@
+"""What the package asks of the interpreter and the system, beneath all else."""
