@@ -29,6 +29,7 @@ BLOCKS, MATRICES, WIDTH = 4, 2, 3072
 LAYER_BYTES = MATRICES * 4 * WIDTH**2
 GRADIENT_BYTES = BLOCKS * LAYER_BYTES
 KINDS = ("after backward", "in backward")
+TIMED = ((100, 64), (8, 1024))  # layers, and their width
 
 
 def count(net: nn.Module) -> Callable[[], int]:
@@ -112,7 +113,7 @@ def main() -> None:
             row = (live[kind], peak[kind], peak[KINDS[0]] - peak[kind])
             rows.append([algorithm, kind, *(f"{nbytes / 2**20:.1f}" for nbytes in row)])
     title = "Memory of training with the optimizer in backward"
-    small, large = (time_ratio("adamw", *size, args.repetitions) for size in ((100, 64), (8, 1024)))
+    small, large = (time_ratio("adamw", *size, args.repetitions) for size in TIMED)
     notes = (
         f"Steps on {GRADIENT_BYTES >> 20} MiB of gradients, the largest layer has {LAYER_BYTES >> 20} MiB: what "
         f"must be saved is {(GRADIENT_BYTES - LAYER_BYTES) >> 20} MiB. One process, one thread, batch 1.\n\n"

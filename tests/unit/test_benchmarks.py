@@ -15,26 +15,35 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__in
 # What is not run here: these want frameworks that are not installed, or several hosts.
 NOT_RUN = {"frameworks", "frameworks_sharded"}
 
+
+def first(count):
+    """Makes a table of a benchmark small: its first entries."""
+    return lambda table: dict(list(table.items())[:count])
+
+
 # Benchmark → arguments, and its own constants, made small.
 ROUND = "--repetitions 1 --rounds 1"
 SMALL = {
     "agreement": ("--ranks 3 --rounds 1", {}),
     "algorithms": (f"{ROUND} --steps 1", {"WIDTH": 8, "BLOCKS": 1}),
-    "async_save": ("--ranks 1 --megabytes 1 --repetitions 1", {"WIDTH": 16}),
+    "async_save": ("--ranks 1 --megabytes 1 --repetitions 1", {"WIDTH": 128}),
     "checkpoint": ("--repetitions 1", {"SMALL": 3, "ROWS": 16, "COLUMNS": 4}),
     "convert": ("--gib 1 --repetitions 1", {"WIDTH": 8, "SMALL": 100}),
-    "frontier": (f"{ROUND} --steps 1", {"WIDTH": 8, "RANKS": 1}),
-    "in_backward": ("--repetitions 1", {"WIDTH": 16}),
+    "frontier": (f"{ROUND} --steps 1", {"WIDTH": 8, "RANKS": 1, "PEERS": first(3)}),
+    "in_backward": ("--repetitions 1", {"WIDTH": 16, "TIMED": ((2, 4), (1, 8))}),
     "interop": ("--repetitions 1 --gib 0.07", {"ROWS": 8, "COLUMNS": 4}),
     "interop_phases": ("--repetitions 1 --gib 0.07", {}),
     "lost_hosts": ("", {"HOSTS": 64, "MONTHS": 3}),
     "muon": ("--ranks 1 --repetitions 1", {"CASES": {"2 of 8 × 8": [(8, 8)] * 2}}),
     "optimizer_overhead": (ROUND, {"PARAMETERS": 3, "ELEMENTS": 64, "RANKS": 1}),
-    "recovery": ("stall --megabytes 1 --repetitions 1", {"WIDTH": 16}),
+    "recovery": ("stall --megabytes 1 --repetitions 1", {"WIDTH": 128}),
     "remote": ("--megabytes 1", {"LATENCY_SECONDS": 0.0, "BYTES_PER_SECOND": 1e12}),
     "sparse": (ROUND, {"SIZES": (2000, 4000), "TOUCHED": 16}),
-    "state_memory": ("--rounds 1", {"WIDTH": 64, "RANKS": 1, "LAYERS_OF_RANKS": (1,)}),
-    "step": (f"{ROUND} --only AdamW", {"SIZES": {"2 × 64": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
+    "state_memory": (
+        "--rounds 1",
+        {"WIDTH": 64, "RANKS": 1, "LAYERS_OF_RANKS": (1,), "STORED": first(1), "ALGORITHMS": first(1)},
+    ),
+    "step": (f"{ROUND} --only AdamW", {"SIZES": {"400 × 4k": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
 }
 SIMULATED = {
     "alike": {"REPLICAS": 2, "SHARDS": 4, "LAYERS": 1, "RANK": 3},
@@ -75,7 +84,8 @@ def here(monkeypatch, tmp_path):
         replaced = {"on_ranks": on_ranks, "RESULTS": tmp_path} | constants
         for constant, value in replaced.items():
             if hasattr(module, constant) or constant in constants:
-                monkeypatch.setattr(module, constant, value)
+                is_small = callable(value) and isinstance(getattr(module, constant), dict)
+                monkeypatch.setattr(module, constant, value(getattr(module, constant)) if is_small else value)
         return module
 
     run("peers")
