@@ -302,6 +302,7 @@ def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankP
 def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:
     """Returns those of the keys of plain containers under which no rank has places of another kind. Collective."""
     plan.reader.close()
+    growing: list[str]
     _, growing = ranks.agree(
         what,
         work=lambda: own_places(plan.flat, keys),

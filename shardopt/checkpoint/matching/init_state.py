@@ -135,7 +135,7 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[
         key, optimizer, own = join(each.path), each.object, stored_below.get(each.path, [])
         here = here_below.get(each.path, [])
         whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
-        if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen.issuperset(own)):
+        if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
             continue  # each has what the other has
         torchs = torchs_state(each, own, manifest, flat.tied)
         if torchs is not None:

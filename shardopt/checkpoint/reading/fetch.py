@@ -129,7 +129,7 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
         number = file.summed_with(request.entry)
         if number is not None and number not in file.checked:
             unchecked[id(file), number] = file, request.entry
-    checks = [pool.submit(lambda file, entry: [*damaged_segments(file, entry)], *each) for each in unchecked.values()]
+    checks = [pool.submit(lambda each: [*damaged_segments(*each)], each) for each in unchecked.values()]
     problems = [problem for check in checks for problem in check.result()]
     if problems:
         raise CorruptionError("a checkpoint is damaged", problems)
