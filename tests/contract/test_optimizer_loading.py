@@ -56,6 +56,31 @@ def test_loading_is_in_place_and_exact(build):
         assert loaded["state"][name][entry].data_ptr() == address
 
 
+@each_kind
+def test_every_part_is_called_once_after_a_load_and_not_by_a_check(build):
+    params = parameters()
+    optimizer = build(params)
+    train(optimizer, params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, params)
+    nodes, called = [optimizer], []
+    for node in nodes:
+        nodes += node._children
+    for node in nodes:
+        loaded, names = node.post_load_state_dict, set(node.params.values())
+
+        def note(loaded=loaded, node=node, names=names):
+            called.append(node)
+            assert all(optimizer.state[parameter]["step"] == 1 for parameter in names)
+            loaded()
+
+        node.post_load_state_dict = note
+    optimizer.check_state_dict(saved)
+    assert called == []
+    optimizer.load_state_dict(saved)
+    assert sorted(map(id, called)) == sorted(map(id, nodes))
+
+
 def drop_parameter(saved):
     del saved["state"]["layer.b"]
     return r"state\.layer\.b: found nothing|found no state; required state of layer\.b"
