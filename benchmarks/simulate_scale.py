@@ -266,7 +266,9 @@ def time_alike() -> None:
     ]  # digests cannot be compressed
     build, (_, data) = worked(make_manifest, "0123456789ab", planned, {}, reports)
     parse, decoded = worked(decode_manifest, data, "simulated")
-    checking, _ = worked(CheckpointReader, cast(Source, SimpleNamespace(manifest=decoded, url="simulated", digest="")))
+    storage = SimpleNamespace(is_remote=False)
+    source = SimpleNamespace(manifest=decoded, url="simulated", digest="", storage=storage)
+    checking, _ = worked(CheckpointReader, cast(Source, source))
     answers = RecordedReads()
     answers.answer(("", "read", 0, len(data), MANIFEST_NAME), lambda: data)
     packing, packed = worked(answers.pack)
