@@ -338,8 +338,9 @@ def _check_mapping(node: Mapping[Any, Any], path: Path) -> None:
     for part in node:
         # Exact types: a StrEnum, or a bool, spells itself otherwise than it is stored.
         if type(part) is not str and type(part) is not int:
-            key, found = join((*path, str(part))), f"a key of type {type(part).__name__}"
-            raise StateError("a key cannot be stored", [Problem(key, found, "str or int", "rename it")])
+            key = join((*path, str(part)))
+            problem = Problem(key, f"a key of type {type(part).__name__}", "str or int", "rename it")
+            raise StateError("a key cannot be stored", [problem])
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:

@@ -63,7 +63,7 @@ class MixtureSampler(ResumableSampler):
         """Raises MismatchError where the state is of other sources, or of other weights."""
         remedy = "pass the same sources, weights and epoch_size: where a source stands follows from its share of epochs"
         problems = [
-            Problem(name, f"{state_dict.get(name)} in the checkpoint", f"{own}", remedy)
+            Problem(name, f"{state_dict.get(name)}, of the saved mixture", f"{own}", remedy)
             for name, own in (("size", self.size), ("sizes", self.sizes), ("shares", self.shares))
             if state_dict.get(name) != own
         ]

@@ -677,6 +677,20 @@ def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
     end_all(ranks)
 
 
+def test_an_answer_is_not_lost_where_who_gave_it_hears_of_a_reset_as_it_leaves(job, wire):
+    ranks = job.start(2)
+    assert together(ranks, numbers) == [[0, 1]] * 2
+    node, below = (here.channel.node for here in ranks)
+    with node.changed:
+        node.hub.answer(MAIN, 2, b'{"decision":7}')
+        node.stop()
+        node.peers._end(node.hub.links[1], Broken("reset"))
+    with below.changed:
+        while 2 not in below.hub.session(MAIN).answers:
+            assert below.changed.wait(10.0)
+    end_all(ranks)
+
+
 def seals(number=0, taken=0, key=b"k" * 32):
     confirmed = []
     return Sealer(key, number), Unsealer(key, number, taken, confirmed.append), confirmed

@@ -155,10 +155,10 @@ def test_a_mixture_goes_on_on_other_ranks_and_is_refused_with_other_weights():
         sampler.load_state_dict(each[0].state_dict())
     assert [sorted(itertools.chain(*batch)) for batch in found + take(others, 6)] == wanted
     with pytest.raises(
-        MismatchError, match=r"shares: found \[45, 15\] in the checkpoint; required \[30, 30\]; pass the"
+        MismatchError, match=r"shares: found \[45, 15\], of the saved mixture; required \[30, 30\]; pass the"
     ):
         of(2, (1, 1))[0].load_state_dict(each[0].state_dict())
-    with pytest.raises(MismatchError, match=r"sizes: found None in the checkpoint"):
+    with pytest.raises(MismatchError, match=r"sizes: found None, of the saved mixture"):
         others[0].load_state_dict(samplers(60, 1, batch_size=6)[0].state_dict())
     evenly = shardopt.data.MixtureSampler([6, 3], weights=[2, 1], batch_size=3, shuffle=False)
     assert [[*batch] for batch in evenly] == [[0, 6, 1], [2, 7, 3], [4, 8, 5]]

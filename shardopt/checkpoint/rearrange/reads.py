@@ -104,8 +104,10 @@ def _place_of(request: ReadRequest, outline: Tensor) -> tuple[list[int], list[in
         start.append(rest // stride)
         rest %= stride
     shape, strides = request.target.shape, request.target.stride()
+    # A dimension of one index has any stride, also that of its neighbour: where one ends tells them apart.
     if len(shape) == outline.ndim and all(
-        size == 1 or stride == of for size, stride, of in zip(shape, strides, outline.stride(), strict=True)
+        size == 1 or (stride == of and begin + size <= extent)
+        for size, stride, of, begin, extent in zip(shape, strides, outline.stride(), start, outline.shape, strict=True)
     ):
         return start, [*range(outline.ndim)]
     order: list[int | None] = []

@@ -33,8 +33,8 @@ def check_run_options(root: Any, mirror: Any, every: Any, stage: Any, stops: boo
     problems += _choice_problem("stage", stage, (None, "now", "lazy"))
     if stops and not world().in_main_thread():
         thread = f"a Manager that is made in the thread {world().current_thread().name!r}"
-        required = "the main thread, which alone can listen for signals"
-        problems.append(Problem("stop_on", thread, required, "make it there"))
+        listens = "the main thread, which alone can listen for signals"
+        problems.append(Problem("stop_on", thread, listens, "make it there"))
     if not isinstance(options, SaveOptions):
         problems.append(Problem("options", repr(options), "a SaveOptions", "give it as in SaveOptions(durable=False)"))
     refuse(problems)

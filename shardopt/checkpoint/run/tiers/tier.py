@@ -55,7 +55,8 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremen
         if not isinstance(tier.domain, str | None):
             wrong["domain"] = "a name, or None"
         for name, required in wrong.items():
-            problems.append(Problem(f"tiers[{number}].{name}", repr(getattr(tier, name)), required, "mend it"))
+            key, found = f"tiers[{number}].{name}", repr(getattr(tier, name))
+            problems.append(Problem(key, found, required, "mend this argument of Tier"))
     if len({tier.path for tier in tiers}) < len(tiers):
         problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
     if tiers and incremental:

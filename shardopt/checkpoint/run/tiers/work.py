@@ -89,7 +89,7 @@ class TierQueue(Turns[Job]):
         except BaseException as error:
             if job.promotes or job.tier is None:
                 raise
-            _log.error("%s failed: %s", self._describe(job), error)
+            _log.error("in the background, %s failed: %s", self._describe(job), error)
 
     def _describe(self, job: Job) -> str:
         return f"what follows the save of step {job.id.step}"
