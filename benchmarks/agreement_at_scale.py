@@ -23,11 +23,10 @@ import xxhash
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
 from benchmarks.agreement import CountedWorld, Job, _CountingSocket, processor_seconds, serve
-from shardopt.checkpoint.agree_plan import PlanCache, Planning
 from shardopt.checkpoint.format.constants import file_name
-from shardopt.checkpoint.planning.describe import Description
-from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, save_described
-from shardopt.gc_pause import gc_paused
+from shardopt.checkpoint.saving.agree_plan import PlanCache, Planning
+from shardopt.checkpoint.saving.planning.describe import Description
+from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, Described, save_described
 from shardopt.ranks import Ranks
 from shardopt.ranks.connections.frames import MAIN, Kind, Message
 from shardopt.ranks.connections.join import Entry, leader_key, read
@@ -37,10 +36,13 @@ from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.connections.session import pack_reports
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
+from shardopt.runtime.gc_pause import gc_paused
 from shardopt.world import READ, WRITE, Selector, Store, using, world
 
-commit_module: Any = importlib.import_module("shardopt.checkpoint.commit")
-save_module: Any = importlib.import_module("shardopt.checkpoint.save")  # by which name the package has a function
+commit_module: Any = importlib.import_module("shardopt.checkpoint.saving.commit")
+save_module: Any = importlib.import_module(
+    "shardopt.checkpoint.saving.save"
+)  # by which name the package has a function
 
 LEADER, MEMBER = RANKS_PER_BLOCK, RANKS_PER_BLOCK + 1
 REAL = (0, LEADER, MEMBER)

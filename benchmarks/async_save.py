@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Shard
 import shardopt
 from benchmarks import dcp
 from benchmarks.peers import on_ranks, write_table
-from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveTerms
-from shardopt.flatten import flatten
+from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.state.flatten import flatten
 
 WIDTH = 2048
 BATCH = 64

@@ -9,12 +9,12 @@ import sys
 
 import torch
 
-from shardopt.checkpoint.commit import make_manifest, publish_checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.planning.describe import Description, geometry_of
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
+from shardopt.checkpoint.saving.commit import make_manifest, publish_checkpoint
+from shardopt.checkpoint.saving.planning.describe import Description, geometry_of
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan, WriteRequest
+from shardopt.checkpoint.saving.writing.write import write_files
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.write import write_files
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 

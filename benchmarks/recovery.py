@@ -47,7 +47,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint import Tier
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME, writer_of
 from shardopt.checkpoint.run.identity import LABEL_NAME, RUN_NAME, RunIdentity
-from shardopt.flatten import flatten
+from shardopt.state.flatten import flatten
 from tests.harness.s3 import reached
 
 STORE_BYTES_PER_SECOND = 200e6

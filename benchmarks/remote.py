@@ -17,9 +17,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from shardopt import checkpoint
-from shardopt.checkpoint.reading import fetch as read
 from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading import fetch as read
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.sharding.box import whole
 from shardopt.sharding.pieces import Piece

@@ -33,8 +33,8 @@ from benchmarks.bounds import HEADINGS, Row, row
 from benchmarks.many_files import write_checkpoint
 from benchmarks.peers import write_table
 from shardopt import checkpoint
-from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run.keeper import _WAIT_SECONDS
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import MismatchError, Problem, ShardoptError

@@ -35,24 +35,30 @@ from benchmarks import scale_of_files
 from benchmarks.agreement_at_scale import LEADER, MEMBER, measure
 from benchmarks.bounds import HEADINGS, row
 from benchmarks.peers import write_table
-from shardopt.checkpoint.agree_plan import KeptPlan, PlanCache, Planning, compare_reports
-from shardopt.checkpoint.commit import make_manifest
+from shardopt.checkpoint.format.assign import check_covers
 from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_NAME, Dtype, file_name
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.values import Values
-from shardopt.checkpoint.planning.assign import check_covers
-from shardopt.checkpoint.planning.describe import Description, geometry_of
-from shardopt.checkpoint.planning.merge import MergedGeometry, merge_geometry, merge_values, read_section, sections_of
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.saving.agree_plan import KeptPlan, PlanCache, Planning, compare_reports
+from shardopt.checkpoint.saving.commit import make_manifest
+from shardopt.checkpoint.saving.planning.describe import Description, geometry_of
+from shardopt.checkpoint.saving.planning.merge import (
+    MergedGeometry,
+    merge_geometry,
+    merge_values,
+    read_section,
+    sections_of,
+)
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import RecordedReads
-from shardopt.gc_pause import gc_paused
 from shardopt.ranks import Ranks, as_call
 from shardopt.ranks.kinds import compress, decompress
+from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 
 REPLICAS, SHARDS, LAYERS = 32, 512, 200
 WIDTH = 8192

@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage
+from shardopt.optim.schedules.stages import Schedule, WarmupPolicy, WarmupStage
 
 P = WarmupPolicy
 SHOWN = 130  # iterations; the single stages end at 100

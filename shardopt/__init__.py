@@ -13,6 +13,6 @@ from shardopt.version import __version__ as __version__
 if TYPE_CHECKING:
     from shardopt.public import *  # noqa: F403  # re-exports, for type checkers
 else:
-    from shardopt.exports import lazily as _lazily
+    from shardopt.runtime.exports import lazily as _lazily
 
     __getattr__, __dir__ = _lazily(__name__, "shardopt.public")

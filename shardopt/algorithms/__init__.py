@@ -13,6 +13,6 @@ from shardopt.algorithms.registry import StepsOn as StepsOn
 from shardopt.algorithms.registry import algorithms as algorithms
 from shardopt.algorithms.registry import register as register
 from shardopt.algorithms.registry import spec_of as spec_of
-from shardopt.exports import offer as _offer
+from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Dtype, Kind, MakesState, StateEntry, StepsOn
-from shardopt.param_groups import PARAMS
+from shardopt.runtime.torch_private import can_make_lazy_state, lazy_state
 from shardopt.sharding.reduced import sum_like
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from shardopt.torch_private import can_make_lazy_state, lazy_state
+from shardopt.state.param_groups import PARAMS
 
 
 def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:

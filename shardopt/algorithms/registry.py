@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem
+from shardopt.runtime.torch_private import step_without_hooks
 from shardopt.sharding.pieces import View
-from shardopt.torch_private import step_without_hooks
 
 GLOBAL_STATE = "__global__"
 """The name under which `state` has what belongs to no parameter: one per optimizer, also on a rank without any."""

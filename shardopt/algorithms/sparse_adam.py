@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import AlgorithmOptimizer
-from shardopt.torch_private import step_without_hooks
+from shardopt.runtime.torch_private import step_without_hooks
 
 
 class SparseAdam(AlgorithmOptimizer, torch.optim.SparseAdam):

@@ -12,8 +12,8 @@ from shardopt.checkpoint import CheckpointReader
 from shardopt.cli.output import cell_width, nbytes_text, plural, shortened
 from shardopt.cli.tree import Leaf, patterns_of
 from shardopt.errors import StateError
-from shardopt.param_groups import PARAM_GROUPS
-from shardopt.values import encode_value
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.values import encode_value
 
 _LONGEST_VALUE = 200
 _WIDEST_LINE = 60  # after which a list goes on in the next one

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
-from shardopt.checkpoint.matching.renaming import names_by_rules, refuse_collisions
+from shardopt.checkpoint.loading.renaming import names_by_rules, refuse_collisions
 from shardopt.checkpoint.progress import Counter
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.cli.contents import head_line, typed, value_text
@@ -20,7 +20,7 @@ from shardopt.cli.output import Cell, Output, Span, plural
 from shardopt.cli.rules import parse_rename
 from shardopt.cli.show import chosen_by
 from shardopt.cli.tree import patterns_of
-from shardopt.param_groups import PARAM_GROUPS
+from shardopt.state.param_groups import PARAM_GROUPS
 
 _MOST_LINES = 100
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from shardopt.checkpoint import CheckpointReader
-from shardopt.checkpoint.reading.fetch import pieces_in_order
 from shardopt.checkpoint.sources.equality import checksums_are_equal, raw_bytes
+from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
 from shardopt.cli.contents import dtype_text
 from shardopt.cli.statistics import as_array
 from shardopt.sharding.box import whole

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shardopt.checkpoint.removal import remove_checkpoints
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.retention import Retention
+from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.sources.referred import references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.cli import ls

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.reading.fetch import pieces_in_order
+from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
 
 BINS = 20
 """The most bins of a histogram."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from shardopt.accelerator import module_in_use
-from shardopt.state import PerRank, Stateful
+from shardopt.runtime.accelerator import module_in_use
+from shardopt.state.state import PerRank, Stateful
 
 OnResize = Literal["raise", "keep"]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.removal import remove_checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem

@@ -17,7 +17,7 @@ from shardopt.data.random_state import RandomState
 from shardopt.errors import Problem, StateError
 from shardopt.integrations.optimizers import add_objects, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
-from shardopt.state import PerRank
+from shardopt.state.state import PerRank
 
 _KEYED = "return shardopt.keyed(torch.optim.AdamW, self.named_parameters(), lr=...) from configure_optimizers"
 _LOADERS = "combined_loader"  # Lightning's name for the states of data loaders, within those of the fit loop

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardopt import checkpoint as checkpoints
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.removal import remove_checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
 from shardopt.integrations.run import FrameworkState, of_rank_0

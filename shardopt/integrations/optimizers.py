@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.keyed import KeyedOptimizer, keyed
-from shardopt.torch_private import note_steps_for_schedules
+from shardopt.runtime.torch_private import note_steps_for_schedules
 
 _PARAMS = "params"
 

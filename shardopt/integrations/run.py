@@ -11,9 +11,9 @@ from typing import Any
 
 from shardopt.checkpoint import Manager, Preemption, Strictness, load
 from shardopt.errors import Problem, StateError
-from shardopt.flatten import holds_tensors
 from shardopt.ranks import ranks_of
-from shardopt.values import decode_value, encode_value
+from shardopt.state.flatten import holds_tensors
+from shardopt.state.values import decode_value, encode_value
 
 App = Mapping[str, Any]
 _ENCODED = "__encoded__"

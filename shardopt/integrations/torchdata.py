@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shardopt.data.sampler import ResumableSampler
 from shardopt.errors import OptionError, Problem
 from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
-from shardopt.state import PerRank
+from shardopt.state.state import PerRank
 
 
 class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types

@@ -21,8 +21,8 @@ from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed
 from shardopt.ranks import ranks_of
+from shardopt.runtime.torch_private import gradient_hooks
 from shardopt.sharding.view import assemble, device_of, local_tensors
-from shardopt.torch_private import gradient_hooks
 
 
 class _ShardedTables(nn.Module, FusedOptimizerModule):

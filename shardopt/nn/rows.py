@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardopt.nn.route import Route
+from shardopt.runtime.torch_private import at_end_of_backward, backward_under_way
 from shardopt.sharding.view import local_tensors
-from shardopt.torch_private import at_end_of_backward, backward_under_way
 
 RowGradients = Mapping[int, tuple[Tensor, Tensor]]
 """Index of a table → rows of this rank, [M] int64, maybe several times the same; their gradients, [M, D]."""

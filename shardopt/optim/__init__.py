@@ -13,14 +13,12 @@ from shardopt.algorithms.layer_wise.lamb import LAMB as LAMB
 from shardopt.algorithms.layer_wise.lars import LARS as LARS
 from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad as RowWiseAdagrad
 from shardopt.algorithms.row_wise.row_wise import RowWiseAdam as RowWiseAdam
-from shardopt.exports import offer as _offer
 from shardopt.optim.averaging import EMA as EMA
 from shardopt.optim.averaging import SWA as SWA
 from shardopt.optim.backward import in_backward as in_backward
 from shardopt.optim.batch_norm import update_bn as update_bn
 from shardopt.optim.clipping import GradientClipping as GradientClipping
 from shardopt.optim.clipping import GradientClippingOptimizer as GradientClippingOptimizer
-from shardopt.optim.decay_ramps import ramped_decay as ramped_decay
 from shardopt.optim.fused import EmptyFusedOptimizer as EmptyFusedOptimizer
 from shardopt.optim.fused import FusedOptimizer as FusedOptimizer
 from shardopt.optim.fused import FusedOptimizerModule as FusedOptimizerModule
@@ -29,11 +27,13 @@ from shardopt.optim.keyed import KeyedOptimizer as KeyedOptimizer
 from shardopt.optim.keyed import KeyedOptimizerWrapper as KeyedOptimizerWrapper
 from shardopt.optim.keyed import OptimizerWrapper as OptimizerWrapper
 from shardopt.optim.scaler import GradScaler as GradScaler
-from shardopt.optim.schedules import ReduceLROnPlateau as ReduceLROnPlateau
+from shardopt.optim.schedules.decay_ramps import ramped_decay as ramped_decay
+from shardopt.optim.schedules.schedules import ReduceLROnPlateau as ReduceLROnPlateau
 from shardopt.optim.semi_sync.semi_sync import SemiSync as SemiSync
 from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer as SemisyncOptimizer
 from shardopt.optim.warmup import WarmupOptimizer as WarmupOptimizer
 from shardopt.optim.warmup import WarmupPolicy as WarmupPolicy
 from shardopt.optim.warmup import WarmupStage as WarmupStage
+from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

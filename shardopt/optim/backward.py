@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.accelerator import module_in_use
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
@@ -23,12 +22,13 @@ from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.state_dict.groups import NamedTensors
-from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group
+from shardopt.runtime.accelerator import module_in_use
+from shardopt.runtime.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import local_tensors
-from shardopt.state import Tied
-from shardopt.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.state import Tied
 from shardopt.world import Lock, world
 
 

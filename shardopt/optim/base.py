@@ -28,17 +28,17 @@ from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.offered import with_named_groups
 from shardopt.optim.state_dict.options import saved_options, warn_of
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_all
-from shardopt.param_groups import ALGORITHM, PARAM_GROUPS, PARAMS, STATE
 from shardopt.ranks import Group, SharedGroup, ranks_of
-from shardopt.sharding.view import is_held
-from shardopt.staging_fence import wait_for_copies
-from shardopt.state import Tied
-from shardopt.torch_private import (
+from shardopt.runtime.staging_fence import wait_for_copies
+from shardopt.runtime.torch_private import (
     after_load_state_dict,
     before_load_state_dict,
     changes_what_is_loaded,
     out_of_inference_mode,
 )
+from shardopt.sharding.view import is_held
+from shardopt.state.param_groups import ALGORITHM, PARAM_GROUPS, PARAMS, STATE
+from shardopt.state.state import Tied
 
 __all__ = ["KeyedOptimizer", "StateDict"]
 

@@ -23,9 +23,7 @@ from shardopt.optim.node import Node, StateDict
 from shardopt.optim.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
-from shardopt.param_groups import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED
-from shardopt.sharding.view import local_tensors
-from shardopt.torch_private import (
+from shardopt.runtime.torch_private import (
     after_load_state_dict,
     after_state_dict,
     before_load_state_dict,
@@ -33,7 +31,9 @@ from shardopt.torch_private import (
     take_torchs_attributes,
     without_hooks,
 )
-from shardopt.values import decode_value, encode_value
+from shardopt.sharding.view import local_tensors
+from shardopt.state.param_groups import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED
+from shardopt.state.values import decode_value, encode_value
 
 _REMEDY = "load what as_torch() of an optimizer with the same groups gave, or torch's getters with it"
 

@@ -19,8 +19,8 @@ from shardopt.optim.composite import OptimizerWrapper
 from shardopt.optim.gradients.local_gradients import alike, clamp, scale, writable_gradients
 from shardopt.optim.gradients.norms import GradientNorm, Measured
 from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups
-from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.state.param_groups import PARAMS
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ has it, so that nothing is divided by zero
 

@@ -13,7 +13,7 @@ from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.composite import CompositeOptimizer, StateOfParts
 from shardopt.optim.state_dict.groups import described, listed, named
 from shardopt.optim.state_dict.offered import begins, meant, with_key, without_key
-from shardopt.param_groups import PARAMS
+from shardopt.state.param_groups import PARAMS
 
 Child = tuple[str, KeyedOptimizer]
 

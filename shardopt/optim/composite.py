@@ -17,9 +17,9 @@ from shardopt.optim.node import Node
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_named_groups
 from shardopt.optim.state_dict.saved_form import plan_keys
-from shardopt.param_groups import PARAMS, STATE
+from shardopt.runtime.torch_private import not_compiled, step_nested
 from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
-from shardopt.torch_private import not_compiled, step_nested
+from shardopt.state.param_groups import PARAMS, STATE
 
 
 class CompositeOptimizer(KeyedOptimizer):

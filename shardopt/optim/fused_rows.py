@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt.optim.composite import OptimizerWrapper
 from shardopt.optim.fused import FusedOptimizer
-from shardopt.torch_private import step_nested
+from shardopt.runtime.torch_private import step_nested
 
 
 class FusedRows(OptimizerWrapper, FusedOptimizer):

@@ -28,9 +28,9 @@ from shardopt.optim.state_dict.groups import (
     named_in_groups,
 )
 from shardopt.optim.state_dict.options import known_options, refuse_bad_options
-from shardopt.param_groups import PARAMS, STORAGE_OPTIONS
 from shardopt.ranks import Group, SharedGroup
-from shardopt.state import Tied
+from shardopt.state.param_groups import PARAMS, STORAGE_OPTIONS
+from shardopt.state.state import Tied
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 

@@ -24,10 +24,10 @@ from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered import with_named_groups
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
 from shardopt.optim.state_dict.saved_form import KeyedGroup
-from shardopt.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
+from shardopt.runtime.torch_private import not_compiled
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import is_held
-from shardopt.torch_private import not_compiled
+from shardopt.state.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):

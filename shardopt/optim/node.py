@@ -27,9 +27,8 @@ from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler, 
 from shardopt.optim.state_dict.groups import refuse_unknown
 from shardopt.optim.state_dict.offered import with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
-from shardopt.param_groups import PARAM_GROUPS, STATE, renamed_group
 from shardopt.ranks import SharedGroup
-from shardopt.torch_private import (
+from shardopt.runtime.torch_private import (
     after_state_dict,
     before_state_dict,
     before_step,
@@ -38,6 +37,7 @@ from shardopt.torch_private import (
     scaler_that_steps,
     take_torchs_attributes,
 )
+from shardopt.state.param_groups import PARAM_GROUPS, STATE, renamed_group
 
 StateDict = dict[str, Any]
 OwnState = dict[str, MutableMapping[str, Any]]

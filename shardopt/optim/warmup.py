@@ -12,9 +12,9 @@ from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.composite import OptimizerWrapper, StateOfParts
 from shardopt.optim.node import Held, OwnState
-from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage, is_rate, line_of
+from shardopt.optim.schedules.stages import Schedule, WarmupPolicy, WarmupStage, is_rate, line_of
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.param_groups import PARAMS, STATE
+from shardopt.state.param_groups import PARAMS, STATE
 
 __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
 

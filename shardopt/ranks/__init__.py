@@ -11,7 +11,6 @@ calls (what rounds are for), failures (errors as JSON), lost (who does not answe
 ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are, also for threads).
 """
 
-from shardopt.exports import offer as _offer
 from shardopt.ranks.calls import Call as Call
 from shardopt.ranks.calls import as_call as as_call
 from shardopt.ranks.calls import call_on as call_on
@@ -25,5 +24,6 @@ from shardopt.ranks.groups import ranks_of as ranks_of
 from shardopt.ranks.groups import refuse_lone_processes as refuse_lone_processes
 from shardopt.ranks.halt import Halt as Halt
 from shardopt.ranks.ranks import Ranks as Ranks
+from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

@@ -13,7 +13,7 @@ here changes. One that torch brings gets a file of its own, as `dtensor`, `shard
                    a dimension less or more: asked only by algorithms that reduce, never of registered kinds
 """
 
-from shardopt.exports import offer as _offer
+from shardopt.runtime.exports import offer as _offer
 from shardopt.sharding.box import Box as Box
 from shardopt.sharding.box import cover_faults as cover_faults
 from shardopt.sharding.box import whole as whole

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt.checkpoint.matching.hand_back import mark_partial_load, unmark_partial_load
+from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, PartialLoadError, StateError
 from shardopt.optim.composite import CompositeOptimizer
 from tests.support.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train

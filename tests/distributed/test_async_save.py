@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveTerms
-from shardopt.checkpoint.writing import staging
+from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import CheckpointError, RankError, ShardoptError
 from tests.distributed import test_faults
 from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
@@ -130,7 +130,7 @@ def fail_then_go_on(root, stage):
     return message
 
 
-COPY = "shardopt.checkpoint.writing.staging:copy_on_host"
+COPY = "shardopt.checkpoint.saving.writing.staging:copy_on_host"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
 PROGRAM = """
 import sys, threading, torch
 from shardopt import checkpoint
-from shardopt.checkpoint.writing import staging
+from shardopt.checkpoint.saving.writing import staging
 
 url, case = sys.argv[1:]
 model = torch.nn.Linear(3, 3)

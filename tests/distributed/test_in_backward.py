@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.matching.hand_back import mark_partial_load, unmark_partial_load
+from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import PartialLoadError, StateError
 from tests.harness import run_ranks
 from tests.support.optimizers import same

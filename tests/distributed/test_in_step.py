@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shardopt import checkpoint
-from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.save import SaveTerms
+from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.saving.save import SaveTerms
 from shardopt.checkpoint.storage import common_storage, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from shardopt.ranks import SharedGroup
@@ -264,7 +264,7 @@ def go_on_with_a_new_process(root):
         time.sleep(0.01)
     if number == 1:
         with pytest.raises(CheckpointExistsError):  # nobody else is asked: this process is alone
-            importlib.import_module("shardopt.checkpoint.async_save")._default.wait()
+            importlib.import_module("shardopt.checkpoint.saving.async_save")._default.wait()
         return True
     begin(0 if number == 0 else 1, "second")
     pending = checkpoint.async_save(f"{root}/2", app, deadline_seconds=10)
@@ -416,7 +416,7 @@ def test_what_rank_0_has_made_may_be_seen_a_little_later(tmp_path):
 
 # Life between rounds.
 
-PLANNING = "shardopt.checkpoint.agree_plan:SavePlan"
+PLANNING = "shardopt.checkpoint.saving.agree_plan:SavePlan"
 DEADLINE = 0.6
 
 

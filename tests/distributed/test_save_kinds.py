@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
-from shardopt.checkpoint.save import _plans
+from shardopt.checkpoint.saving.save import _plans
 from shardopt.errors import StateError
 from shardopt.ranks import ranks_of
 from tests.harness import run_ranks

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
 from shardopt import WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
-from shardopt.checkpoint.matching.hand_back import mark_partial_load, unmark_partial_load
+from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import InputError, PartialLoadError, RankError
 from shardopt.nn import ShardedEmbeddingBag, Table
 from shardopt.optim import CombinedOptimizer

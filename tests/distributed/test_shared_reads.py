@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.reading import broadcast as share
-from shardopt.checkpoint.reading.broadcast import BroadcastReads
 from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.reading import broadcast as share
+from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads
 from shardopt.errors import CorruptionError, PartialLoadError, RankError
 from shardopt.ranks import Ranks
 from tests.distributed import test_reshard_matrix as matrix
@@ -154,7 +154,11 @@ def load_and_break_on_rank_1(path, broken_method):
         def broken(*unused):
             raise LookupError("no part")
 
-        owner = BroadcastReads if broken_method == "own_pieces" else importlib.import_module("shardopt.checkpoint.load")
+        owner = (
+            BroadcastReads
+            if broken_method == "own_pieces"
+            else importlib.import_module("shardopt.checkpoint.loading.load")
+        )
         setattr(owner, broken_method, broken)
     weight.grad = torch.ones(3)
     with pytest.raises(RankError) as caught:

@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint import background_save
-from shardopt.checkpoint.writing import staging
+from shardopt.checkpoint.saving import background_save
+from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import StateError
 from tests.harness.ranks import run_ranks
 
-async_save = importlib.import_module("shardopt.checkpoint.async_save")  # the package has the function of this name
+async_save = importlib.import_module(
+    "shardopt.checkpoint.saving.async_save"
+)  # the package has the function of this name
 WHOLE = torch.arange(4 << 20, dtype=torch.float32).reshape(4096, 1024)  # 16 MiB
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardopt.checkpoint.pickled.dcp_metadata import DcpMetadata, read_metadata
-from shardopt.checkpoint.pickled.opcodes import INTERPRETED, REFUSED
-from shardopt.checkpoint.pickled.torch_archive import KNOWN_GLOBALS
-from shardopt.checkpoint.pickled.unpickle import unpickle
+from shardopt.checkpoint.sources.pickled.dcp_metadata import DcpMetadata, read_metadata
+from shardopt.checkpoint.sources.pickled.opcodes import INTERPRETED, REFUSED
+from shardopt.checkpoint.sources.pickled.torch_archive import KNOWN_GLOBALS
+from shardopt.checkpoint.sources.pickled.unpickle import unpickle
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 from tests.hostile.test_fuzz import mutate_bytes
 from tests.support.torch_files import archive_of, read_whole, saved
 

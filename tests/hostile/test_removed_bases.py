@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run.manager import Manager
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError
 from shardopt.world import world

@@ -6,7 +6,7 @@ import torch
 from shardopt import checkpoint
 from shardopt.cli import main
 from shardopt.sharding.box import Box, cover_faults
-from shardopt.values import KeyProbes
+from shardopt.state.values import KeyProbes
 from tests.hostile.bounds import use
 from tests.hostile.small_files import BOXES, CASES, HUGE, SIZE, dict_collisions, own, pinwheel, torch_file
 

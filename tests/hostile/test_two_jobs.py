@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.removal import remove_checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptionError

@@ -15,7 +15,7 @@ ELSEWHERE = {
     r"optim/(backward|scaler|gradients/|local/)": STEPS,
     r"optim/(islands|semi_sync)/": ISLANDS,
     r"optim/local/averaging.py": "asks for averages in a module, and no load",
-    r"checkpoint/planning/tied.py": RANKS,
+    r"checkpoint/saving/planning/tied.py": RANKS,
     r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
     r"checkpoint/run/options.py": "a Manager that is made reaches it, and no load",
     r"sharding/pieces_tensor.py": "arithmetic on a stand-in for a shard, which no load does",

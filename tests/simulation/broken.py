@@ -14,12 +14,12 @@ from shardopt.ranks.ranks import Ranks
 from shardopt.world import world
 
 _of = importlib.import_module
-_commit = _of("shardopt.checkpoint.commit")
-_removal = _of("shardopt.checkpoint.removal")
+_commit = _of("shardopt.checkpoint.saving.commit")
+_removal = _of("shardopt.checkpoint.saving.removal")
 _manager = _of("shardopt.checkpoint.run.manager").Manager
 _steps = _of("shardopt.checkpoint.run.steps").Steps
-_saver = _of("shardopt.checkpoint.async_save").AsyncSaver
-_background = _of("shardopt.checkpoint.background_save").BackgroundSave
+_saver = _of("shardopt.checkpoint.saving.async_save").AsyncSaver
+_background = _of("shardopt.checkpoint.saving.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
 _side = _of("shardopt.ranks.groups").SideRanks
 
@@ -34,7 +34,7 @@ def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:
                 storage.remove(name)
         publish(storage, manifest, data, base)
 
-    patch(_of("shardopt.checkpoint.commit"), "publish_checkpoint", removing)
+    patch(_of("shardopt.checkpoint.saving.commit"), "publish_checkpoint", removing)
 
 
 def published_over_others(patch: Callable[..., None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from shardopt import checkpoint
-from shardopt.checkpoint import agree_plan
+from shardopt.checkpoint.saving import agree_plan
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.world import world as current_world
 from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports, judge_order

@@ -228,7 +228,7 @@ def wait_for_any(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> set[Fu
 
 
 class SimulatedListener:
-    """As `shardopt.signals.Listener`, for the one signal that there is."""
+    """As `shardopt.runtime.signals.Listener`, for the one signal that there is."""
 
     def __init__(self, process: Process, in_main_thread: Callable[[], None], in_thread: Callable[[], None]) -> None:
         self._process, self._functions = process, (in_main_thread, in_thread)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardopt.checkpoint.async_save import AsyncSaver
+from shardopt.checkpoint.saving.async_save import AsyncSaver
 from shardopt.checkpoint.storage import LocalStorage, RemoteStorage
 from shardopt.checkpoint.storage.retry import RetryPolicy
 from shardopt.world import World, using
@@ -176,15 +176,15 @@ class SimulatedWorld(World):
 
 
 _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
-    ("shardopt.checkpoint.save", "_plans", dict),
-    ("shardopt.checkpoint.writing.pending", "_tracked", list),
-    ("shardopt.staging_fence", "_awaited", set),
+    ("shardopt.checkpoint.saving.save", "_plans", dict),
+    ("shardopt.checkpoint.saving.writing.pending", "_tracked", list),
+    ("shardopt.runtime.staging_fence", "_awaited", set),
     ("shardopt.checkpoint.sources.open", "_readers", Counter),
     ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
     ("shardopt.checkpoint.sources.referred", "_bytes_of", dict),
     ("shardopt.checkpoint.storage.local", "_durably_named", set),
-    ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
-    ("shardopt.checkpoint.async_save", "_of_members", dict),
+    ("shardopt.checkpoint.saving.async_save", "_default", AsyncSaver),
+    ("shardopt.checkpoint.saving.async_save", "_of_members", dict),
     ("shardopt.ranks.groups", "_of_group", weakref.WeakKeyDictionary),
     ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),
     ("shardopt.ranks.connections.unauthenticated", "_in_process", dict),
@@ -226,11 +226,19 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.checkpoint.storage.local", "_sync_file_range", None),
         ("shardopt.checkpoint.run.root", "os", fake_os),
         ("shardopt.checkpoint.storage.retry", "RETRY_POLICY", _POLICY),
-        ("shardopt.stopping", "Listener", lambda signum, *functions: SimulatedListener(world._process(), *functions)),
-        ("shardopt.stopping", "os", SimpleNamespace(_exit=world.exit_at_once, write=lambda fd, data: len(data))),
+        (
+            "shardopt.checkpoint.run.stopping",
+            "Listener",
+            lambda signum, *functions: SimulatedListener(world._process(), *functions),
+        ),
+        (
+            "shardopt.checkpoint.run.stopping",
+            "os",
+            SimpleNamespace(_exit=world.exit_at_once, write=lambda fd, data: len(data)),
+        ),
         # Buffers of their own size would cost more than all else that is done with so few bytes.
-        ("shardopt.checkpoint.reading.fetch", "_BATCH_BYTES", 1 << 12),
-        ("shardopt.checkpoint.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.sources.reading.fetch", "_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.sources.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),

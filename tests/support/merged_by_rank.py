@@ -4,15 +4,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.values import Values, decode_path, encode_path, unpack
-from shardopt.checkpoint.planning.assign import Member
-from shardopt.checkpoint.planning.describe import Description, Geometry
+from shardopt.checkpoint.saving.planning.describe import Description, Geometry
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
-from shardopt.state import Path, kinds_differ, tell_path
-from shardopt.values import canonical, decode_value, united
+from shardopt.state.state import Path, kinds_differ, tell_path
+from shardopt.state.values import canonical, decode_value, united
 
 _DIFFER = "ranks have different things under one key"
 

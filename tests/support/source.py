@@ -14,14 +14,14 @@ PACKAGE = ROOT / "shardopt"
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path under the package ("checkpoint/planning/assign.py") and its tree."""
+    """One file: its path under the package ("checkpoint/format/assign.py") and its tree."""
 
     path: str
     tree: ast.Module
 
     @property
     def module(self) -> str:
-        """Its path without the suffix: "checkpoint/planning/assign"; of a package its folder, and "" for the root."""
+        """Its path without the suffix: "checkpoint/format/assign"; of a package its folder, and "" for the root."""
         return self.path.removesuffix(".py").removesuffix("__init__").rstrip("/")
 
     def imports(self) -> Iterator[tuple[int, str]]:

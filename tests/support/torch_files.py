@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from shardopt.checkpoint.format.constants import damaged
-from shardopt.checkpoint.pickled.dcp_metadata import read_metadata
-from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.pickled.dcp_metadata import read_metadata
+from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
 from tests.support.placement import at
 
 

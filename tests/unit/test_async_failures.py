@@ -13,12 +13,12 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveTerms
-from shardopt.checkpoint.writing import pending as pending_saves
-from shardopt.checkpoint.writing import staging
+from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.writing import pending as pending_saves
+from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import StateError
-from shardopt.staging_fence import wait_for_copies
+from shardopt.runtime.staging_fence import wait_for_copies
 
 # A generator that is closed is called too, where nobody can take what it raises.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -15,13 +15,13 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveTerms
-from shardopt.checkpoint.writing import staging
-from shardopt.checkpoint.writing.staging import changed_by_steps_alone
+from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.writing import staging
+from shardopt.checkpoint.saving.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
-from shardopt.flatten import flatten
-from shardopt.values import decode_value, encode_value
+from shardopt.state.flatten import flatten
+from shardopt.state.values import decode_value, encode_value
 
 STAGES = ("now", "lazy")
 HELD_SECONDS = 0.15

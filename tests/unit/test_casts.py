@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.casts import has_fewer_exponents, lost_in_cast, may_lose
 from shardopt.checkpoint import Strictness
-from shardopt.checkpoint.reading import fetch as read
+from shardopt.checkpoint.sources.reading import fetch as read
 from shardopt.errors import CheckpointError, MismatchError, PartialLoadError
+from shardopt.state.casts import has_fewer_exponents, lost_in_cast, may_lose
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FP8)

@@ -10,11 +10,11 @@ from torch.distributed.tensor import Shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
-from shardopt.checkpoint.planning.describe import describe
-from shardopt.checkpoint.reading.fetch import _BATCH_BYTES
+from shardopt.checkpoint.saving.planning.describe import describe
+from shardopt.checkpoint.sources.reading.fetch import _BATCH_BYTES
 from shardopt.errors import CorruptionError, MismatchError, PartialLoadError, StateError
-from shardopt.flatten import flatten
 from shardopt.sharding.layout import Layout
+from shardopt.state.flatten import flatten
 from tests.support.fake_rank import fake_rank, shard
 
 

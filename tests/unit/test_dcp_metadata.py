@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardopt import checkpoint
-from shardopt.checkpoint.pickled.dcp_metadata import DcpEntry, read_metadata
+from shardopt.checkpoint.sources.pickled.dcp_metadata import DcpEntry, read_metadata
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
 from shardopt.sharding.box import cover_faults
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 from tests.golden.dcp_state import DTYPES, KINDS, VALUES, filled, whole
 from tests.support.torch_files import read_dcp
 

@@ -16,7 +16,7 @@ from shardopt.nn.route import boundaries
 from shardopt.nn.table import _BLOCK_ROWS
 from shardopt.optim.gradients.norms import JointNorm, norm_of_each
 from shardopt.sharding.view import local_tensors
-from shardopt.values import decode_value, encode_value
+from shardopt.state.values import decode_value, encode_value
 from tests.support.fake_rank import fake_rank
 
 

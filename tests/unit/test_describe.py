@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.planning.describe import describe
-from shardopt.checkpoint.planning.merge import merge_geometry, merge_values
+from shardopt.checkpoint.saving.planning.describe import describe
+from shardopt.checkpoint.saving.planning.merge import merge_geometry, merge_values
 from shardopt.errors import MismatchError, StateError
-from shardopt.flatten import flatten
-from shardopt.state import join
+from shardopt.state.flatten import flatten
+from shardopt.state.state import join
 
 TENSOR = torch.ones(2)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardopt.checkpoint.planning import drift
+from shardopt.checkpoint.saving.planning import drift
 from shardopt.errors import StateError
 from shardopt.ranks import as_call
 from tests.unit.test_ranks import Job, stubs_have_no_backend, together

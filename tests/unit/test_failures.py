@@ -3,7 +3,7 @@
 import json
 import pickle
 
-from shardopt.checkpoint.matching.reconcile import _pack, _unpack
+from shardopt.checkpoint.loading.reconcile import _pack, _unpack
 from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
 from shardopt.ranks.failures import describe, merge
 

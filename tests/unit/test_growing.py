@@ -137,7 +137,7 @@ def test_a_run_has_its_records_again(tmp_path, caplog):
 
 def test_without_anything_to_grow_a_load_plans_once(tmp_path, monkeypatch):
     checkpoint.save(tmp_path / "c", app_of({"best": {"step": 1}, "losses": []}))
-    monkeypatch.setattr(importlib.import_module("shardopt.checkpoint.matching.rank_plan"), "growing_in", None)
+    monkeypatch.setattr(importlib.import_module("shardopt.checkpoint.loading.rank_plan"), "growing_in", None)
     checkpoint.load(tmp_path / "c", app_of({"best": {"step": 0}, "losses": []}))
 
 

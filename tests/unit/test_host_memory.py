@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardopt import accelerator as accelerators
-from shardopt.checkpoint.writing import host_memory
-from shardopt.checkpoint.writing.host_memory import Block, HostMemory
-from shardopt.checkpoint.writing.staging import Copy, Staging
+from shardopt.checkpoint.saving.writing import host_memory
+from shardopt.checkpoint.saving.writing.host_memory import Block, HostMemory
+from shardopt.checkpoint.saving.writing.staging import Copy, Staging
+from shardopt.runtime import accelerator as accelerators
 
 MIB = 1 << 20
 

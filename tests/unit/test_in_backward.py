@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import shardopt
 from shardopt import GradientClipping, GradientClippingOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
-from shardopt.checkpoint.matching.hand_back import mark_partial_load, unmark_partial_load
+from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
 from shardopt.optim import (
     CombinedOptimizer,

@@ -13,7 +13,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, seal
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import encode_manifest
-from shardopt.checkpoint.removal import remove_checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import (

@@ -19,7 +19,7 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.writing import staging
+from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, OptionError, StateError
 
 STAGES = (None, "now", "lazy")
@@ -136,7 +136,7 @@ def test_what_is_being_read_is_cleared_with_a_later_save(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path, keep=1)
     run(manager, [1])
     reads, may_go_on = threading.Event(), threading.Event()
-    load_module = sys.modules["shardopt.checkpoint.load"]
+    load_module = sys.modules["shardopt.checkpoint.loading.load"]
     monkeypatch.setattr(load_module, "fill", held_back(load_module.fill, reads, may_go_on))
     app = app_of()
     reader = threading.Thread(target=lambda: checkpoint.load(manager.path(1), app))

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.checkpoint.commit import make_manifest
+from shardopt.checkpoint.format.assign import check_covers
 from shardopt.checkpoint.format.constants import DTYPES, file_name
-from shardopt.checkpoint.planning.assign import check_covers
-from shardopt.checkpoint.planning.describe import Description
-from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.saving.commit import make_manifest
+from shardopt.checkpoint.saving.planning.describe import Description
+from shardopt.checkpoint.saving.planning.merge import merge_geometry, merge_values, read_section, sections_of
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import LayoutError, StateError
 from shardopt.ranks.kinds import compress, decompress, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import components_of
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
-from shardopt.state import Index
-from shardopt.values import encode_value
+from shardopt.state.state import Index
+from shardopt.state.values import encode_value
 from tests.support.merged_by_rank import description_of, geometry_by_rank, layouts_by_rank, values_by_rank
 
 PLACES = ["plain", "flat", "replicas", "cut", "strips", "own shards", "own shards and replicas"]

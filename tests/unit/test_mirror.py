@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardopt import checkpoint
-from shardopt.checkpoint import removal
 from shardopt.checkpoint.run import copying
 from shardopt.checkpoint.run import mirror as mirror_module
 from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.saving import removal
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError

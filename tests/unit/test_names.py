@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, StateError
-from shardopt.flatten import flatten
-from shardopt.names import names_under_wrappers, plain_name, plain_names_in
+from shardopt.state.flatten import flatten
+from shardopt.state.names import names_under_wrappers, plain_name, plain_names_in
 from tests.harness import run_ranks
 
 

@@ -5,9 +5,9 @@ import torch
 
 from benchmarks.many_files import write_checkpoint
 from shardopt import checkpoint
-from shardopt.checkpoint.reading import open_file
-from shardopt.checkpoint.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources import reader as reader_module
+from shardopt.checkpoint.sources.reading import open_file
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CorruptionError
 from shardopt.sharding.box import Box

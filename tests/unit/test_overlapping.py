@@ -7,7 +7,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
-from shardopt.checkpoint.matching.tied import refuse_overlapping
+from shardopt.checkpoint.loading.tied import refuse_overlapping
 from shardopt.errors import MismatchError
 from shardopt.sharding.view import view_of
 
@@ -75,7 +75,7 @@ def test_columns_of_one_matrix_share_nothing(tmp_path, monkeypatch):
     app = {name: each for name, each in zip("qkv", torch.randn(5, 9).chunk(3, dim=1), strict=True)}
     checkpoint.save(tmp_path / "c", {name: each + 1 for name, each in app.items()})
     wanted = {name: each + 1 for name, each in app.items()}
-    monkeypatch.setattr("shardopt.checkpoint.matching.tied._are_equal", None)  # nothing is read twice
+    monkeypatch.setattr("shardopt.checkpoint.loading.tied._are_equal", None)  # nothing is read twice
     checkpoint.load(tmp_path / "c", app)
     assert all(torch.equal(app[name], wanted[name]) for name in wanted)
 

@@ -13,10 +13,10 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.checkpoint.format import manifest
-from shardopt.flatten import flatten
 from shardopt.optim.keyed import KeyedOptimizerWrapper
 from shardopt.sharding.view import is_held, is_on_all_ranks
-from shardopt.values import OnAnyRank, canonical, decode_value, encode_value, united
+from shardopt.state.flatten import flatten
+from shardopt.state.values import OnAnyRank, canonical, decode_value, encode_value, united
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 FULL = torch.arange(12.0).view(6, 2)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shardopt.gc_pause import gc_paused
+from shardopt.runtime.gc_pause import gc_paused
 
 
 @pytest.fixture(autouse=True)

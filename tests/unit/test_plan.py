@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardopt.checkpoint.format.assign import Member, assign, check_covers
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.planning.assign import Member, assign, check_covers
-from shardopt.checkpoint.planning.describe import Geometry
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.saving.planning.describe import Geometry
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.layout import Layout

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import make_manifest, publish_checkpoint
+from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
-from shardopt.checkpoint.planning.assign import Member
-from shardopt.checkpoint.planning.describe import Geometry
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
-from shardopt.checkpoint.reading import fetch as fetch_module
-from shardopt.checkpoint.reading import read_plan as plan_module
-from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
+from shardopt.checkpoint.saving.commit import make_manifest, publish_checkpoint
+from shardopt.checkpoint.saving.planning.describe import Geometry
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.saving.writing.write import memory_of, write_files
 from shardopt.checkpoint.sources import reader as reader_module
+from shardopt.checkpoint.sources.reading import fetch as fetch_module
+from shardopt.checkpoint.sources.reading import read_plan as plan_module
+from shardopt.checkpoint.sources.reading.fetch import fetch, pieces_in_order
 from shardopt.checkpoint.storage import LocalStorage, storage_of
-from shardopt.checkpoint.writing.write import memory_of, write_files
 from shardopt.errors import CheckpointError, CorruptionError, LayoutError, MismatchError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.rearrange import Rule, inverse, rearranged
 from shardopt.checkpoint.rearrange.geometry import Run, as_digits, digit_boxes
+from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
 from tests.support.boxes import partitions

@@ -7,11 +7,11 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of
-from shardopt.checkpoint.matching.renaming import regroup_values
+from shardopt.checkpoint.loading.renaming import regroup_values
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.errors import MismatchError
-from shardopt.flatten import flatten
-from shardopt.state import Index, join
+from shardopt.state.flatten import flatten
+from shardopt.state.state import Index, join
 
 
 def values_of(paths):

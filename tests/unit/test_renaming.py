@@ -15,12 +15,12 @@ from shardopt import (
     checkpoint,
 )
 from shardopt.checkpoint import Strictness
-from shardopt.checkpoint.matching.names import names_as_stored
-from shardopt.checkpoint.matching.names_in_app import names_in_app
+from shardopt.checkpoint.loading.names import names_as_stored
+from shardopt.checkpoint.loading.names_in_app import names_in_app
 from shardopt.errors import MismatchError
-from shardopt.flatten import flatten
 from shardopt.optim import CombinedOptimizer
 from shardopt.optim.keyed import KeyedOptimizer
+from shardopt.state.flatten import flatten
 
 EVERYWHERE = {r"\.layers\.": ".blocks."}
 RULES = [

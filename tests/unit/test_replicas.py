@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.planning import replica_check as replicas
-from shardopt.checkpoint.planning.replica_check import contents_of, refuse_unknown_choice
+from shardopt.checkpoint.saving.planning import replica_check as replicas
+from shardopt.checkpoint.saving.planning.replica_check import contents_of, refuse_unknown_choice
 from shardopt.sharding.view import view_of
 
 KIB = 1024

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import LocalStorage
 
 STEPS_AND_RESUMED = st.sets(st.integers(0, 60), min_size=1, max_size=15).flatmap(

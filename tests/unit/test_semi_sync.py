@@ -8,9 +8,9 @@ import torch
 import shardopt
 from shardopt.errors import AlgorithmError, GradientError, LayoutError, MismatchError, OptionError, StateError
 from shardopt.optim.backward import in_backward
-from shardopt.optim.islands.buckets import Buckets
-from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
 from shardopt.optim.semi_sync import SemisyncOptimizer
+from shardopt.optim.semi_sync.islands.buckets import Buckets
+from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by_name
 from tests.support.islands import FRAGMENT_OF, assert_close, batch_of, loss_of, plain_model, simulate
 
 FRAGMENTS = {"every": 6, "fragments": 2, "delay": 2, "alpha": 0.25}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardopt.checkpoint.reading import broadcast as share
-from shardopt.checkpoint.reading.broadcast import BroadcastReads
+from shardopt.checkpoint.sources.reading import broadcast as share
+from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout

@@ -13,8 +13,8 @@ from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.hosts.spare import remove_spares
-from shardopt.checkpoint.reading.open_file import DataFileReader
-from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader
+from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError
 

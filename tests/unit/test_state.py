@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import (
 
 from shardopt import checkpoint
 from shardopt.errors import StateError
-from shardopt.flatten import flatten
-from shardopt.state import Index, PerRank, Stateful, is_below, join, nest
+from shardopt.state.flatten import flatten
+from shardopt.state.state import Index, PerRank, Stateful, is_below, join, nest
 
 Pair = namedtuple("Pair", "left right")
 

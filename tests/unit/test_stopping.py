@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardopt import checkpoint, signals
+from shardopt.checkpoint.run.stopping import Stop
 from shardopt.ranks import Ranks
-from shardopt.signals import Listener
-from shardopt.stopping import Stop
+from shardopt.runtime.signals import Listener
 
 ALONE = Ranks(None)
 REPOSITORY = Path(__file__).resolve().parents[2]

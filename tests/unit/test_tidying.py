@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.many_files import write_checkpoint
 from shardopt import checkpoint
-from shardopt.checkpoint.removal import remove_checkpoint
 from shardopt.checkpoint.run import keeper
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import RemoteStorage, storage_of
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.pickled.stand_ins import Unknown
-from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
-from shardopt.checkpoint.pickled.zip_archive import zip_members
+from shardopt.checkpoint.sources.pickled.stand_ins import Unknown
+from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.pickled.zip_archive import zip_members
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 from tests.support.torch_files import CENTRAL, END, archive_of, as_zip64, read_whole, reader_of, saved
 
 

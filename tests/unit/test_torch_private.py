@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.algorithms import StepsOn, algorithms
-from shardopt.torch_private import (
+from shardopt.runtime.torch_private import (
     BatchNorm,
     ScalerStages,
     at_end_of_backward,

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.checkpoint.pickled import opcodes
-from shardopt.checkpoint.pickled.bounds import MOST_DEPTH
-from shardopt.checkpoint.pickled.plain_globals import PLAIN_GLOBALS
-from shardopt.checkpoint.pickled.stand_ins import Known, StandIn, Unknown
-from shardopt.checkpoint.pickled.unpickle import unpickle
+from shardopt.checkpoint.sources.pickled import opcodes
+from shardopt.checkpoint.sources.pickled.bounds import MOST_DEPTH
+from shardopt.checkpoint.sources.pickled.plain_globals import PLAIN_GLOBALS
+from shardopt.checkpoint.sources.pickled.stand_ins import Known, StandIn, Unknown
+from shardopt.checkpoint.sources.pickled.unpickle import unpickle
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 

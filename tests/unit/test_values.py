@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.errors import StateError
-from shardopt.values import canonical, decode_value, encode_value
+from shardopt.state.values import canonical, decode_value, encode_value
 
 
 def through_json(value):

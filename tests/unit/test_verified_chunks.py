@@ -7,8 +7,8 @@ from shardopt import checkpoint
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.share import Share
-from shardopt.checkpoint.reading.open_file import DataFileReader
-from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks, verify
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader
+from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks, verify
 from shardopt.errors import CorruptionError
 
 SIZES = {"a": 7, "b": 0, "c": 3 << 20, "d": 65536, "e": 65537, "f": 1}  # fp32; the third is of several chunks

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardopt.errors import StateError
-from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage
+from shardopt.optim.schedules.stages import Schedule, WarmupPolicy, WarmupStage
 
 NONE, LINEAR, CONSTANT = WarmupPolicy.NONE, WarmupPolicy.LINEAR, WarmupPolicy.CONSTANT
 POLY, STEP, INVSQRT = WarmupPolicy.POLY, WarmupPolicy.STEP, WarmupPolicy.INVSQRT

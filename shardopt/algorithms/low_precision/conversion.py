@@ -20,9 +20,9 @@ from shardopt.algorithms.low_precision.shared_scales import rows_of
 from shardopt.algorithms.registry import AlgorithmSpec, Options
 from shardopt.algorithms.shared_rows import cuts_of_rows
 from shardopt.errors import Problem
-from shardopt.param_groups import STORAGE_OPTIONS, UNTOUCHED
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
+from shardopt.state.param_groups import STORAGE_OPTIONS, UNTOUCHED
 
 
 class Conversion(NamedTuple):

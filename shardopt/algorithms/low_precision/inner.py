@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.initial_state import initial_state
 from shardopt.algorithms.registry import AlgorithmSpec, Options
-from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS
-from shardopt.torch_private import step_without_hooks
+from shardopt.runtime.torch_private import step_without_hooks
+from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS
 
 
 class Stepped(NamedTuple):

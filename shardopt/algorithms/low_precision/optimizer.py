@@ -42,10 +42,10 @@ from shardopt.algorithms.registry import (
 )
 from shardopt.algorithms.shared_rows import RowSharingOptimizer, cuts_of_rows
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.param_groups import STORAGE_OPTIONS
 from shardopt.ranks import Ranks
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
+from shardopt.state.param_groups import STORAGE_OPTIONS
 
 
 class _Variant(type):

@@ -22,7 +22,7 @@ import torch
 from shardopt.algorithms.low_precision.chunks import suits_blocks
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind, Options
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.param_groups import STORAGE_OPTIONS
+from shardopt.state.param_groups import STORAGE_OPTIONS
 
 CODES = "uint8"
 MASTER = "master"

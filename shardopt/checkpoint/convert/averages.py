@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import AVERAGING, N_AVERAGED
+from shardopt.state.param_groups import AVERAGING, N_AVERAGED
 
 _OWN = f"state.{AVERAGING}.{N_AVERAGED}"
 _OF_TORCH = "module."

@@ -14,13 +14,13 @@ from shardopt.checkpoint.convert.averages import averages_in, with_averages
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.manifest import RenameRules, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
-from shardopt.checkpoint.matching.names_in_app import contents
-from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renamer
+from shardopt.checkpoint.loading.names_in_app import contents
+from shardopt.checkpoint.loading.renaming import Rename, refuse_collisions, renamer
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import Box
-from shardopt.state import Path, join
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import Path, join
 
 _STATE = "state"
 _log = logging.getLogger("shardopt.checkpoint")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import PARAM_GROUPS, PARAMS, OptionsByMember, groups_of
-from shardopt.state import Index, Path, join, nest
-from shardopt.values import canonical, encode_value
+from shardopt.state.param_groups import PARAM_GROUPS, PARAMS, OptionsByMember, groups_of
+from shardopt.state.state import Index, Path, join, nest
+from shardopt.state.values import canonical, encode_value
 
 Values = Mapping[str, tuple[Path, Any]]
 

@@ -17,16 +17,16 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardopt.casts import lost_in_cast
 from shardopt.checkpoint.convert.choosing import ChosenTensor
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, tensor_over
-from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.fetch import fetch
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order, whole
 from shardopt.sharding.pieces import Piece
+from shardopt.state.casts import lost_in_cast
 from shardopt.world import Future, world
 
 WINDOW_BYTES = 8 << 20

@@ -29,9 +29,9 @@ from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import Box, whole
-from shardopt.state import Index, Path, join
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import Index, Path, join
 
 _METADATA = ".metadata"
 _RECORDS = "torch.distributed.checkpoint.metadata"

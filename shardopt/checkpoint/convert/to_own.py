@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import xxhash
 
-from shardopt.checkpoint.commit import make_manifest, publish_checkpoint, refuse_committed
 from shardopt.checkpoint.convert.choosing import Choice
 from shardopt.checkpoint.convert.out_files import OutFile, Written, files_of_earlier
 from shardopt.checkpoint.convert.plan import OutPlan, refuse_checkpoints
 from shardopt.checkpoint.convert.streaming import Part
 from shardopt.checkpoint.convert.zip_bytes import Take
+from shardopt.checkpoint.format.assign import Member, check_covers
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, SEGMENT_BYTES, file_name
 from shardopt.checkpoint.format.values import encode_each
-from shardopt.checkpoint.planning.assign import Member, check_covers
-from shardopt.checkpoint.planning.describe import Geometry
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.saving.commit import make_manifest, publish_checkpoint, refuse_committed
+from shardopt.checkpoint.saving.planning.describe import Geometry
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 
 LayoutOf = Callable[[str], Layout]
 """Maps the new key of a tensor to its layout."""

@@ -18,9 +18,9 @@ from shardopt.checkpoint.convert.streaming import Part
 from shardopt.checkpoint.convert.zip_bytes import Take, ZipArchive, torch_members
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import whole
-from shardopt.state import Path
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import Path
 
 
 def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:

@@ -2,6 +2,6 @@
 
 from shardopt.checkpoint.dcp.reader import StorageReader as StorageReader
 from shardopt.checkpoint.dcp.writer import StorageWriter as StorageWriter
-from shardopt.exports import offer as _offer
+from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

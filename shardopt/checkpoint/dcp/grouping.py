@@ -17,9 +17,9 @@ from typing import Any
 
 from shardopt.checkpoint.format.values import Values
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED
-from shardopt.state import Index, Path, join
-from shardopt.values import canonical, encode_value
+from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED
+from shardopt.state.state import Index, Path, join
+from shardopt.state.values import canonical, encode_value
 
 _STATE = "state"
 _NOTES = ("algorithm", "given")  # that keyed optimizers add to the options of a group, and torch's do not

@@ -10,10 +10,10 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan as DcpSavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from shardopt.checkpoint.format.assign import Assignment, Member
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
-from shardopt.checkpoint.planning.assign import Assignment, Member
-from shardopt.checkpoint.planning.describe import Geometry
-from shardopt.checkpoint.planning.save_plan import SavePlan
+from shardopt.checkpoint.saving.planning.describe import Geometry
+from shardopt.checkpoint.saving.planning.save_plan import SavePlan
 from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import Layout

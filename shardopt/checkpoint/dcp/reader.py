@@ -27,16 +27,16 @@ from torch.futures import Future
 
 from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory
-from shardopt.checkpoint.reading.fetch import describe_tensor, fill
-from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.fetch import describe_tensor, fill
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import absolute_url
 from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
-from shardopt.state import join
+from shardopt.state.state import join
 
 
 class StorageReader(DcpStorageReader):

@@ -25,21 +25,21 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardopt.checkpoint.commit import make_manifest, publish_checkpoint, refuse_committed
 from shardopt.checkpoint.dcp.plan import box_of, plan_of, without_nothing
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.format.values import encode_each
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
-from shardopt.checkpoint.removal import discard
+from shardopt.checkpoint.saving.commit import make_manifest, publish_checkpoint, refuse_committed
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan, WriteRequest
+from shardopt.checkpoint.saving.removal import discard
+from shardopt.checkpoint.saving.writing.write import write_files
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.checkpoint.storage import Storage, absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
-from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import OptionError, Problem, StateError
-from shardopt.flatten import holds_tensors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.values import decode_value, encode_value
+from shardopt.state.flatten import holds_tensors
+from shardopt.state.values import decode_value, encode_value
 from shardopt.world import world
 
 

@@ -37,10 +37,10 @@ from shardopt.checkpoint.format.manifest import (
 )
 from shardopt.checkpoint.format.values import decode_each, decode_path, unpack
 from shardopt.errors import FormatError, Problem
-from shardopt.gc_pause import gc_paused
+from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, whole
-from shardopt.state import Path, join
-from shardopt.values import decode_value
+from shardopt.state.state import Path, join
+from shardopt.state.values import decode_value
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

@@ -22,8 +22,8 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.format.values import Values, decode_each, encode_each, encode_path, pack
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
-from shardopt.state import Path
-from shardopt.values import encode_value
+from shardopt.state.state import Path
+from shardopt.state.values import encode_value
 
 RenameRules = tuple[tuple[str, str], ...]
 """Rules of `rename`, each a regex and its replacement, in the order in which names have been through them."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardopt.checkpoint.format.constants import read_size
-from shardopt.state import Index, Path
-from shardopt.values import decode_value, encode_value
+from shardopt.state.state import Index, Path
+from shardopt.state.values import decode_value, encode_value
 
 Values = Mapping[str, tuple[Path, Any]]
 """Plain values by key, with their paths."""

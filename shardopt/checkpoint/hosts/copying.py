@@ -15,8 +15,8 @@ from shardopt.checkpoint.hosts.holders import fetches_of
 from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
-from shardopt.checkpoint.reading.open_file import DataFileReader
-from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks, verify
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader
+from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks, verify
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.world import world

@@ -6,6 +6,6 @@ from shardopt.checkpoint.rearrange.rules import Drop as Drop
 from shardopt.checkpoint.rearrange.rules import Rule as Rule
 from shardopt.checkpoint.rearrange.rules import Tie as Tie
 from shardopt.checkpoint.rearrange.rules import inverse as inverse
-from shardopt.exports import offer as _offer
+from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

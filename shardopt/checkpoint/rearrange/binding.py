@@ -21,8 +21,8 @@ from shardopt.checkpoint.rearrange.geometry import Place
 from shardopt.checkpoint.rearrange.notation import Axes, Found, infer, size_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Drop, Rule
 from shardopt.errors import MismatchError, Problem
-from shardopt.state import Path, join
-from shardopt.values import encode_value
+from shardopt.state.state import Path, join
+from shardopt.state.values import encode_value
 
 
 class Component(NamedTuple):

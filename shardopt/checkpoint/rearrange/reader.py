@@ -9,8 +9,6 @@ import torch
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.rearrange.binding import bind, first_match, renamed_path, unequal
 from shardopt.checkpoint.rearrange.notation import Name
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
@@ -18,6 +16,8 @@ from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
 from shardopt.checkpoint.rearrange.zeros import Zeros
 from shardopt.checkpoint.sources.equality import bytes_are_equal
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.fetch import fetch
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece

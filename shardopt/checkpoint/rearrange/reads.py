@@ -15,10 +15,10 @@ from operator import add
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.rearrange.binding import Component
 from shardopt.checkpoint.rearrange.geometry import Place, Ranges, Run, as_digits, joined_runs
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.data_file import Entry
-from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
 from shardopt.checkpoint.storage import ReadInto, Span
 from shardopt.errors import Problem
 from shardopt.sharding.box import whole

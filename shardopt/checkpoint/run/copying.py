@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 
 import xxhash
 
-from shardopt.checkpoint.commit import publish_checkpoint
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, writer_of
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
-from shardopt.checkpoint.reading.open_file import DataFileReader
-from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
-from shardopt.checkpoint.removal import discard, remove_checkpoint
+from shardopt.checkpoint.saving.commit import publish_checkpoint
+from shardopt.checkpoint.saving.removal import discard, remove_checkpoint
 from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader
+from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.sources.referred import directory_of, referred_in
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem

@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
-from shardopt.checkpoint.removal import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import metrics_of, record_name
 from shardopt.checkpoint.run.retention import reasons_to_keep
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints
+from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
-from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
 
 _MANY_RANKS = 64  # have so many files that their removal is not waited for

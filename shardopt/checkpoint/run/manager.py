@@ -13,12 +13,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.async_save import Stage
-from shardopt.checkpoint.load import load
-from shardopt.checkpoint.matching.rules_due import LeftInScript
-from shardopt.checkpoint.matching.strictness import Strictness
+from shardopt.checkpoint.loading.load import load
+from shardopt.checkpoint.loading.rules_due import LeftInScript
+from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reading.broadcast import Replicas
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
@@ -37,14 +35,16 @@ from shardopt.checkpoint.run.options import (
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps, summary_of
+from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
 from shardopt.checkpoint.run.tiers.tiers import Tiers
-from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
+from shardopt.checkpoint.saving.async_save import Stage
+from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
+from shardopt.checkpoint.saving.writing.pending import PendingSave
+from shardopt.checkpoint.sources.reading.broadcast import Replicas
 from shardopt.checkpoint.storage import storage_of, use_options
-from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.ranks import Group, SharedGroup
-from shardopt.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
-from shardopt.stopping import Stop
+from shardopt.runtime.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
 
 _log = logging.getLogger("shardopt.checkpoint")
 

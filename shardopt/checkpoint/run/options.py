@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.saving.save import SaveOptions
 from shardopt.checkpoint.storage import is_in_archive, storage_of
 from shardopt.errors import OptionError, Problem
 from shardopt.world import world

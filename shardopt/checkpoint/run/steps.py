@@ -8,17 +8,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
-from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
-from shardopt.checkpoint.save import SaveTerms, save_now
-from shardopt.checkpoint.writing.pending import PendingSave, take_failures
+from shardopt.checkpoint.run.stopping import Stop
+from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
+from shardopt.checkpoint.saving.save import SaveTerms, save_now
+from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError, UnreadableError
-from shardopt.stopping import Stop
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")

@@ -19,14 +19,14 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import Dtype, damaged
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.pickled.stand_ins import Unknown
-from shardopt.checkpoint.pickled.torch_archive import TensorRecord
-from shardopt.checkpoint.pickled.zip_archive import Read
-from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest
+from shardopt.checkpoint.sources.pickled.stand_ins import Unknown
+from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord
+from shardopt.checkpoint.sources.pickled.zip_archive import Read
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box, whole
-from shardopt.values import encode_value
+from shardopt.state.values import encode_value
 
 _MOST_RUNS = 1 << 16  # of elements that lie side by side, of a tensor that has gaps between them
 _MOST_TIMES = 64  # that its elements are read, of a tensor in which some share memory

@@ -15,18 +15,18 @@ import xxhash
 
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, damaged
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
-from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
-from shardopt.checkpoint.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import path_of, with_options_by_member
 from shardopt.checkpoint.sources.leaves import HeldArrays, holds_tensors, is_array, leaves_of
+from shardopt.checkpoint.sources.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
+from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError
-from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import whole
-from shardopt.state import Path, join
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import Path, join
 
 METADATA_NAME = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)

@@ -21,9 +21,9 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, torch_dtype
-from shardopt.checkpoint.reading.fetch import fetch_here
-from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.fetch import fetch_here
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
 from shardopt.checkpoint.storage import ReadInto, Span, Storage
 from shardopt.errors import Problem
 from shardopt.sharding.box import Box, whole

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.checkpoint.format.values import Values
-from shardopt.param_groups import PARAM_GROUPS, are_named, options_by_member
-from shardopt.state import Index, Path, join, nest
-from shardopt.values import canonical, encode_value
+from shardopt.state.param_groups import PARAM_GROUPS, are_named, options_by_member
+from shardopt.state.state import Index, Path, join, nest
+from shardopt.state.values import canonical, encode_value
 
 _STATE = "state"
 

@@ -38,7 +38,7 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.data_file import Entry, header_length
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks
 from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, FormatError, Problem

@@ -18,13 +18,13 @@ from shardopt.checkpoint.format.constants import damaged
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.manifest import StoredLayout, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
-from shardopt.checkpoint.pickled.torch_archive import TensorRecord
-from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks
+from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks
 from shardopt.checkpoint.storage import ReadInto, Span, Storage
 from shardopt.errors import Problem
-from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import whole
-from shardopt.state import Index, Path, join
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import Index, Path, join
 
 
 def leaves_of(state: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:

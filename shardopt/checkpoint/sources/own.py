@@ -22,15 +22,15 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import DataFile
-from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.open_file import HEAD_BYTES, DataFileReader, ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.reading.fetch import fetch
+from shardopt.checkpoint.sources.reading.open_file import HEAD_BYTES, DataFileReader, ReadRequest, form_of
 from shardopt.checkpoint.sources.referred import directory_of
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem, StateError
 from shardopt.sharding.box import whole
-from shardopt.values import decode_value
+from shardopt.state.values import decode_value
 
 
 class OwnSource(Source):

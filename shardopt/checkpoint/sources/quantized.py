@@ -19,10 +19,10 @@ import xxhash
 
 from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_LIMIT_BYTES, Dtype, damaged, load_json
 from shardopt.checkpoint.format.manifest import DataFile, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.dequantized import BYTES_PER_SCALE, FP4_PER_SCALE, DequantizedFile, Quantized
 from shardopt.checkpoint.sources.hugging_face import HuggingFaceSource
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem

@@ -14,15 +14,15 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import Dtype, damaged
 from shardopt.checkpoint.format.manifest import Manifest, StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.reading.fetch import describe_tensor, fetch, fill, memory_problem
-from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadRequest, form_of
+from shardopt.checkpoint.sources.reading.fetch import describe_tensor, fetch, fill, memory_problem
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest, form_of
 from shardopt.checkpoint.sources.source import Source
 from shardopt.errors import MismatchError, Problem
+from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
-from shardopt.torch_private import out_of_inference_mode
 from shardopt.world import world
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.reading.open_file import OpenFile
+from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import FormatError, Problem
 

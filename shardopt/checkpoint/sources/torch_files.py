@@ -14,19 +14,19 @@ import xxhash
 
 from shardopt.checkpoint.format.constants import damaged
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.pickled.stand_ins import Unknown
-from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
-from shardopt.checkpoint.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import with_options_by_member
 from shardopt.checkpoint.sources.leaves import HeldArrays, is_array, leaves_of
+from shardopt.checkpoint.sources.pickled.stand_ins import Unknown
+from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
-from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import whole
-from shardopt.state import Path, join
-from shardopt.values import canonical, encode_value
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import Path, join
+from shardopt.state.values import canonical, encode_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _ZIP = b"PK\x03\x04"

@@ -13,6 +13,6 @@ from shardopt.checkpoint.storage.open import wrap_os_errors as wrap_os_errors
 from shardopt.checkpoint.storage.recorded_reads import RecordedReads as RecordedReads
 from shardopt.checkpoint.storage.recorded_reads import ReplayStorage as ReplayStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage as RemoteStorage
-from shardopt.exports import offer as _offer
+from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

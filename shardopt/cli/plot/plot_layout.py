@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
-from shardopt.checkpoint.reshard import chunks_over
+from shardopt.checkpoint.convert.reshard import chunks_over
 from shardopt.cli.contents import dtype_text
 from shardopt.cli.output import Output, escaped, nbytes_text, shortened
 from shardopt.cli.plot.figure import Axes, Figure, Rectangle, check_output, rank_color, save_figure

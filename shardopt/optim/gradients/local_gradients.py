@@ -13,10 +13,10 @@ from torch import Tensor
 
 from shardopt.errors import GradientError
 from shardopt.optim.state_dict.groups import listed
+from shardopt.runtime.torch_private import scale_and_look
 from shardopt.sharding.gradients import local_gradients, requires_gradient, takes_gradient
 from shardopt.sharding.pieces import elements_overlap
 from shardopt.sharding.view import assemble, is_held, local_tensors
-from shardopt.torch_private import scale_and_look
 
 _log = logging.getLogger("shardopt")
 

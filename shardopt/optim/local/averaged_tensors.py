@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.names import before_all, plain_name
 from shardopt.sharding.gradients import is_added_up
+from shardopt.state.names import before_all, plain_name
 
 SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 

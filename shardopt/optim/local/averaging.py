@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.names import before_all, plain_name
 from shardopt.optim.local.averaged_tensors import Pair, buckets, by_plain_name, copied, is_inexact, refuse_other_shapes
 from shardopt.optim.local.swapping import AveragesInModel, Swapped, reshard
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
-from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
+from shardopt.runtime.signals import CHANGING, is_part_of
+from shardopt.runtime.staging_fence import wait_for_copies
+from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from shardopt.signals import CHANGING, is_part_of
-from shardopt.staging_fence import wait_for_copies
-from shardopt.torch_private import out_of_inference_mode
+from shardopt.state.names import before_all, plain_name
+from shardopt.state.param_groups import AVERAGING, N_AVERAGED, STATE
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from shardopt.optim.local.memory_order import InOrder
 from shardopt.optim.local.shards import BorrowedGrads, Shards
+from shardopt.runtime.torch_private import gather_lists, step_with_lists
 from shardopt.sharding.gradients import attach_gradients
-from shardopt.torch_private import gather_lists, step_with_lists
 
 Group = dict[str, Any]
 Options = tuple[Any, ...]

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from shardopt.torch_private import has_modes, out_of_inference_mode
+from shardopt.runtime.torch_private import has_modes, out_of_inference_mode
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

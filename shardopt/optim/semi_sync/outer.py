@@ -11,17 +11,17 @@ from torch import Tensor
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import OptimizerWrapper
-from shardopt.optim.islands.buckets import Buckets
-from shardopt.optim.islands.islands import Islands
-from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
 from shardopt.optim.node import OwnState
+from shardopt.optim.semi_sync.islands.buckets import Buckets
+from shardopt.optim.semi_sync.islands.islands import Islands
+from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by_name
 from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.param_groups import PARAMS, STATE
+from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors
-from shardopt.staging_fence import wait_for_copies
+from shardopt.state.param_groups import PARAMS, STATE
 
 ANCHORS = "anchors."
 """Before the name of a parameter: its anchor, in state."""

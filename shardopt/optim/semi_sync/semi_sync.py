@@ -14,15 +14,15 @@ from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.by_position import ByPosition
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.islands.islands import Islands
-from shardopt.optim.islands.schedule import SyncSchedule
 from shardopt.optim.keyed import keyed
+from shardopt.optim.semi_sync.islands.islands import Islands
+from shardopt.optim.semi_sync.islands.schedule import SyncSchedule
 from shardopt.optim.semi_sync.outer import OuterOptimizer
 from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.optim.state_dict.groups import named
-from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
 from shardopt.sharding.swapped import STEP_IN_SWAP, refuse_swapped
+from shardopt.state.param_groups import PARAMS
 
 __all__ = ["SemiSync"]
 

@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.islands.islands import Islands
+from shardopt.optim.semi_sync.islands.islands import Islands
 from shardopt.optim.semi_sync.weights import refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
-from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.view import assemble, is_held, local_tensors
-from shardopt.staging_fence import wait_for_copies
+from shardopt.state.param_groups import PARAMS
 
 __all__ = ["SemisyncOptimizer"]
 

@@ -13,10 +13,10 @@ from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.low_precision.options import MASTER, STEP
 from shardopt.errors import AlgorithmError, LayoutError, Problem
 from shardopt.optim.base import KeyedOptimizer
+from shardopt.runtime.torch_private import step_nested
 from shardopt.sharding.gradients import set_gradients, zero_gradients
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from shardopt.torch_private import step_nested
 
 
 def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem
-from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, refuse_unmatched
 from shardopt.ranks import Ranks
 from shardopt.ranks.kinds import exchange, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, local_tensors
+from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, refuse_unmatched
 
 Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""

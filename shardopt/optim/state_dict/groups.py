@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardopt.errors import LayoutError, Problem, StateError
-from shardopt.names import before_all, plain_name
-from shardopt.param_groups import PARAMS
 from shardopt.ranks import ranks_of
+from shardopt.runtime.torch_private import is_flattened
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
-from shardopt.state import Tied, refuse_chains
-from shardopt.torch_private import is_flattened
+from shardopt.state.names import before_all, plain_name
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.state import Tied, refuse_chains
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 GroupsOfNamed = Iterable[Mapping[str, Any]]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardopt.casts import lost_in_cast
 from shardopt.errors import LayoutError, MismatchError, Problem
 from shardopt.sharding.view import local_tensors, view_of
+from shardopt.state.casts import lost_in_cast
 
 _PLAIN = "a plain value"
 

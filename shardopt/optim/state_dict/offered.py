@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.param_groups import (
+from shardopt.state.names import before_all, plain_name
+from shardopt.state.param_groups import (
     ELSEWHERE,
     NAMES_OF_TORCH,
     PARAM_GROUPS,

@@ -20,7 +20,7 @@ from shardopt.errors import StateError
 from shardopt.optim.state_dict.groups import listed
 from shardopt.optim.state_dict.load_plan import LoadPlan, is_stateful, like
 from shardopt.optim.state_dict.options import as_number, is_equal_option, overridden, replaced
-from shardopt.param_groups import (
+from shardopt.state.param_groups import (
     ALGORITHM,
     ELSEWHERE,
     GIVEN,

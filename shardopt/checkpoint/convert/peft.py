@@ -1,0 +1,155 @@
+"""Writes the adapters of a checkpoint as a folder of PEFT's: `adapter_model.safetensors` and `adapter_config.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.tensor_bytes import bytes_of
+from shardopt.checkpoint.sources.open import open as open_checkpoint
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
+from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.errors import CheckpointExistsError, MismatchError, Problem
+from shardopt.sharding.box import whole
+
+TENSORS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+
+_PREFIX = "base_model.model."  # of PEFT's keys, whatever the model
+_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+(?=\.)))?(\.weight)?")
+
+
+class _Tensor(NamedTuple):
+    """A tensor of an adapter: its key in the checkpoint, its module and part ("lora_A"), its dtype and shape."""
+
+    stored: str
+    module: str
+    part: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return whole(self.shape).numel * self.dtype.itemsize
+
+
+def export_peft(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    *,
+    model: str = "model",
+    adapter: str | None = None,
+    base_root: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes the low-rank adapters of a checkpoint as a folder that PEFT's `from_pretrained` takes. Local.
+
+    They are the tensors of the model whose names have a part `lora_A` or `lora_B`: `layers.0.q_proj.lora_A.weight`, or
+    as PEFT's own modules have them, `base_model.model.layers.0.q_proj.lora_A.default.weight`. A [r, in], B [out, r].
+    At most some MiB of them are in memory.
+
+    Args:
+        src: of a committed checkpoint.
+        dst: a directory without such files.
+        config: entries of `adapter_config.json`, of which "lora_alpha" is needed. "peft_type", "r", "rank_pattern" and
+            "target_modules" are those that the tensors tell of, unless they are given.
+        model: the key of the model in the app that was saved.
+        adapter: the name of the adapter, where the model has several.
+        base_root: as for `open`.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: as for `open`.
+        CheckpointExistsError: there are such files at `dst`.
+        MismatchError: there is no adapter, or half of one, or several; or `config` lacks or contradicts what there is.
+    """
+    target = storage_of(dst)
+    with open_checkpoint(src, base_root) as reader, wrap_os_errors(f"write {target.url}"):
+        tensors = _adapter_of(reader, model, adapter)
+        text = json.dumps(_config_of(tensors, config), indent=2, sort_keys=True) + "\n"
+        taken = [name for name in (TENSORS_NAME, CONFIG_NAME) if target.exists(name)]
+        if taken:
+            problem = Problem(f"{target.url}/{taken[0]}", "a file", "none", "give another directory")
+            raise CheckpointExistsError("the path is taken", [problem])
+        target.make()
+        target.write(TENSORS_NAME, _File(reader, tensors))
+        target.publish(CONFIG_NAME, text.encode())
+
+
+def _adapter_of(reader: CheckpointReader, model: str, adapter: str | None) -> dict[str, _Tensor]:
+    """Returns the tensors of an adapter by their keys in PEFT's file, in the order of these."""
+    found: dict[str, _Tensor] = {}
+    adapters: set[str] = set()
+    for stored, tensor in reader.manifest.tensors.items():
+        match = _PART.fullmatch(stored.removeprefix(f"{model}.")) if stored.startswith(f"{model}.") else None
+        if match is None or adapter not in (None, match["adapter"]):
+            continue
+        adapters.add(match["adapter"] or "")
+        module, part = match["module"].removeprefix(_PREFIX), match["part"]
+        found[f"{_PREFIX}{module}.{part}.weight"] = _Tensor(stored, module, part, tensor.dtype, tensor.layout.shape)
+    problems = []
+    if not found:
+        required = f"tensors named {model}.….lora_A.weight and …lora_B.weight"
+        problems.append(Problem("lora_A", "none", required, "name the model by model="))
+    if len(adapters) > 1:
+        problems.append(Problem("adapter", ", ".join(sorted(adapters)), "one of them", "give adapter="))
+    for key, each in found.items():
+        other = f"{_PREFIX}{each.module}.{'lora_B' if each.part == 'lora_A' else 'lora_A'}.weight"
+        if other not in found:
+            problems.append(Problem(key, "without its other half", "A and B of each module", "save both"))
+        if each.dtype.safetensors is None or len(each.shape) != 2:
+            form = f"{each.dtype.name} {list(each.shape)}"
+            problems.append(Problem(key, form, "a matrix of a dtype that safetensors has", "convert it"))
+    if problems:
+        raise MismatchError("there is no adapter that could be written", problems)
+    return dict(sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def _config_of(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
+    ranks = {each.module: each.shape[0] for each in tensors.values() if each.part == "lora_A"}
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    derived = {
+        "peft_type": "LORA",
+        "r": usual,
+        "rank_pattern": {module: rank for module, rank in sorted(ranks.items()) if rank != usual},
+        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
+    }
+    merged = {**derived, "bias": "none", "inference_mode": True, **config}
+    problems = []
+    if "lora_alpha" not in config:
+        remedy = "give it: the product of A and B is scaled by lora_alpha / r"
+        problems.append(Problem("lora_alpha", "nothing", "a number", remedy))
+    pattern = merged["rank_pattern"] or {}
+    for module, rank in ranks.items():
+        if pattern.get(module, merged["r"]) != rank:
+            given = pattern.get(module, merged["r"])
+            problems.append(Problem(f"r of {module}", str(given), f"{rank}, as its tensors have", "leave it out"))
+            break
+    if problems:
+        raise MismatchError("the config does not fit the adapter", problems)
+    return merged
+
+
+class _File:
+    """The bytes of a safetensors file, read from a checkpoint a piece at a time. Iterable again."""
+
+    def __init__(self, reader: CheckpointReader, tensors: Mapping[str, _Tensor]) -> None:
+        self._reader, self._tensors = reader, tensors
+
+    def __iter__(self) -> Iterator[memoryview]:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for key, each in self._tensors.items():
+            offsets = [end, end := end + each.nbytes]
+            header[key] = {"dtype": each.dtype.safetensors, "shape": each.shape, "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        padded = -(-len(text) // 8) * 8
+        yield memoryview(struct.pack("<Q", padded) + text.ljust(padded))
+        for each in self._tensors.values():
+            for box in pieces_in_order(whole(each.shape), each.dtype.itemsize):
+                yield bytes_of(self._reader.read(each.stored, box))

@@ -1,0 +1,184 @@
+"""Verifies a checkpoint: every structure, size and checksum, without a process group and without an app."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
+from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor
+from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.reports import OfUrl, emit_report
+from shardopt.checkpoint.sources.open import open_source
+from shardopt.checkpoint.sources.reading.fetch import damaged_segments, threads_for
+from shardopt.checkpoint.sources.reading.open_file import form_of
+from shardopt.checkpoint.sources.referred import referred_in
+from shardopt.checkpoint.sources.source import Source
+from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.errors import CorruptionError, Problem
+from shardopt.sharding.box import Box, cover_faults
+from shardopt.world import world
+
+_REMEDY = "restore from another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport(OfUrl):
+    """The report of a verification.
+
+    Args:
+        url: where the checkpoint is.
+        tensors: how many tensors it holds.
+        files: how many data files it has.
+        bytes_read: of data files.
+        problems: everything that is not as it was written, each with file, key and segment; empty if all is well.
+        seconds: of the verification.
+        remains: data files of other saves to this path that lie beside it. They are no damage, and no part of it; but
+            torch's own reader takes all that lie in a directory, so they are better removed.
+    """
+
+    url: str
+    tensors: int
+    files: int
+    bytes_read: int
+    problems: tuple[Problem, ...]
+    seconds: float = 0.0
+    remains: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems
+
+    def raise_if_damaged(self) -> None:
+        """Raises CorruptionError with all problems, if there are any."""
+        if self.problems:
+            raise CorruptionError(f"the checkpoint at {self.url} is damaged", self.problems)
+
+
+def verify(
+    url: str | os.PathLike[str], *, progress: Progress | None = None, base_root: str | os.PathLike[str] | None = None
+) -> VerifyReport:
+    """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
+
+    It goes on after damage, and reports all of it. At most a few pieces of 8 MiB are in memory. What the checkpoint
+    refers to is a part of it; what else is in the same files is not.
+
+    Args:
+        url: as for `open`.
+        progress: called with the bytes done and the bytes there are, now and then, from several threads.
+        base_root: as for `open`.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint here.
+        FormatError: it needs a newer reader.
+    """
+    report = _verify(storage_of(url), progress, base_root)
+    emit_report("verify", report)
+    return report
+
+
+def _verify(storage: Storage, progress: Progress | None, base_root: str | os.PathLike[str] | None) -> VerifyReport:
+    begin = world().monotonic()
+    try:
+        source = open_source(storage, base_root)
+    except CorruptionError as error:
+        return VerifyReport(storage.url, 0, 0, 0, error.problems, world().monotonic() - begin)
+    manifest = source.manifest
+    problems = [*_cover_problems(storage, manifest)]
+    members = _MembersByFile(manifest)
+    done = Counter(sum(_bytes_to_read(file, i, members) for i, file in enumerate(manifest.files)), progress)
+    with world().thread_pool(threads_for(storage), "shardopt-verify") as pool:
+        checks = [pool.submit(_check_file, source, number, members, done) for number in range(len(manifest.files))]
+        for check in checks:
+            problems += check.result()
+    return VerifyReport(
+        url=storage.url,
+        tensors=len(manifest.tensors),
+        files=len(manifest.files),
+        bytes_read=done.nbytes,
+        problems=tuple(problems),
+        seconds=world().monotonic() - begin,
+        remains=tuple(_remains(storage, manifest)),
+    )
+
+
+def _cover_problems(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
+    faults: dict[int, list[str]] = {}
+    for key, tensor in manifest.tensors.items():
+        layout = tensor.layout
+        if id(layout) not in faults:
+            faults[id(layout)] = cover_faults(layout.shape, layout.boxes)
+        for fault in faults[id(layout)]:
+            yield Problem(f"{storage.url}: {key}", fault, "boxes that make up the tensor", _REMEDY)
+
+
+def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
+    known = {file.name for file in manifest.own_files}
+    remains = [name for name in storage.names() if name.endswith(DATA_SUFFIX) and name not in known]
+    referred = referred_in(storage) if remains else ()
+    yield from (name for name in remains if name not in referred)
+
+
+Members = Mapping[str, tuple[StoredTensor, Box]]
+"""What a manifest takes from one of its files: by the key there the tensor, and the box of it that the file has."""
+
+
+class _MembersByFile:
+    """The members of each file, listed when they are asked for: many tensors may share a layout of many files."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._layouts: dict[int, tuple[StoredLayout, list[tuple[str, StoredTensor]]]] = {}
+        for key, tensor in manifest.tensors.items():
+            if tensor.tied_to is None:  # else it is stored as the tensor that it is tied to
+                self._layouts.setdefault(id(tensor.layout), (tensor.layout, []))[1].append((key, tensor))
+        self._boxes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, (layout, _) in self._layouts.items():
+            for box, file in enumerate(layout.files):
+                self._boxes[file].append((at, box))
+
+    def of(self, number: int) -> Members:
+        """Returns the members of a file."""
+        members = {}
+        for at, box in self._boxes[number]:
+            layout, tensors = self._layouts[at]
+            entry = layout.entry(box)
+            members.update({entry.key(each.stored_as or key): (each, entry.box) for key, each in tensors})
+        return members
+
+
+def _bytes_to_read(file: DataFile, number: int, members: _MembersByFile) -> int:
+    if file.directory is None:
+        return file.nbytes
+    return sum(box.numel * tensor.dtype.itemsize for tensor, box in members.of(number).values())
+
+
+def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Counter) -> list[Problem]:
+    problems: list[Problem] = []
+    file = source.manifest.files[number]
+    try:
+        opened = source.open_file(number)
+    except CorruptionError as error:
+        done.add(_bytes_to_read(file, number, by_file))
+        return [*error.problems]
+    members = by_file.of(number)
+    # Of a file that is referred to, what other checkpoints have in it is theirs.
+    entries = dict(opened.entries) if file.directory is None else {}
+    for key, (tensor, box) in members.items():
+        try:
+            entries[key] = opened.entry(key, form_of(tensor.dtype, box))
+        except CorruptionError as error:
+            problems += error.problems
+    for key, entry in entries.items():
+        if key.startswith(CHECKSUMS_PREFIX):
+            continue
+        known = key in members or key in source.read_through
+        if not known and not key.startswith(PER_RANK_PREFIX):
+            problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
+        try:
+            problems += damaged_segments(opened, entry, done.add)
+        except CorruptionError as error:
+            problems += error.problems
+    return problems

@@ -1,0 +1,258 @@
+"""Compares a checkpoint with an app by key: every difference, before a byte of the app has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
+from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES, torch_dtype
+from shardopt.checkpoint.loading.names import Names, stored_paths
+from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast, with_reason_of_parts
+from shardopt.checkpoint.loading.schedules import schedule_problems
+from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
+from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
+from shardopt.checkpoint.saving.planning.tied import tied_in
+from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
+from shardopt.errors import Problem
+from shardopt.sharding.pieces import View
+from shardopt.state.state import (
+    CheckedStateful,
+    FlatState,
+    Leaf,
+    Path,
+    PerRank,
+    RestoreTarget,
+    is_below,
+    keys_below,
+    kinds_differ,
+    tell_path,
+)
+
+_MISSING = (
+    "give its old name with rename={...}, remove it from the app, leave it as it is with "
+    'strict=Strictness(missing="ignore"), or load some keys alone by select='
+)
+_NAMES_ALONE = {str}  # the types of the parts of most paths
+
+
+@dataclass(slots=True)
+class Match:
+    """The outcome of a comparison: the keys to be loaded, those of one side only, and the differences."""
+
+    tensors: dict[str, tuple[View, StoredTensor]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    per_rank: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)  # of the tensors, those that change their dtype
+    missing: list[str] = field(default_factory=list)  # in the app only
+    unexpected: list[str] = field(default_factory=list)  # in the checkpoint only, as far as this rank knows
+    problems: list[Problem] = field(default_factory=list)  # differences that do not pass
+    warnings: list[Problem] = field(default_factory=list)  # differences that are to be reported, not refused
+
+    def objects(self, flat: FlatState) -> list[RestoreTarget]:
+        """Returns the objects at or below which anything is loaded, on this rank or of other ranks' parameters."""
+        loaded = {key: flat.leaves[key].path for key in (*self.tensors, *self.values, *self.per_rank)}
+        below = keys_below(loaded, [each.path for each in flat.targets])
+        return [each for each in flat.targets if each.elsewhere or below[each.path]]
+
+    def note(self, problem: Problem, choice: Choice) -> None:
+        """Adds a difference to the problems or to the warnings, or to neither."""
+        if choice == "raise":
+            self.problems.append(problem)
+        elif choice == "warn":
+            self.warnings.append(problem)
+
+
+def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
+    """Matches an app with a checkpoint, by key, on one rank.
+
+    Every difference that `strictness` does not let pass is in `problems` of the result. Shapes and kinds always have
+    to fit. Whether an `unexpected` key is one depends on the other ranks, which may have a place for it.
+
+    Args:
+        names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
+    """
+    match = Match()
+    if strictness.unexpected != "raise" or strictness.missing != "raise":
+        names, match.warnings = with_options_of_both(flat, names, strictness)
+    stored, chosen, problems = stored_paths(names.manifest), names.chosen, match.problems
+    reported = _match_objects(flat, names, stored, strictness, match) if flat.targets else set()
+    schedules = flat.schedules()
+    for path, problem in schedule_problems(schedules, flat, names) if schedules else ():
+        problems.append(problem)
+        reported.add(path)
+
+    def is_reported(path: Path) -> bool:
+        return any(path[:length] in reported for length in range(len(path) + 1))
+
+    for key, leaf in flat.leaves.items():
+        if key in stored and key in chosen and not (reported and is_reported(leaf.path)):
+            found = _match_leaf(
+                key, leaf, stored[key], flat, views.get(key), names.manifest, match, strictness, world_size
+            )
+            if found is not None:
+                problems.append(found)
+    absent = [key for key in flat.leaves if key in chosen and key not in stored]
+    match.missing = _missing(absent, flat, views, stored, names) if absent else []
+    for key in match.missing:
+        if not is_reported(flat.leaves[key].path):
+            problem = Problem(
+                key, "nothing in the checkpoint", _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING
+            )
+            match.note(problem, strictness.missing)
+    for alias, key in names.aliases.items():
+        own, other = names.manifest.values.get(alias), names.manifest.values.get(key)
+        if key in chosen and own is not None and (other is None or own[1] != other[1]):
+            text = f"another value than {key} in the checkpoint"
+            remedy = "load without tied={...}"
+            problems.append(Problem(alias, text, "the same: they are declared as tied", remedy))
+    here = flat.leaves.keys() | names.aliases.keys()
+    match.unexpected = [key for key in stored if key not in here and not is_reported(stored[key])]
+    return match
+
+
+def _match_objects(
+    flat: FlatState, names: Names, stored: Mapping[str, Path], strictness: Strictness, match: Match
+) -> set[Path]:
+    """Notes what does not fit objects as a whole; returns their paths: it stands for what their single keys lack."""
+    roots = [each.path for each in flat.targets]
+    here = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
+    there = keys_below(stored, roots)
+    reported: set[Path] = set()
+    for target in flat.targets:
+        path = target.path
+        state = StateOfObject(target, flat, names, stored, here[path], there[path])
+        one_sided = state.one_sided()
+        if one_sided is not None:
+            match.note(one_sided, strictness.uninitialized)
+            reported.add(path)
+            continue
+        problems = [*state.refused(strictness)] if isinstance(target.object, CheckedStateful) else []
+        is_torchs = target.groups is None and isinstance(target.object, Optimizer | GradScaler)
+        if target.numbered is not None or is_torchs:
+            problems += problems_of_torchs(target, flat, names, there[path], strictness)
+        if problems:
+            match.problems += problems
+            reported.add(path)
+    return reported
+
+
+def _missing(
+    absent: Iterable[str], flat: FlatState, views: Mapping[str, View], stored: Mapping[str, Path], names: Names
+) -> list[str]:
+    """Returns those of the app's keys without a stored one that lack something.
+
+    An empty container of which the checkpoint has something lacks nothing: that is for other ranks. Nor does a tensor
+    that is filled under another name: both are one memory here.
+    """
+    tied = tied_in(views) if any(key in views for key in absent) else {}
+    filled = {tied.get(key, key) for key in views if key in stored and key in names.chosen} if tied else set()
+    missing = []
+    for key in absent:
+        leaf = flat.leaves[key]
+        is_empty = type(leaf.value) in (dict, list, tuple) and not leaf.value
+        if is_empty and any(len(path) > len(leaf.path) and is_below(path, leaf.path) for path in stored.values()):
+            continue
+        if tied.get(key, key) not in filled:
+            missing.append(key)
+    return missing
+
+
+def _match_leaf(
+    key: str,
+    leaf: Leaf,
+    path: Path,
+    flat: FlatState,
+    view: View | None,
+    manifest: Manifest,
+    match: Match,
+    strictness: Strictness,
+    world_size: int,
+) -> Problem | None:
+    """Adds what both sides have under a key to `match`; returns the problem with it, if there is one."""
+    if (path != leaf.path or {*map(type, path)} != _NAMES_ALONE) and kinds_differ(path, leaf.path):
+        remedy = "nest it in the app as it was when it was saved"
+        return Problem(key, tell_path(path), tell_path(leaf.path), remedy)
+    tensor = manifest.tensors.get(key)
+    if view is None or tensor is None:
+        return _match_value(key, leaf, flat, view, manifest, match, world_size)
+    dtype, shape = TORCH_DTYPES[tensor.dtype.name], tensor.layout.shape
+    # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
+    known = view.dtype if view.pieces or not view.layout.local else dtype
+    if shape != view.shape or dtype != known:
+        castable = shape == view.shape and can_cast(dtype, view.dtype)
+        if not castable or strictness.dtype != "cast":
+            remedy = "load it into a tensor of the shape and dtype that were saved"
+            if castable:
+                remedy += ', or with Strictness(dtype="cast")'
+            required = describe_tensor(view.shape, view.dtype)
+            problem = Problem(key, describe_tensor(shape, dtype), required, remedy)
+            if shape == view.shape:
+                return problem
+            return with_reason_of_parts(problem, leaf.path, shape, view.shape, manifest)
+        match.cast.append(key)
+    match.tensors[key] = (view, tensor)
+    is_plain = all(memory.is_contiguous() and memory.data_ptr() for _, memory in view.pieces)  # as nearly all
+    return None if is_plain else memory_problem(key, view)
+
+
+def _match_value(
+    key: str, leaf: Leaf, flat: FlatState, view: View | None, manifest: Manifest, match: Match, world_size: int
+) -> Problem | None:
+    """As `_match_leaf`, of a plain value or a value per rank, on one side at least."""
+    value = leaf.value
+    if key in manifest.per_rank and isinstance(value, PerRank):
+        if world_size == manifest.world_size:
+            match.per_rank.append(key)
+        elif value.on_resize == "raise":
+            stored, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
+            remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
+            return Problem(key, stored, required, remedy)
+        return None
+    if key in manifest.values and view is None and not isinstance(value, PerRank):
+        stored_value = manifest.values[key][1]
+        match.values[key] = stored_value
+        if not isinstance(stored_value, dict) and any(each.path == leaf.path for each in flat.targets):
+            return Problem(key, kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
+        return None
+    number = _number_for(leaf, view, flat, manifest.values.get(key, ((), None))[1])
+    if number is not None:
+        match.values[key] = number
+        return None
+    remedy = "give the key the kind that it was saved with"
+    return Problem(key, kind_of_stored(manifest, key), _kind_of_leaf(leaf, view), remedy)
+
+
+def _number_for(leaf: Leaf, view: View | None, flat: FlatState, stored: Any) -> Tensor | None:
+    """Returns a stored number as the tensor that an optimizer has for it; None where it is none, or is not for one.
+
+    torch before 1.12 had counters and rates in the state of optimizers as numbers.
+    """
+    if view is None or view.shape != () or type(stored) not in (int, float):
+        return None
+    roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
+    if not is_below(leaf.path, *roots) or (type(stored) is float and not view.dtype.is_floating_point):
+        return None
+    return torch.tensor(stored, dtype=view.dtype, device=leaf.value.device)
+
+
+def kind_of_stored(manifest: Manifest, key: str) -> str:
+    """Returns what is stored under a key, for messages."""
+    if key in manifest.tensors:
+        tensor = manifest.tensors[key]
+        return describe_tensor(tensor.layout.shape, torch_dtype(tensor.dtype))
+    if key in manifest.values:
+        return f"a plain value ({type(manifest.values[key][1]).__name__})"
+    return "a value per rank"
+
+
+def _kind_of_leaf(leaf: Leaf, view: View | None) -> str:
+    if view is not None:
+        return describe_tensor(view.shape, view.dtype)
+    return "a value per rank" if isinstance(leaf.value, PerRank) else f"a plain value ({type(leaf.value).__name__})"

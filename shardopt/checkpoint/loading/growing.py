@@ -1,0 +1,163 @@
+"""Plain containers of an app that hold no place for a tensor: what is stored takes their place whole.
+
+A record that is empty when a program begins, and is filled as it goes, has other entries in a checkpoint than in the
+app, maybe with tensors. No place of the app says what these have to be: they are made as they are stored, on the CPU.
+A rank that has tensors of its own there keeps them, as places for what is stored: then nothing grows on any rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.loading.names import Names, stored_paths
+from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.state.state import FlatState, Leaf, Path, is_below, join, keys_below, kinds_differ, nest
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A plain container of the app, or None, and what takes its place.
+
+    Args:
+        node: what the app has.
+        replace: puts another in its place.
+        parts: of what takes its place, by path within it.
+        gone: the keys of what the app has there that will be gone.
+    """
+
+    node: Any
+    replace: Callable[[Any], None]
+    parts: dict[Path, Any]
+    gone: Sequence[str]
+
+    def put(self) -> None:
+        """Puts what is loaded into the app: into the dict that is there, where both are dicts."""
+        inner = _inner(self.parts)  # empty on one rank, filled on another
+        whole = nest({path: value for path, value in self.parts.items() if path not in inner})
+        if isinstance(self.node, MutableMapping) and isinstance(whole, dict):
+            self.node.clear()
+            self.node.update(whole)
+        else:
+            self.replace(whole)
+
+
+def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
+    """Returns the keys of this rank's plain containers that have other entries in the checkpoint; the outermost ones.
+
+    Args:
+        select: as for `load`; a container is taken whole, where its own key is found.
+    """
+    roots = _outermost(flat, select)
+    if not roots:
+        return []
+    stored, manifest = stored_paths(names.manifest), names.manifest
+    here = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
+    there = keys_below(stored, roots)
+    return [
+        join(root)
+        for root in roots
+        if there[root]
+        and (set(there[root]) != set(here[root]) or any(key in manifest.tensors for key in there[root]))
+        and not any(key in manifest.per_rank or kinds_differ(stored[key][: len(root)], root) for key in there[root])
+        and _is_one_tree(_below(root, stored), manifest.values)
+    ]
+
+
+def may_grow(flat: FlatState, names: Names, select: str | None, keys: Collection[str]) -> bool:
+    """Whether each of these keys of the app, of which nothing is stored, is in a container that grows."""
+    if not keys:
+        return True
+    growing = {*growing_in(flat, names, select)}
+    roots = [path for path in flat.plain if join(path) in growing]
+    return all(is_below(flat.leaves[key].path, *roots) for key in keys)
+
+
+def own_places(flat: FlatState, keys: Iterable[str]) -> list[str]:
+    """Returns those of the keys of containers, plain on some rank, under which this rank has places of another kind."""
+    plain = {join(path) for path in flat.plain}
+    return [
+        key
+        for key in keys
+        if key not in plain and any(each == key or each.startswith(f"{key}.") for each in flat.leaves)
+    ]
+
+
+def with_places(
+    flat: FlatState, names: Names, keys: Collection[str], strictness: Strictness
+) -> tuple[FlatState, Names, list[Growing]]:
+    """Returns an app and a checkpoint with places for what is stored, instead of the containers that it replaces.
+
+    Args:
+        keys: of containers (`growing_in`).
+        strictness: what the app alone has in them stays there if keys may be missing.
+    """
+    manifest, stored = names.manifest, stored_paths(names.manifest)
+    paths_here = {key: leaf.path for key, leaf in flat.leaves.items()}
+    leaves, chosen, growing = dict(flat.leaves), set(names.chosen), list[Growing]()
+    for root in [path for path in flat.plain if join(path) in keys]:
+        parts: dict[Path, Any] = {}
+        there, here = _below(root, stored), _below(root, paths_here)
+        ends = [path for key, path in there.items() if manifest.values.get(key, ((), None))[1] != {}]
+        gone = [key for key, path in here.items() if not any(is_below(other, path) for other in there.values())]
+        for key, path in here.items():
+            if key in gone and strictness.missing != "raise" and not any(is_below(path, end) for end in ends):
+                parts[path] = leaves[key].value
+            else:
+                del leaves[key]
+                chosen.discard(key)
+        for key, path in there.items():
+            tensor = manifest.tensors.get(key)
+            if tensor is not None:
+                parts[path] = torch.empty(tensor.layout.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
+            leaves[key] = Leaf(stored[key], parts.get(path), partial(parts.__setitem__, path))
+            chosen.add(key)
+        growing.append(Growing(*flat.plain[root], parts, [key for key in gone if key not in leaves]))
+    return replace(flat, leaves=leaves), replace(names, chosen=frozenset(chosen)), growing
+
+
+def warn_of_gone(growing: Iterable[Growing]) -> None:
+    """Logs which entries of containers are gone, as the checkpoint has none."""
+    gone = [key for each in growing for key in each.gone]
+    if gone:
+        more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+        _log.warning("containers are as they were saved, without what the app had: %s%s", ", ".join(gone[:3]), more)
+
+
+def _outermost(flat: FlatState, select: str | None) -> list[Path]:
+    """Returns the paths of plain containers, and of None, that are within no other.
+
+    A number or a text is no place that waits to be filled: another kind there is a mistake.
+    """
+    wanted = re.compile(select or "").search
+    found: set[Path] = set()
+    for path, (node, _) in flat.plain.items():  # containers come before what is in them
+        is_open = node is None or (isinstance(node, Mapping | Sequence | Set) and not isinstance(node, str | bytes))
+        if is_open and wanted(join(path)) and not any(path[:length] in found for length in range(1, len(path))):
+            found.add(path)
+    return [*found]
+
+
+def _below(root: Path, paths: Mapping[str, Path]) -> dict[str, Path]:
+    """Returns the keys at or below a container, and their paths within it."""
+    return {key: path[len(root) :] for key, path in paths.items() if path[: len(root)] == root}
+
+
+def _is_one_tree(parts: Mapping[str, Path], values: Mapping[str, tuple[Path, Any]]) -> bool:
+    """Whether only what is empty stands where other parts lead through."""
+    inner = _inner(parts.values())
+    return not any(path in inner and values.get(key, ((), True))[1] for key, path in parts.items())
+
+
+def _inner(paths: Iterable[Path]) -> set[Path]:
+    """Returns the paths through which others lead."""
+    return {path[:length] for path in paths for length in range(len(path))}

@@ -1,0 +1,199 @@
+"""Initializes optimizers: state for just those parameters that a checkpoint has state for, for it to be loaded into.
+
+State that was made before the first step and never stepped means the same as none. So state that was made for a
+parameter that the checkpoint has none for is dropped. What was stepped is dropped too where the checkpoint has the
+parameter in its groups: then it had no state at that step, as where a run is taken back to before its first gradient.
+Otherwise the checkpoint knows nothing of it, and the comparison refuses.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
+from shardopt.checkpoint.loading.torchs_own import TorchsState, torchs_state
+from shardopt.ranks import Call, Ranks, as_call
+from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful, join, keys_below
+
+
+@dataclass(slots=True)
+class _Change:
+    """The names for which an optimizer lacks state that the checkpoint has, or has state that it lacks.
+
+    Args:
+        optimizer: an `UnsteppedStateful`, or another one that has `init_state`; `TorchsState` of torch's own.
+        make: names to make state for; None for all of an optimizer that knows of no names.
+        drop: names whose state was never stepped on this rank.
+        keep: names whose state was, of which the checkpoint knows nothing.
+        forget: name → parameter whose state was, and which had none when it was saved.
+        forgotten: parameter → its state until then.
+    """
+
+    optimizer: Any
+    make: list[str] | None
+    drop: list[str] = field(default_factory=list)
+    keep: list[str] = field(default_factory=list)
+    forget: dict[str, Tensor] = field(default_factory=dict)
+    forgotten: dict[Tensor, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is to be changed."""
+        return self.make is None or bool(self.make or self.drop or self.forget)
+
+
+def init_unstepped(
+    ranks: Ranks,
+    what: str,
+    look: Callable[[], tuple[Any, FlatState, Names]],
+) -> Callable[[], None] | None:
+    """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
+
+    Args:
+        what: names the load in errors.
+        look: opens the checkpoint; returns it, the app as it is, and the checkpoint under the app's names.
+
+    Returns:
+        A function that drops the state which was made here, and makes what was dropped as it was; to be called where
+        the load has failed. None where no rank had to change anything, so that what was looked at is still so.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
+        MismatchError: the rules of `rename` do not work.
+        ShardoptError: an optimizer cannot make its state.
+    """
+
+    def compare() -> dict[str, _Change]:
+        _, flat, names = look()
+        return dict(_changes(flat, names.manifest, names.chosen))
+
+    def merge(reports: list[Any]) -> dict[str, Any]:
+        stepped: dict[str, set[str]] = {}
+        for kept, _ in reports:
+            for key, names in kept.items():
+                stepped.setdefault(key, set()).update(names)
+        return {
+            "stepped": {key: sorted(names) for key, names in stepped.items()},
+            "any": any(due for _, due in reports),
+        }
+
+    call = Call(what, f"{as_call(what).same} with init_state")  # which not all of them may have asked for
+    changes, decision = ranks.agree(
+        call,
+        work=compare,
+        report=lambda changes: [
+            {key: each.keep for key, each in changes.items() if each.keep},
+            any(each.is_due for each in changes.values()),
+        ],
+        decide=merge,
+    )
+    if not decision["any"]:
+        return None
+    # A round of its own: what is made may communicate by itself, so that all must have got here.
+    ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
+
+    def undo() -> None:
+        for change in changes.values():
+            if change.make and isinstance(change.optimizer, UnsteppedStateful | TorchsState):
+                change.optimizer.drop_state(change.make)
+            if change.drop:
+                change.optimizer.init_state(names=change.drop)
+            for parameter, state in change.forgotten.items():
+                change.optimizer.state[parameter] = state
+
+    return undo
+
+
+def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]]) -> None:
+    for key, change in changes.items():
+        if change.make is None:
+            change.optimizer.init_state()
+            continue
+        # State that one rank has stepped stays on all ranks.
+        change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
+        change.forgotten = {each: dict(change.optimizer.state[each]) for each in change.forget.values()}
+        if change.drop or change.forget:
+            change.optimizer.drop_state([*change.drop, *change.forget])
+        if change.make:
+            change.optimizer.init_state(names=change.make)
+
+
+def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[tuple[str, _Change]]:
+    """Yields the key of each optimizer of which something is stored, and the change that it needs."""
+    roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
+    stored_below = keys_below(stored_paths(manifest), roots)
+    here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
+    for each in flat.targets:
+        key, optimizer, own = join(each.path), each.object, stored_below.get(each.path, [])
+        here = here_below.get(each.path, [])
+        whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
+        if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
+            continue  # each has what the other has
+        torchs = torchs_state(each, own, manifest, flat.tied)
+        if torchs is not None:
+            live = set(_live_names(each, flat, here, chosen))
+            forget = _known_without_state(key, live - torchs.stored.keys(), torchs.parameters, flat, manifest)
+            yield key, _Change(torchs, sorted(torchs.stored.keys() - live), forget=forget)
+            continue
+        if not hasattr(optimizer, "init_state"):
+            continue
+        if isinstance(optimizer, UnsteppedStateful) and "names" in inspect.signature(optimizer.init_state).parameters:
+            known = optimizer.held_state_names()
+            name_here = {flat.tied.get(name, name): name for name in known}
+            saved = {name_here[name] for name in _saved_names(key, own, manifest, name_here)}
+            live = set(_live_names(each, flat, here, chosen)).intersection(known)
+            surplus = live - saved
+            unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
+            parameters = getattr(optimizer, "params", {})
+            forget = _known_without_state(key, surplus - unstepped, parameters, flat, manifest)
+            kept = sorted(surplus - unstepped - forget.keys())
+            yield key, _Change(optimizer, sorted(saved - live), sorted(unstepped), kept, forget)
+        elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(
+            name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
+        ):
+            yield key, _Change(optimizer, None)
+
+
+def _known_without_state(
+    key: str, names: Iterable[str], parameters: Mapping[str, Tensor], flat: FlatState, manifest: Manifest
+) -> dict[str, Tensor]:
+    """Returns those of some parameters without stored state that the checkpoint has in the groups of the optimizer."""
+    stored_as = {name: f"{key}.{PARAM_GROUPS}.{flat.tied.get(name, name)}" for name in sorted(names)}
+    return {
+        name: parameters[name] for name, each in stored_as.items() if name in parameters and each in manifest.values
+    }
+
+
+def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
+    """Yields those of the names known to an optimizer for which a checkpoint has state."""
+    prefix = f"{key}.state."
+    for name in stored:
+        if name.startswith(prefix):
+            owner, _ = owner_of(name.removeprefix(prefix), known)
+            yield from [owner] if owner else []
+        elif name in (key, f"{key}.state") and name in manifest.values:  # state without a tensor is one plain value
+            value = manifest.values[name][1]
+            state = value.get("state") if name == key and isinstance(value, Mapping) else value
+            yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []
+
+
+def _live_names(target: RestoreTarget, flat: FlatState, keys: Iterable[str], chosen: Collection[str]) -> Iterator[str]:
+    """Yields the names for which an optimizer, which has these keys, has state that is to be loaded."""
+    root = target.path
+    for key in keys:
+        leaf = flat.leaves[key]
+        for path in leaf.paths_here if key in chosen else ():
+            within = path[len(root) :]
+            if len(within) > 1 and within[0] == "state":
+                yield str(within[1])
+            elif within in ((), ("state",)) and isinstance(leaf.value, Mapping):
+                state = leaf.value if within else leaf.value.get("state")
+                yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []

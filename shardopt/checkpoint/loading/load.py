@@ -1,0 +1,341 @@
+"""Loading, from a committed checkpoint into an app, in place:
+
+open → flatten → compare → plan → read in place → hand back to app
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.hosts.finding import opener_on_hosts
+from shardopt.checkpoint.hosts.hosts import PREFIX as HOSTS_PREFIX
+from shardopt.checkpoint.loading.growing import own_places, warn_of_gone
+from shardopt.checkpoint.loading.hand_back import (
+    CHANGED_NOTHING,
+    MAY_HAVE_CHANGED,
+    damage_told,
+    hand_back,
+    mark_partial_load,
+    unmark_partial_load,
+)
+from shardopt.checkpoint.loading.init_state import init_unstepped
+from shardopt.checkpoint.loading.names import Names, names_as_stored
+from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
+from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
+from shardopt.checkpoint.loading.rules_due import RulesDue, find_rules_due, said_of_rules
+from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
+from shardopt.checkpoint.loading.strictness import Strictness, log_passed_over, strictness_of
+from shardopt.checkpoint.progress import Progress
+from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule
+from shardopt.checkpoint.reports import LoadReport, announce, emit_report
+from shardopt.checkpoint.sources.open import is_remote, opener_of, reading
+from shardopt.checkpoint.sources.open import open as open_checkpoint
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.broadcast import Replicas
+from shardopt.checkpoint.sources.reading.fetch import casts_to_check, check_all, check_casts, fill
+from shardopt.checkpoint.storage import absolute_url, use_options
+from shardopt.errors import Problem, ShardoptError
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
+from shardopt.runtime.gc_pause import gc_paused
+from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
+from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.state.flatten import flatten
+from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
+from shardopt.world import world
+
+_STRICT = Strictness()
+_log = logging.getLogger("shardopt.checkpoint")
+
+Look = Callable[[], tuple[CheckpointReader, FlatState, Names]]
+"""Gives the open checkpoint, the app as it is, and the checkpoint under the app's names; in a round, as it may fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The options of one load; those of `load`, with `strict` as a `Strictness`."""
+
+    strictness: Strictness
+    select: str | None
+    rename: Mapping[str, str] | None
+    rearrange: Sequence[AnyRule]
+    skip: str | None
+    transactional: bool
+    replicas: Replicas
+    init_state: bool
+    progress: Progress | None
+    group: Group | None
+    tied: Tied | None
+    base_root: str | os.PathLike[str] | None
+
+
+@is_part_of(LOADING)
+def load(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    *,
+    strict: bool | Strictness = True,
+    select: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    rearrange: Sequence[AnyRule] = (),
+    skip: str | None = None,
+    transactional: bool = False,
+    replicas: Replicas = "auto",
+    init_state: bool = False,
+    progress: Progress | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
+    tied: Tied | None = None,
+    base_root: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
+
+    Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app` that hold them;
+    objects get their state through `load_state_dict`. What does not fit is found before a byte is changed. A container
+    or value under a key of `app`, without a tensor, object or `PerRank` in it on any rank, is replaced whole by what is
+    stored: an empty dict by the records that it got later, their tensors on the CPU in the stored dtype and shape.
+
+    Args:
+        url: of a committed checkpoint.
+        app: as for `save`.
+        strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
+            False passes over such differences also in the groups of keyed optimizers, and takes the state that fits
+            from an optimizer of another algorithm, but none of its options: a warning in the log names it. A key of
+            the checkpoint may be left to other ranks; it is unexpected if no rank has a place for it.
+        select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
+        rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
+            `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
+            Parameters in the groups of keyed optimizers, nested in any way, are renamed as their state is:
+            "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
+            alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
+            which two keys get one name. Names within plain values stay. Rules that the checkpoint's names have been
+            through already are passed by (`Manager.restore`; spelled otherwise, a rule is another one). Without a
+            rule among these, rules by which it does not fit are passed by where all of it fits as it is. Rank 0 says
+            what was renamed. Only a `Manager` records rules; what `save` writes after such a load has no record of any.
+        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
+            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
+            tensor is held in memory for it. Options and counters of parameters that become one must be equal; state of
+            another layout than its parameter is refused. What rules leave out is listed in the report. No checkpoint
+            records them: given again for one in the new form, they are applied again wherever they fit it.
+        skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
+            checkpoint's own. In one of another format it is the way around what is not known there.
+        transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
+        replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
+            and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
+            "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
+        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
+            `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
+            same as none. State that was stepped goes too where the groups of the checkpoint have its parameter, which
+            had no state then; otherwise it does not fit. Without it what is in `app` is what counts, and state on one
+            side alone is refused: a load is asked for what is there, and where an optimizer is empty that should have
+            state, or has state that nobody saved, it may be the wrong app or the wrong checkpoint.
+            `Manager.restore` begins a run, whose optimizers are new: it makes what is missing.
+        progress: called with the bytes of this rank that are read and those there are to read.
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others make no
+            call. It need not be the group that saved.
+        tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
+        base_root: as for `open`.
+        storage_options: as for `save`.
+
+    Raises:
+        OptionError: this rank is not in `group`.
+        CheckpointNotFoundError, FormatError: there is nothing here to load.
+        MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
+            every difference is listed, and nothing was changed.
+        StateError: averages stand in a tensor that would be loaded (`EMA.swap`). Nothing was changed.
+        CorruptionError: stored bytes are not what was written. Its message says whether anything was changed by then:
+            where that is met in the middle, the optimizers of `app` refuse to step until a load is whole.
+        RankError: a rank failed in another way, died, or did not make the call.
+    """
+    options = LoadOptions(
+        strictness=_STRICT if strict is True else strictness_of(strict),
+        select=select,
+        rename=rename,
+        rearrange=tuple(rearrange),
+        skip=skip,
+        transactional=transactional,
+        replicas=replicas,
+        init_state=init_state,
+        progress=progress,
+        group=group,
+        tied=tied,
+        base_root=None if base_root is None else absolute_url(base_root),
+    )
+    url = absolute_url(url)
+    # Around a call, so that the collector finds the plan gone when it wakes.
+    refuse_within(f"loading {url}", but=[LOADING])
+    if storage_options is not None:
+        use_options(url, storage_options)
+    ranks = ranks_of(group, deadline_seconds)
+    with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused():
+        report, differences = _load(ranks, url, app, options)
+    emit_report("load", report)
+    if report.missing or report.unexpected:
+        log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
+    for difference in differences:
+        warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
+    return report
+
+
+def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) -> tuple[LoadReport, list[Problem]]:
+    """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
+    what = f"loading {url}"
+    select, skip, rules, undo = options.select, options.skip, None, None
+    with damage_told(CHANGED_NOTHING):
+        open_here: Callable[[], CheckpointReader] = partial(open_checkpoint, url, options.base_root)
+        if url.startswith(HOSTS_PREFIX):
+            open_here = opener_on_hosts(ranks, what, url)
+        elif ranks.size > 1 and is_remote(url):
+            open_here = opener_of(ranks, what, url, options.base_root)
+
+        @cache
+        def opened() -> CheckpointReader:  # in a round, as all that may fail
+            reader = open_here()
+            return rearranged(reader, options.rearrange) if options.rearrange else reader
+
+        if options.rename:
+            flattened = lambda: flatten(app, options.tied)  # noqa: E731
+            rules = find_rules_due(ranks, what, opened, flattened, select, options.rename, skip)
+        rename = None if rules is None else rules.rename
+        may_be_as_stored = not (select or skip or rename or options.tied)
+
+        @cache
+        def look() -> tuple[CheckpointReader, FlatState, Names]:
+            reader, flat = opened(), flatten(app, options.tied)
+            names = names_as_stored(reader, flat) if may_be_as_stored else None
+            return reader, flat, names or names_in_app(reader, flat, select, rename, skip)
+
+        if options.init_state:
+            undo = init_unstepped(ranks, what, look)
+            if undo is not None:
+                look.cache_clear()  # the app has other state now
+    try:
+        return _load_into(ranks, what, look, rules, options)
+    except ShardoptError:
+        if undo is not None:
+            undo()
+        raise
+
+
+def _load_into(
+    ranks: Ranks, what: str, look: Look, rules: RulesDue | None, options: LoadOptions
+) -> tuple[LoadReport, list[Problem]]:
+    """Loads into the state that `app` has, step by step; returns what to warn of as well."""
+    begin = world().monotonic()
+    with damage_told(CHANGED_NOTHING):
+        plan = _compare(ranks, what, look, options)
+        match, names, manifest = plan.match, plan.names, plan.reader.manifest
+        schedules = plan.flat.schedules() if ranks.rank == 0 else []
+        arguments = other_arguments(schedules, names) if schedules else []
+    with damage_told(MAY_HAVE_CHANGED):
+        bytes_read, loaded = _read(ranks, what, plan, options)
+    if schedules:
+        paths = [each.path for each in loaded]
+        warn_of_other_rates(each for each in schedules if each[0].path in paths)
+        for line in arguments:
+            _log.warning("a schedule goes on as it was saved: %s", line)
+    if plan.growing and ranks.rank == 0:
+        warn_of_gone(plan.growing)
+    renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
+    if rules is not None and ranks.rank == 0:
+        announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")
+    report = LoadReport(
+        url=plan.reader.url,
+        save_id=manifest.save_id,
+        loaded=(*match.tensors, *match.values, *match.per_rank),
+        missing=tuple(match.missing),
+        unexpected=tuple(match.unexpected),
+        cast=tuple(match.cast),
+        renamed=renamed,
+        bytes_wanted=plan.bytes_wanted,
+        bytes_read=bytes_read,
+        seconds=world().monotonic() - begin,
+        world_size=manifest.world_size,
+        saved_at=manifest.saved_at,
+        left_out=plan.reader.left_out,
+        save_seconds=manifest.seconds,
+        rename_rules=manifest.renamed if rules is None else rules.been_through,
+    )
+    return report, match.warnings
+
+
+def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
+    """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
+    strictness, select, replicas = options.strictness, options.select, options.replicas
+    url = what.removeprefix("loading ")
+
+    def agree_on(make: Callable[[], RankPlan]) -> tuple[RankPlan, dict[str, Any]]:
+        return ranks.agree(what, make, RankPlan.report, decide=lambda reports: compare_plans(url, reports))
+
+    plan, found = agree_on(lambda: plan_rank(*look(), ranks, strictness, select, replicas))
+    if found["may_grow"]:
+        growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
+        looked = plan.reader, plan.flat, plan.names
+        plan, found = agree_on(lambda: plan_rank(*looked, ranks, strictness, select, replicas, growing))
+    if found["with_differences"]:
+        reconcile(ranks, what, plan.match, plan.names, strictness, found["with_differences"])
+    if not found["is_met"]:
+        refuse_nothing(plan.reader.manifest, plan.flat, select)
+    with_casts = found["with_casts"]
+    if not found["alike"]:
+        _, with_casts = ranks.agree(what, plan.read_alone, report=lambda _: plan.has_casts_to_check, decide=any)
+    if with_casts:
+        names = {old: key for key, old in plan.names.renamed.items()}
+        ranks.agree(what, work=lambda: check_casts(casts_to_check(plan.requests), names))
+    if options.transactional:
+        doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
+        ranks.agree(doing, work=lambda: check_all(plan.requests))
+    return plan
+
+
+def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:
+    """Returns those of the keys of plain containers under which no rank has places of another kind. Collective."""
+    plan.reader.close()
+    growing: list[str]
+    _, growing = ranks.agree(
+        what,
+        work=lambda: own_places(plan.flat, keys),
+        report=list,
+        decide=lambda reports: [key for key in keys if not any(key in own for own in reports)],
+    )
+    return growing
+
+
+def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tuple[int, list[RestoreTarget]]:
+    """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
+    match, leaves, loaded = plan.match, plan.flat.leaves, plan.match.objects(plan.flat)
+    optimizers = [each.object for each in loaded if isinstance(each.object, Optimizer)]
+
+    def fill_marked() -> int:
+        mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
+        return fill(plan.requests, options.progress)
+
+    def put_back() -> None:
+        if plan.broadcast is not None:
+            plan.broadcast.exchange()
+        for key, value in match.values.items():
+            leaves[key].replace(value)
+        for key in match.per_rank:
+            stored = plan.per_rank[plan.names.renamed.get(key, key)]
+            leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
+        for each in plan.growing:
+            each.put()
+        if loaded:
+            hand_back(loaded, options.strictness.lets_objects_differ)
+
+    bytes_read, _ = ranks.agree(what, work=fill_marked)
+    # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
+    ranks.agree(what, work=put_back)
+    unmark_partial_load(optimizers)
+    return bytes_read, loaded

@@ -1,0 +1,54 @@
+"""A checkpoint under the names of an app, and the plain case of it: each stored key is a key of the app already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.state.state import FlatState, Path
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A checkpoint under the names of an app.
+
+    Args:
+        manifest: with the app's keys and paths, without what is not selected.
+        renamed: key of the app → key in the data files, where they differ.
+        chosen: the app's keys that are to be loaded.
+        aliases: key of the manifest → the key of the app that is declared to stand for it, and is in the manifest too.
+    """
+
+    manifest: Manifest
+    renamed: Mapping[str, str]
+    chosen: frozenset[str]
+    aliases: Mapping[str, str]
+
+
+def names_as_stored(reader: CheckpointReader, flat: FlatState) -> Names | None:
+    """Returns a checkpoint of our own as it is; None where it has a key that is none of the app's.
+
+    Args:
+        flat: an app in which no names are declared to stand for others.
+    """
+    manifest, source, here = reader.manifest, reader.source, flat.leaves.keys()
+    is_own = not (source.is_foreign or source.unread)
+    if is_own and all(here >= stored.keys() for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
+        return Names(manifest, {}, frozenset(here), {})
+    return None
+
+
+def stored_paths(manifest: Manifest) -> dict[str, Path]:
+    """Returns the path of each stored key."""
+    paths = {key: tensor.path for key, tensor in manifest.tensors.items()}
+    return paths | {key: path for key, (path, _) in manifest.values.items()} | dict(manifest.per_rank)
+
+
+def owner_of(key: str, names: Collection[str]) -> tuple[str, str]:
+    """Returns the longest of some names of parameters with which a key begins, and what follows; ("", "") for none."""
+    name = key
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return (name, key[len(name) + 1 :]) if name else ("", "")

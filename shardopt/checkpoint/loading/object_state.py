@@ -1,0 +1,224 @@
+"""The state of one object against what is stored of it: what does not fit as a whole, before any of it is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES
+from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.errors import Problem, ShardoptError
+from shardopt.state.param_groups import PARAM_GROUPS, PARAMS, STATE, Groups, groups_elsewhere, groups_of, with_options
+from shardopt.state.state import (
+    CheckedStateful,
+    FlatState,
+    GroupedStateful,
+    Leaf,
+    PartialStateful,
+    Path,
+    RestoreTarget,
+    join,
+    nest,
+)
+
+
+class StateOfObject:
+    """One object of the app, and what is stored of it.
+
+    Args:
+        stored: the path of each key of the checkpoint, under the app's names.
+        here, there: the keys of the object in the app, and in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        target: RestoreTarget,
+        flat: FlatState,
+        names: Names,
+        stored: Mapping[str, Path],
+        here: Sequence[str],
+        there: Sequence[str],
+    ) -> None:
+        self._target, self._flat, self._names, self._stored = target, flat, names, stored
+        self._manifest, self._own, self.there = names.manifest, {key: flat.leaves[key] for key in here}, there
+        self._is_chosen = names.chosen.issuperset(here)
+
+    def one_sided(self) -> Problem | None:
+        """Returns the problem of an optimizer that has state in the checkpoint and none in the app, or the reverse."""
+        target, chosen = self._target, self._names.chosen
+        if not isinstance(target.object, torch.optim.Optimizer):
+            return None
+        if chosen.isdisjoint(self._own) or not self.there:
+            return None  # the whole object is on one side only, which is another matter
+        prefix = f"{target.state_key}."
+        live = any(
+            key.startswith(prefix) and key in chosen and isinstance(leaf.value, torch.Tensor)
+            for key, leaf in self._own.items()
+        )
+        saved = [key for key in self.there if key.startswith(prefix) and key in self._manifest.tensors]
+        if live == bool(saved if live else self._belonging(saved)):
+            return None
+        if live:
+            found, required = "no state in the checkpoint", "state in the app"
+            remedy = (
+                "load it into an optimizer that was just made and has none yet, or call init_state() before saving "
+                "(where there is none, take a step)"
+            )
+        else:
+            found, required = "state in the checkpoint", "none: it was never initialized in the app"
+            remedy = "load with init_state=True, or call init_state() before loading (where there is none, take a step)"
+        return Problem(target.state_key, found, required, remedy)
+
+    def refused(self, strictness: Strictness) -> Iterator[Problem]:
+        """Yields the problems that `check_state_dict` of the object has with what is stored."""
+        target, own, checked = self._target, self._own, self._target.object
+        assert isinstance(checked, CheckedStateful)
+        if isinstance(checked, GroupedStateful):
+            target.elsewhere = self._options_elsewhere()
+        if own.keys().isdisjoint(self.there) and not target.elsewhere:
+            return  # nothing of it is loaded; its keys are reported one by one
+        choices = {"strict": False} if strictness.lets_objects_differ and isinstance(checked, PartialStateful) else {}
+        try:
+            checked.check_state_dict(self._described(strictness), **choices)
+        except ShardoptError as error:
+            problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
+            prefix = join(target.path)
+            yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
+
+    def _described(self, strictness: Strictness) -> Any:
+        """Returns what is stored as `check_state_dict` gets it: tensors on the meta device, values as they are."""
+        target, own, root = self._target, self._own, len(self._target.path)
+        keys = [key for key in self.there if key in own]
+        if strictness.unexpected == "raise" and len(keys) < len(self.there):
+            keys += self._belonging([key for key in self.there if key not in own])
+        may_lack = strictness.missing != "raise" or not self._is_chosen
+        described: dict[Path, Any] = {}
+        if may_lack:
+            described |= {at[root:]: leaf.value for leaf in own.values() for at in leaf.paths_here}
+        for key in keys:
+            for at in (key in own and own[key].names_here) or [self._path_here(key)]:
+                described[at[root:]] = self._description(key, own.get(key), strictness)
+        if target.plain_names:
+            own_names: dict[str | int, str] = {plain: name for name, plain in target.plain_names.items()}
+            described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
+        state = nest(described)
+        if target.groups is not None:
+            groups = self._groups(target.groups, may_lack)
+            if groups is None:
+                state.pop(PARAM_GROUPS, None)
+            else:
+                state[PARAM_GROUPS] = groups
+        return state
+
+    def _description(self, key: str, leaf: Leaf | None, strictness: Strictness) -> Any:
+        tensor = self._manifest.tensors.get(key)
+        if tensor is None:
+            return self._manifest.values[key][1] if key in self._manifest.values else None
+        dtype = TORCH_DTYPES[tensor.dtype.name]
+        if strictness.dtype == "cast" and leaf is not None and isinstance(leaf.value, torch.Tensor):
+            dtype = leaf.value.dtype if can_cast(dtype, leaf.value.dtype) else dtype
+        return torch.empty(tensor.layout.shape, dtype=dtype, device="meta")
+
+    def _groups(self, groups: Groups, may_lack: bool) -> list[Any] | None:
+        """Returns the groups of the object's state with the options that are stored; None if there are none for them.
+
+        Args:
+            may_lack: whether parameters for which no options are stored may go with others.
+        """
+        section, values = (*self._target.path, PARAM_GROUPS), self._manifest.values
+        options = {
+            str(at[-1]): values[key][1]
+            for key, leaf in self._own.items()
+            if key in values
+            for at in leaf.names_here or (leaf.path,)
+            if at[:-1] == section
+        }
+        malformed = [each for each in options.values() if not isinstance(each, Mapping)]
+        if malformed:
+            return malformed
+        elsewhere = groups_elsewhere(self._target.elsewhere)
+        if may_lack or not any(group[PARAMS] for group in groups):
+            return with_options(groups, options) + elsewhere if options or elsewhere else groups
+        return groups_of(options) + elsewhere if options else None
+
+    def _options_elsewhere(self) -> dict[str, Mapping[str, Any]]:
+        """Returns the stored options of the object's parameters that are on other ranks alone."""
+        section, values, tied = (*self._target.path, PARAM_GROUPS), self._manifest.values, self._flat.tied
+        return {
+            tied.get(str(path[-1]), str(path[-1])): value
+            for key, (path, value) in ((key, values[key]) for key in self.there if key in values)
+            if path[:-1] == section and key not in self._flat.leaves and isinstance(value, Mapping)
+        }
+
+    def _belonging(self, keys: Iterable[str]) -> list[str]:
+        """Returns those of the stored keys that belong on this rank, whether it has a place for them or not."""
+        names, root = self._target.held_names(), len(self._target.path)
+        if names is not None:
+            within = ((key, self._path_here(key)[root:]) for key in keys)
+            # Options are for the ranks that have their parameter.
+            return [
+                key
+                for key, path in within
+                if len(path) < 2 or (path[1] in names if path[0] == STATE else path[0] != PARAM_GROUPS)
+            ]
+        return [] if isinstance(self._target.object, CheckedStateful) else list(keys)
+
+    def _path_here(self, key: str) -> Path:
+        """Returns the path of a stored key on this rank, which may have its parameter under another name."""
+        path, at = self._stored[key], len(self._target.path) + 1
+        names = self._target.held_names() if self._flat.tied and len(path) > at else None
+        return path if names is None else (*path[:at], self._flat.name_here(path[at], names), *path[at + 1 :])
+
+
+def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a conversion loses no more than digits, of numbers that are not too large."""
+    if wanted is torch.float8_e8m0fnu:  # powers of two alone, without a sign or a zero
+        return False
+    if stored.is_complex:
+        return wanted.is_complex
+    return stored.is_floating_point and (wanted.is_floating_point or wanted.is_complex)
+
+
+def with_reason_of_parts(
+    problem: Problem, path: Path, stored: Sequence[int], wanted: Sequence[int], manifest: Manifest
+) -> Problem:
+    """Says why state of rows does not fit, where either side has it for parts of a table's columns.
+
+    A column-wise sharded table with R rows in P parts has state of rows (row-wise Adagrad's) for each part: shape
+    [P · R]. What a row is divided by comes from the gradients of its part, and so neither side follows from the other.
+
+    Args:
+        path: of the state, whose last but one member is the name of its parameter.
+        stored, wanted: its shapes in the checkpoint and in the app.
+
+    Returns:
+        The problem as it is where the shapes tell of nothing of the kind.
+    """
+    name = str(path[-2]) if len(path) > 1 else ""
+    if len(stored) != 1 or len(wanted) != 1 or not name:
+        return problem
+    for key, tensor in manifest.tensors.items():
+        rows = tensor.layout.shape[0] if len(tensor.layout.shape) == 2 else 0
+        if rows and (key == name or key.endswith(f".{name}")) and not (stored[0] % rows or wanted[0] % rows):
+            weights = re.escape(key.removesuffix(name))
+            remedy = (
+                "what a row is divided by is another number for each part of the columns, and cannot be had from that "
+                "of other parts: shard the columns into as many parts as when it was saved, or begin this state anew, "
+                f'and load the weights alone (select=r"^{weights}")'
+            )
+            found, required = (
+                f"{text}, for {_parts(shape[0] // rows)}"
+                for text, shape in ((problem.found, stored), (problem.required, wanted))
+            )
+            return replace(problem, found=found, required=required, remedy=remedy)
+    return problem
+
+
+def _parts(count: int) -> str:
+    return "whole rows" if count == 1 else f"rows in {count} parts of the columns"

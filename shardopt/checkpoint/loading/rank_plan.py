@@ -1,0 +1,207 @@
+"""One rank's plan of a load, with its reads; and what ranks compare of their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.checkpoint.loading.compare import Match, compare
+from shardopt.checkpoint.loading.growing import Growing, growing_in, with_places
+from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.reconcile import compare_differences, differences_of, is_met
+from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.checkpoint.loading.tied import extent, refuse_overlapping, refuse_unequal
+from shardopt.checkpoint.saving.planning.tied import refuse_other_ties, refuse_untied, tied_in
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
+from shardopt.checkpoint.sources.reading.fetch import casts_to_check
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.errors import CheckpointError, MismatchError, Problem
+from shardopt.ranks import Ranks
+from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
+from shardopt.sharding.view import view_of
+from shardopt.state.param_groups import refuse_unmatched
+from shardopt.state.state import FlatState
+
+
+@dataclass(slots=True)
+class RankPlan:
+    """One rank's plan of a load. To be made, and changed, within a round: what fails in it reaches all ranks.
+
+    At first it takes for granted that all ranks hold the same shared tensors, and has open the files of what this one
+    then is to read. The round tells whether they do; where they do not, nothing is sent (`read_alone`).
+
+    Args:
+        into: the tensors to be filled by the app's keys, of tied ones the first.
+        per_rank: the stored values of this rank, by stored key.
+        may_grow: the keys of plain containers of which other things are stored.
+        growing: those that get what is stored.
+        shared: those of `into` of which each box is read by one of the ranks that have it.
+        broadcast: sends these; None where there are none.
+        requests: this rank's reads, each with its file.
+    """
+
+    reader: CheckpointReader
+    flat: FlatState
+    names: Names
+    match: Match
+    into: Mapping[str, View] = field(default_factory=dict)
+    per_rank: Mapping[str, Any] = field(default_factory=dict)
+    may_grow: Sequence[str] = ()
+    growing: Sequence[Growing] = ()
+    shared: Mapping[str, View] = field(default_factory=dict)
+    broadcast: BroadcastReads | None = None
+    requests: list[tuple[OpenFile, ReadRequest]] = field(default_factory=list)
+
+    @property
+    def bytes_wanted(self) -> int:
+        """The bytes that fill `into`, as they are stored."""
+        stored = ((self.match.tensors[key][1], view) for key, view in self.into.items())
+        return sum(prod(box.sizes) * tensor.dtype.itemsize for tensor, view in stored for box, _ in view.pieces)
+
+    @property
+    def has_casts_to_check(self) -> bool:
+        """Whether any tensor is cast to a dtype that cannot hold all numbers of the stored one."""
+        return bool(self.match.cast and casts_to_check(self.requests))
+
+    def request(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Makes the reads that fill these pieces of the app's tensors, and opens their files."""
+        stored = [(self.names.renamed.get(key, key), each) for key, each in pieces.items()]
+        self.reader.open_ahead(dict(stored))
+        self.requests = [request for key, each in stored for request in self.reader.requests(key, each)]
+
+    def read_alone(self) -> None:
+        """Has this rank read all that it holds, and send nothing."""
+        self.reader.close()  # of open files only the entries of this rank's share were kept
+        self.broadcast = None
+        self.request({key: view.pieces for key, view in self.into.items()})
+
+    def report(self) -> list[Any]:
+        """Returns what rank 0 must know of it, as JSON for `compare_plans`."""
+        match = self.match
+        return [
+            self.reader.digest,
+            fingerprint(self.shared) if self.shared else "",
+            differences_of(match, self.names) if match.problems or match.unexpected else None,
+            self.has_casts_to_check,
+            self.flat.unmatched_patterns(),
+            dict(self.flat.tied),
+            bool(match.tensors or match.values or match.per_rank) or is_met(self.flat, self.names),
+            self.may_grow,
+        ]
+
+
+def plan_rank(
+    reader: CheckpointReader,
+    flat: FlatState,
+    names: Names,
+    ranks: Ranks,
+    strictness: Strictness,
+    select: str | None,
+    replicas: Replicas,
+    grow: Collection[str] | None = None,
+) -> RankPlan:
+    """Plans what this rank loads; refuses what does not fit, or notes it, to be reconciled with the other ranks.
+
+    Args:
+        select, replicas: as for `load`.
+        grow: the keys of containers that are to get what is stored; None where that is not agreed yet.
+    """
+    growing: Sequence[Growing] = ()
+    if grow:
+        flat, names, growing = with_places(flat, names, grow, strictness)
+    tensors = {key: leaf.value for key, leaf in flat.leaves.items() if isinstance(leaf.value, Tensor)}
+    members = ranks.job_numbers
+    views = {key: view_of(tensor, key) for key, tensor in tensors.items()}
+    if members is not None:
+        views = {key: view.numbered_in(members) for key, view in views.items()}
+    if flat.twins:
+        refuse_untied(flat, views)
+    match = compare(flat, views, names, strictness, ranks.size)
+    differs = match.problems or match.missing or match.unexpected
+    may_grow = growing_in(flat, names, select) if differs and grow is None else []
+    plan = RankPlan(reader, flat, names, match, growing=growing, may_grow=may_grow)
+    if match.problems or may_grow:
+        return plan
+    old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
+    if match.per_rank:
+        plan.per_rank = _values_of_rank(reader, match.per_rank, old, ranks.rank)
+    if names.aliases or _meet(into.values()):
+        into = _without_ties(reader, into, names)
+    refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
+    plan.into = into
+    if ranks.size > 1 and (replicas == "exchange" or (replicas == "auto" and reader.is_remote)):
+        plan.shared = shared_among(into)
+    pieces: dict[str, Sequence[Piece]] = {key: view.pieces for key, view in into.items() if key not in plan.shared}
+    if plan.shared:
+        plan.broadcast = BroadcastReads(plan.shared, ranks)
+        pieces |= plan.broadcast.own_pieces()
+    plan.request(pieces)
+    return plan
+
+
+def _values_of_rank(
+    reader: CheckpointReader, keys: Iterable[str], stored_key: Mapping[str, str], rank: int
+) -> Mapping[str, Any]:
+    """Returns what a rank has stored for itself, which must have all of these keys of the app."""
+    stored = reader.per_rank(rank)
+    remedy = "pass it on the ranks that saved it"
+    problems = [
+        Problem(key, f"no value of rank {rank}", "one, as this rank passes it", remedy)
+        for key in keys
+        if stored_key.get(key, key) not in stored
+    ]
+    if problems:
+        raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
+    return stored
+
+
+def _without_ties(reader: CheckpointReader, into: Mapping[str, View], names: Names) -> dict[str, View]:
+    """Returns the first of the tensors that are one memory; refuses unequal values for it, or for a part of it."""
+    tied, tensors, old = tied_in(into), names.manifest.tensors, names.renamed
+    aliases = {key: first for key, first in names.aliases.items() if key in tensors and first in into}
+    refuse_unequal(reader, {**into, **{key: into[first] for key, first in aliases.items()}}, tied | aliases, old)
+    first_ones = {key: view for key, view in into.items() if key not in tied}
+    refuse_overlapping(reader, first_ones, old)
+    return first_ones
+
+
+def _meet(views: Iterable[View]) -> bool:
+    """Whether the memory of any tensor may be another's, too, by addresses alone: mostly none is."""
+    memories = [memory for view in views for _, memory in view.pieces]
+    ends = [(each.data_ptr(), each.nbytes if each.is_contiguous() else extent(each)) for each in memories]
+    ends.sort()
+    return any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(ends))
+
+
+def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
+    """On rank 0: whether all ranks hold the same shared tensors, and which of them have met which differences, or
+    casts to check.
+
+    Raises:
+        CheckpointError: ranks would load from different checkpoints.
+        StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
+    """
+    digests, fingerprints, differences, casts, unmatched, tied, met, may_grow = zip(*reports, strict=True)
+    if all(unmatched):
+        refuse_unmatched(unmatched)
+    if any(tied):
+        refuse_other_ties(tied)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        seen = f"another checkpoint on rank {other} than on rank 0"
+        problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
+        raise CheckpointError("ranks do not see the same checkpoint", [problem])
+    return {
+        "alike": len(set(fingerprints)) == 1,
+        "with_differences": compare_differences(differences) if any(differences) else {},
+        "with_casts": any(casts),
+        "is_met": any(met),
+        "may_grow": [*dict.fromkeys(chain.from_iterable(may_grow))],
+    }

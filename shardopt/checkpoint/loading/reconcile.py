@@ -1,0 +1,209 @@
+"""Reconciles over all ranks what a checkpoint and an app differ in: what is refused, and which stored keys nobody has.
+
+round   hashes of what each rank differs in         `differences_of` → `compare_differences` on rank 0
+round   only where there is any: what differs, of   `reconcile`
+        the first rank of each kind, for all
+
+Problems are bounded as errors of ranks are (`ranks/failures.py`). A stored key is unexpected if it is so on every rank:
+keys are sent by their places in the sorted list of all of them, as runs, which are few where a rank has a stage of a
+model, or a part of its experts. Loads that would load nothing, and would look like those that have loaded everything,
+are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby, islice
+from typing import Any
+
+import xxhash
+
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.loading.compare import Match, kind_of_stored
+from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.errors import MismatchError, Problem
+from shardopt.ranks import Ranks
+from shardopt.ranks.failures import describe, names_of, problems_of
+from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
+from shardopt.state.state import FlatState
+
+_UNEXPECTED = (
+    "give its new name with rename={...}, add it to the app, leave it out with "
+    'strict=Strictness(unexpected="ignore"), or load some keys alone by select='
+)
+# Where optimizers keep theirs, which follows from what models have.
+_OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
+
+
+def differences_of(match: Match, names: Names) -> list[str]:
+    """Returns hashes of this rank's problems, of the keys unexpected to it, and of all stored keys; "" for none."""
+    problems = [asdict(problem) for problem in match.problems]
+    keys = _stored_keys(names) if match.unexpected else []
+    return [_hash(problems), _hash(match.unexpected), _hash(keys)]
+
+
+def _hash(value: Sequence[Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode()) if value else ""
+
+
+def _stored_keys(names: Names) -> list[str]:
+    """Returns all stored keys under the app's names, sorted."""
+    manifest = names.manifest
+    return sorted({*manifest.tensors, *manifest.values, *manifest.per_rank})
+
+
+def compare_differences(reports: Sequence[Sequence[str] | None]) -> dict[str, Any]:
+    """Compares what `differences_of` gave on each rank, None where it differs in nothing: on rank 0, for all."""
+    problems, unexpected, keys = zip(*(each or ("", "", "") for each in reports), strict=True)
+    return {
+        "problems": pack_kinds(kinds_of(problems)),
+        # A rank that expects all that is stored leaves nothing unexpected.
+        "unexpected": pack_kinds(kinds_of(unexpected)) if all(unexpected) else [],
+        "keys_alike": len(set(keys)) == 1,
+    }
+
+
+def reconcile(
+    ranks: Ranks,
+    what: str,
+    match: Match,
+    names: Names,
+    strictness: Strictness,
+    differences: dict[str, Any],
+) -> None:
+    """Refuses what does not fit on some rank, and stored keys that no rank has a place for. Collective.
+
+    Args:
+        match: gets the unexpected keys of the job, and warnings of them.
+        differences: as `compare_differences` gave it on rank 0.
+
+    Raises:
+        MismatchError: lists each difference once, with the ranks that have it; of very many the first ones.
+    """
+    with_problems, with_keys = unpack_kinds(differences["problems"]), unpack_kinds(differences["unexpected"])
+    stored = _stored_keys(names) if differences["keys_alike"] else None
+
+    def report() -> list[Any]:
+        is_first = ranks.rank in [group[0] for group in with_problems]
+        sends_keys = ranks.rank in [group[0] for group in with_keys]
+        return [
+            describe(MismatchError("", _weights_first(match.problems)), ranks.size) if is_first else None,
+            _pack(match.unexpected, stored) if sends_keys else None,
+        ]
+
+    def merge(reports: Sequence[Any]) -> dict[str, Any]:
+        by_kind = [(reports[group[0]][0], [ranks.members[rank] for rank in group]) for group in with_problems]
+        problems, left_out = problems_of((error for error, _ in by_kind), ranks.size)
+        ranks_with: dict[Problem, list[int]] = {}
+        for error, group in by_kind:
+            for problem in error["problems"]:
+                ranks_with.setdefault(Problem(**problem), []).extend(group)
+        is_whole = not any("left_out" in error for error, _ in by_kind)
+        told = [
+            _on(sorted(ranks_with.get(Problem(**each), ())), ranks.size, Problem(**each), is_whole) for each in problems
+        ]
+        failed = sorted(rank for error, group in by_kind if error["problems"] for rank in group)
+        expected_by_none: set[str] = set()
+        if with_keys:
+            lists = (_unpack(reports[group[0]][1], stored) for group in with_keys)
+            expected_by_none = set.intersection(*map(set, lists))
+        return {
+            "problems": [asdict(problem) for problem in told],
+            "left_out": left_out,
+            "failed": len(failed),
+            "where": names_of(failed) if failed else "",
+            "unexpected": _pack([key for key in match.unexpected if key in expected_by_none], stored),
+        }
+
+    _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
+    unexpected = set(_unpack(merged["unexpected"], stored))
+    refused = _judge_unexpected(match, names, strictness, unexpected)
+    if refused or merged["failed"]:
+        on_some = not refused and merged["failed"] < ranks.size
+        where = f"{what} failed on {merged['where']}: " if on_some else ""
+        raise MismatchError(
+            f"{where}the checkpoint does not fit the app; nothing was changed",
+            _weights_first([*(Problem(**problem) for problem in merged["problems"]), *refused]),
+            merged["left_out"],
+        )
+
+
+def _weights_first(problems: Iterable[Problem]) -> list[Problem]:
+    """Sorts problems: those of weights first, then those of optimizer state; stable."""
+    return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
+
+
+def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:
+    """Keeps of the unexpected keys those that are expected by no rank; returns a problem for each that is refused."""
+    match.unexpected = [key for key in match.unexpected if key in by_none]
+    choice = strictness.unexpected
+    if choice == "ignore":
+        return []
+    problems = [
+        Problem(key, f"{kind_of_stored(names.manifest, key)} in the checkpoint", "nothing under this key", _UNEXPECTED)
+        for key in match.unexpected
+    ]
+    if choice == "raise":
+        return problems
+    match.warnings += problems
+    return []
+
+
+def _on(having: Sequence[int], size: int, problem: Problem, is_whole: bool) -> Problem:
+    """Adds to a problem the ranks that have it, where they are not all; `is_whole` if ranks have sent all they have."""
+    if len(having) == size or not having:
+        return problem
+    return replace(problem, found=f"{problem.found} (on {names_of(having)}{'' if is_whole else ', at least'})")
+
+
+def _pack(keys: Iterable[str], stored: Sequence[str] | None) -> list[Any]:
+    """Encodes keys by their places among those stored, as runs: first, count, and so on; as they are without these."""
+    if stored is None:
+        return list(keys)
+    wanted = set(keys)
+    packed: list[Any] = []
+    for is_wanted, run in groupby(enumerate(stored), key=lambda each: each[1] in wanted):
+        if is_wanted:
+            places = [place for place, _ in run]
+            packed += [places[0], len(places)]
+    return packed
+
+
+def _unpack(wire: Sequence[Any], stored: Sequence[str] | None) -> list[str]:
+    """Decodes what `_pack` encoded."""
+    if stored is None:
+        return list(wire)
+    runs = zip(wire[::2], wire[1::2], strict=True)
+    return [stored[place] for first, count in runs for place in range(first, first + count)]
+
+
+def is_met(flat: FlatState, names: Names) -> bool:
+    """Whether this rank's app and the checkpoint have any key in common, or both have none."""
+    manifest = names.manifest
+    if any(key in stored for key in names.chosen for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
+        return True
+    has_nothing = not (flat.leaves or manifest.tensors or manifest.values or manifest.per_rank)
+    return has_nothing or any(each.elsewhere for each in flat.targets)
+
+
+def refuse_nothing(manifest: Manifest, flat: FlatState, select: str | None) -> None:
+    """Raises MismatchError for a load where no rank has a place for any key.
+
+    Args:
+        manifest: of the checkpoint.
+        select: as for `load`.
+    """
+    if select is None:
+        stored = ", ".join(islice((*manifest.tensors, *manifest.values, *manifest.per_rank), 3)) or "none"
+        required = "one at least: nothing would be loaded"
+        remedy = f"give names by rename={{...}}; the checkpoint has {stored}"
+        problem = Problem("app", "no key that the checkpoint has", required, remedy)
+    else:
+        required = "a regex that is found in some key of both the app and the checkpoint"
+        remedy = f"mend the regex; the app has {', '.join(islice(flat.leaves, 3)) or 'none'}"
+        problem = Problem("select", repr(select), required, remedy)
+    raise MismatchError("there is nothing to load", [problem])

@@ -1,0 +1,300 @@
+"""A checkpoint under the names of an app: `rename` and `select`, applied to keys.
+
+The options of a parameter are renamed as its state is: "optimizer.param_groups.layers.0.weight" becomes
+"optimizer.param_groups.blocks.0.weight" where the rules make "optimizer.state.blocks.0.weight" of
+"optimizer.state.layers.0.weight".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+from torch.nn import Module
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.loading.names import Names, owner_of
+from shardopt.checkpoint.loading.positional_params import names_in
+from shardopt.errors import MismatchError, Problem
+from shardopt.state.names import may_have_wrappers, names_under_wrappers
+from shardopt.state.param_groups import PARAM_GROUPS, STATE
+from shardopt.state.state import FlatState, Path, is_below, join, nest
+
+T = TypeVar("T")
+Values = Mapping[str, tuple[Path, Any]]
+Rename = Callable[[str], str]
+
+
+def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None) -> Names:
+    """Applies `rename` (regex → replacement, in turn) to stored keys, and `select` (a regex) to keys on both sides.
+
+    Raises:
+        MismatchError: two stored keys get one name.
+    """
+    stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
+    if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
+        values = regroup_values(flat, _spread(manifest.values, flat))
+        return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
+    wanted = re.compile(select or "")
+    roots = [each.path for each in flat.targets if each.groups is not None]
+    objects = roots_in(flat)
+    new_key = names_by_rules(manifest, rename or {}, roots)
+    unwrapped = _keys_under_wrappers(new_key.values(), flat)
+    new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
+    stands_for = _aliases_among(new_key.values(), flat)
+    # Where the name that stands for another is not stored itself, what is stored under the other is the tensor.
+    taken, alone = set(new_key.values()), dict[str, str]()
+    for alias, name in stands_for.items():
+        if name not in taken:
+            alone.setdefault(name, alias)
+    new_key = {key: stands_for[name] if name in alone.values() else name for key, name in new_key.items()}
+    aliases = {alias: name for alias, name in stands_for.items() if alias not in alone.values()}
+    refuse_collisions(new_key.items())
+
+    def path_of(key: str, path: Path) -> Path:
+        if new_key[key] == key:
+            return path
+        return path_in_app(new_key[key], path_with_tail(path, new_key[key]), flat, objects)
+
+    def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
+        return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
+
+    renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    values = regroup_values(flat, _spread(renamed_values, flat))
+    renamed_manifest = replace(
+        manifest,
+        tensors=StoredTensors(
+            (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
+        ),
+        values={key: entry for key, entry in values.items() if wanted.search(key)},
+        per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
+    )
+    changed = {new: key for key, new in new_key.items() if new != key}
+    return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)), aliases)
+
+
+def renamer(rename: Mapping[str, str] | None) -> Rename:
+    """Returns the function that the rules of `rename` (regex → replacement, in turn) are."""
+    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
+
+    @cache
+    def renamed(key: str) -> str:
+        for pattern, into in rules:
+            key = pattern.sub(into, key)
+        return key
+
+    return renamed
+
+
+def names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Collection[Path]) -> dict[str, str]:
+    """Returns stored key → new key, for all there are.
+
+    Args:
+        rename: regex → replacement, in turn.
+        roots: the paths of optimizers under the new names, whose options are renamed as their state is.
+    """
+    renamed = renamer(rename)
+    new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.values, *manifest.per_rank)}
+    if rename:
+        new_key |= {key: _renamed_options(key, path, roots, renamed) for key, (path, _) in manifest.values.items()}
+    return new_key
+
+
+def name_by_rules(name: str, root: Path, rename: Mapping[str, str], roots: Collection[Path]) -> str:
+    """Returns the new name of a parameter, as the rules make it of the keys of its state.
+
+    Args:
+        root: the stored path of its optimizer.
+        roots: the paths of optimizers under the new names.
+    """
+    options = (*root, PARAM_GROUPS, name)
+    new_key = _renamed_options(join(options), options, roots, renamer(rename))
+    before = next((at for each in roots if new_key.startswith(at := f"{join((*each, PARAM_GROUPS))}.")), None)
+    return name if before is None else new_key.removeprefix(before)
+
+
+def path_with_tail(path: Path, new_key: str) -> Path:
+    """Returns the path of a key that is renamed, with the parts of the old one, positions in lists among them, where
+    both keys end alike."""
+    kept: list[str | int] = []
+    rest = new_key
+    for part in reversed(path):
+        if rest != str(part) and not rest.endswith(f".{part}"):
+            break
+        kept.append(part)
+        rest = rest[: -len(str(part))].removesuffix(".")
+    return (*filter(None, rest.split(".")), *reversed(kept))
+
+
+def roots_in(flat: FlatState) -> dict[str, tuple[Path, Collection[str]]]:
+    """Returns key of an object → its path, and the names of the parameters in its groups."""
+    return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.targets}
+
+
+def path_in_app(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
+    """Returns the path that a key has in the app, or would have if it were there.
+
+    Args:
+        path: of the key outside of optimizers, as far as it is known.
+    """
+    if key in flat.leaves:
+        return flat.leaves[key].path
+    for root, (at, known) in roots.items():
+        if known and key.startswith(f"{root}."):
+            return (*at, *_path_within(key.removeprefix(f"{root}."), known))
+    return path or tuple(key.split("."))
+
+
+def _path_within(key: str, known: Collection[str]) -> Path:
+    """Returns the path that a key has within an object: names of parameters have dots in them."""
+    section, _, rest = key.partition(".")
+    name, entry = owner_of(rest, known)
+    if name and section in (STATE, PARAM_GROUPS):
+        return (section, name, entry) if entry else (section, name)
+    return tuple(key.split("."))
+
+
+def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Rename) -> str:
+    """Returns the new key of a plain value: of the options of a parameter, the one that goes with its state's."""
+    if len(path) < 2 or path[-2] != PARAM_GROUPS:
+        return renamed(key)
+    new_of_state = renamed(join((*path[:-2], STATE, path[-1])))
+    for root in roots:
+        before = f"{join((*root, STATE))}."
+        if new_of_state.startswith(before):
+            return join((*root, PARAM_GROUPS, new_of_state.removeprefix(before)))
+    return renamed(key)
+
+
+def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, str]:
+    """Maps stored keys with the names of wrappers in them to the keys that modules of the app have without these.
+
+    Names in a module's state are plain when they are saved (`shardopt.names`); early checkpoints have all.
+    """
+    if not may_have_wrappers([key for key in keys if key not in flat.leaves]):
+        return {}
+    unwrapped: dict[str, str] = {}
+    for target in flat.targets:
+        if isinstance(target.object, Module):
+            root = f"{join(target.path)}."
+            own = {key.removeprefix(root) for key in flat.leaves if key.startswith(root)}
+            stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
+            unwrapped |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
+    return unwrapped
+
+
+def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
+    """Maps keys under names that others stand for (`tied`) to the keys of the app, where it has these."""
+    if not flat.tied:
+        return {}
+    names = "|".join(map(re.escape, sorted(flat.tied, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![^.])(?:{names})(?![^.])")  # whole segments
+
+    def under_others(key: str) -> str:
+        return pattern.sub(lambda found: flat.tied[found[0]], key)
+
+    return {key: name for key in keys if key not in flat.leaves and (name := under_others(key)) in flat.leaves}
+
+
+def _spread(values: Values, flat: FlatState) -> Values:
+    """Splits what is stored as one value of what has `held_names`: all of its state, or "state", without a tensor.
+
+    So earlier versions have it. By now each name in "state" has a key of its own.
+    """
+    for root in [each.path for each in flat.targets if each.held_names() is not None]:
+        for path in (root, (*root, STATE)):
+            _, whole = values.get(join(path), (path, None))
+            if isinstance(whole, dict) and join(path) not in flat.leaves:
+                entries = {
+                    join((*path, name)): ((*path, name), value)
+                    for name, value in whole.items()
+                    if (*path[len(root) :], name) != (STATE,) or value
+                }
+                values = {key: entry for key, entry in values.items() if key != join(path)} | entries
+    return values
+
+
+def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
+    """Raises MismatchError where two stored keys get one name.
+
+    Args:
+        named: stored key and name.
+    """
+    taken: dict[str, str] = {}
+    problems = []
+    for key, name in named:
+        if name in taken:
+            problems.append(Problem(name, f"{taken[name]} and {key}", "one stored key for a name", "mend the rules"))
+        taken.setdefault(name, key)
+    if problems:
+        raise MismatchError("the rules of rename give two keys one name", problems)
+
+
+def regroup_values(flat: FlatState, values: Values) -> Values:
+    """Returns stored values, those of which the app has a whole container put together to that container.
+
+    torch.distributed.checkpoint takes containers apart to the last value: what it has saved of a schedule whose state
+    is one value here stands under `schedule.last_epoch`, `schedule.milestones.3`, and so on.
+
+    Only where nothing is stored under the container's own key, and it is not empty: an empty one may be that of a rank
+    which has nothing of what others have there. An empty container within one of which other parts are stored stays
+    as the app has it, for it has no parts that could be. Nor are entries by name put together for a list, or elements
+    of a list for a dict: these are differences, as any.
+    """
+    whole = {
+        leaf.path: key
+        for key, leaf in flat.leaves.items()
+        if isinstance(leaf.value, Mapping | list) and leaf.value and key not in values
+    }
+    if not whole:
+        return values
+    parts: defaultdict[str, dict[Path, Any]] = defaultdict(dict)
+    left = dict(values)
+    for key, (path, value) in values.items():
+        if key in flat.leaves:
+            continue
+        at = next((end for end in range(1, len(path)) if path[:end] in whole), None)
+        if at is not None:
+            parts[whole[path[:at]]][path[at:]] = value
+            del left[key]
+    for key, within in parts.items():
+        here, nested = flat.leaves[key], nest(within)
+        if _is_of_kinds(here.value, nested):
+            left[key] = here.path, _like(here.value, nested)
+        else:
+            left |= {name: each for name, each in values.items() if name not in left and is_below(each[0], here.path)}
+    return left
+
+
+def _is_of_kinds(here: Any, stored: Any) -> bool:
+    """Whether nested parts are lists and dicts where the app has such; what is empty there may become either."""
+    if not here or not isinstance(here, Mapping | list) or not isinstance(stored, dict | list):
+        return True
+    if isinstance(here, list) or isinstance(stored, list):
+        both = isinstance(here, list) and isinstance(stored, list)
+        return both and all(map(_is_of_kinds, here, stored))
+    named = {str(name): each for name, each in here.items()}
+    return all(_is_of_kinds(named.get(str(name)), each) for name, each in stored.items())
+
+
+def _like(here: Any, stored: Any) -> Any:
+    """Returns nested parts with the kinds of containers and of keys that the app has there."""
+    if isinstance(stored, list):
+        items = here if isinstance(here, list) else []
+        return [_like(items[i] if i < len(items) else None, each) for i, each in enumerate(stored)]
+    if not isinstance(stored, dict):
+        return stored
+    known = here if isinstance(here, Mapping) else {}
+    names = {str(name): name for name in known}
+    numbers = bool(known) and all(type(name) is int for name in known)
+    result: dict[Any, Any] = {}
+    for part, each in stored.items():
+        name = names.get(str(part), int(part) if numbers and str(part).lstrip("-").isdecimal() else part)
+        result[name] = _like(known.get(name), each)
+    empty = {name: each for name, each in known.items() if type(each) in (dict, list) and not each}
+    result = {**empty, **result}
+    return Counter(result) if type(here) is Counter else result

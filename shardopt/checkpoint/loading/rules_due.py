@@ -1,0 +1,128 @@
+"""Which rules of `rename` a load applies: not those that the checkpoint's names have been through already.
+
+Rules stay in scripts, and a run's own checkpoints have the new names: a swap would be swapped back by the next start.
+So checkpoints of a run tell the rules that their names have been through since it began (`Manifest.renamed`). Those of
+earlier versions, and of a plain save, tell nothing: whether their names are old or new, nobody knows who reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardopt.checkpoint.format.manifest import RenameRules
+from shardopt.checkpoint.loading.growing import may_grow
+from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import MismatchError
+from shardopt.ranks import Call, Ranks, as_call
+from shardopt.sharding.view import view_of
+from shardopt.state.state import FlatState
+
+
+class LeftInScript(dict[str, str]):
+    """Rules that are given at each start of a run, whether its names have been through them or not."""
+
+
+class RulesDue(NamedTuple):
+    """The rules that are to be applied, those that are passed by, and all that the names will have been through.
+
+    `may_be_due` is whether those passed by would fit as well, and no record says that they are not due.
+    """
+
+    rename: Mapping[str, str] | None
+    passed_by: RenameRules
+    been_through: RenameRules
+    may_be_due: bool
+
+
+def find_rules_due(
+    ranks: Ranks,
+    what: str,
+    opened: Callable[[], CheckpointReader],
+    flattened: Callable[[], FlatState],
+    select: str | None,
+    rename: Mapping[str, str],
+    skip: str | None,
+) -> RulesDue:
+    """Finds out, in a round, which rules the checkpoint's names have not been through yet. Collective.
+
+    Args:
+        what: names the load in errors.
+        opened, flattened: give the checkpoint and the app, in the round.
+        select, rename, skip: as for `load`.
+    """
+
+    def look() -> tuple[bool, bool]:
+        reader = opened()
+        if reader.manifest.renamed:  # which decides
+            return False, True
+        flat = flattened()
+        return _fits(reader, flat, select, None, skip), _fits(reader, flat, select, rename, skip)
+
+    call = Call(what, f"{as_call(what).same} with rename")  # which not all of them may have been given
+    _, fits = ranks.agree(call, look, report=list, decide=lambda reports: reports)
+    return rules_due(rename, opened().manifest.renamed, fits)
+
+
+def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Sequence[tuple[bool, bool]]) -> RulesDue:
+    """Decides which of the given rules are due.
+
+    A checkpoint without a record may have the old names or the new ones. Where it fits under the rules they are
+    applied, unless they are left in a script; else, where all of it fits as it is, none is.
+
+    Args:
+        recorded: the rules that the checkpoint tells of; None where it has no record.
+        fits: of each rank, whether the checkpoint has all that its app has, in its shapes: as it is, and by the rules.
+    """
+    given = tuple(rename.items())
+    known = recorded or ()
+    fits_as_is, fits_by_rules = (all(each) for each in zip(*fits, strict=True))
+    may_be_due = recorded is None and isinstance(rename, LeftInScript) and fits_as_is and fits_by_rules
+    is_new_already = not known and fits_as_is and not fits_by_rules
+    passed_by = given if is_new_already or may_be_due else tuple(rule for rule in given if rule in known)
+    due = {pattern: into for pattern, into in given if (pattern, into) not in passed_by}
+    return RulesDue(due or None, passed_by, tuple(dict.fromkeys((*known, *given))), may_be_due)
+
+
+def _fits(
+    reader: CheckpointReader, flat: FlatState, select: str | None, rename: Mapping[str, str] | None, skip: str | None
+) -> bool:
+    try:
+        names = names_in_app(reader, flat, select, rename, skip)
+    except MismatchError:
+        return False
+    tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
+    absent = []
+    for key in names.chosen:
+        value = flat.leaves[key].value
+        if key in tensors and isinstance(value, Tensor):
+            if tensors[key].layout.shape != view_of(value, key).shape:
+                return False
+        elif key not in others:
+            absent.append(key)
+    return may_grow(flat, names, select, absent)
+
+
+def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:
+    """Returns a line on what was renamed, and on what was not.
+
+    Args:
+        renamed: key of the app → key of the checkpoint, where they differ.
+        url: of the checkpoint.
+    """
+    if rules.may_be_due:
+        call = f"checkpoint.load({url!r}, app, rename={dict(rules.passed_by)!r}, init_state=True)"
+        return (
+            "renamed nothing: it has no record of the rules that its names have been through, and fits as it is; if "
+            f"these are the old names, {call} after this applies the rules"
+        )
+    shown = [f"{old} -> {new}" for new, old in sorted(renamed.items())[:3]]
+    more = f", and {len(renamed) - len(shown)} more" if len(renamed) > len(shown) else ""
+    texts = [f"renamed {', '.join(shown)}{more}" if shown else "renamed nothing"]
+    if rules.passed_by:
+        passed_by = ", ".join(f"{pattern!r} -> {into!r}" for pattern, into in rules.passed_by)
+        texts.append(f"its names have been through {passed_by} already")
+    return "; ".join(texts)

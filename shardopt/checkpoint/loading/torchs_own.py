@@ -1,0 +1,253 @@
+"""torch's own optimizers: what of a checkpoint does not fit them, and state for them to be loaded into.
+
+Their state is stored under the names of their parameters (`Numbered`). L-BFGS, and those whose parameters no module of
+the app has, keep their positions: these are taken where names that are stored agree, or shapes tell.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.loading.names import Names, owner_of
+from shardopt.checkpoint.loading.positional_params import listed
+from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.errors import Problem
+from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
+from shardopt.sharding.view import view_of
+from shardopt.state.param_groups import (
+    IMPLEMENTATION_OPTIONS,
+    NAMES_OF_TORCH,
+    PARAM_GROUPS,
+    PARAMS,
+    STATE,
+    Numbered,
+    numbers_in,
+    other_algorithm,
+)
+from shardopt.state.state import FlatState, Path, RestoreTarget, Tied, join, nest
+from shardopt.state.values import canonical, encode_value
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+_NO_NAMES = (
+    "put the module whose parameters these are into the app, where it is saved and where it is loaded, or make the "
+    "optimizer of model.named_parameters()"
+)
+
+
+def problems_of_torchs(
+    target: RestoreTarget, flat: FlatState, names: Names, stored: Collection[str], strictness: Strictness
+) -> Iterator[Problem]:
+    """Yields what does not fit one of torch's optimizers or scalers as a whole; nothing of other objects.
+
+    Args:
+        stored: the keys of the optimizer in the checkpoint.
+    """
+    if isinstance(target.object, torch.amp.GradScaler):
+        yield from _problems_of_scaler(join(target.path), target.object, names)
+    elif target.numbered is not None and not target.numbered.in_order:
+        yield from _problems_of_groups(target, target.numbered, flat, names, strictness)
+    elif isinstance(target.object, Optimizer) and target.groups is None:
+        parameters = numbers_in(target.object, target.state)
+        section = target.state_key
+        if parameters is not None and stored and any(key.startswith(section) for key in names.chosen):
+            yield from _problems_of_positions(target, parameters, names.manifest, stored)
+
+
+def _problems_of_scaler(key: str, scaler: torch.amp.GradScaler, names: Names) -> Iterator[Problem]:
+    """Yields a problem for a GradScaler that was saved disabled, and so without state, and is enabled."""
+    if key in names.chosen and names.manifest.values.get(key, ((), None))[1] == {} and scaler.is_enabled():
+        remedy = (
+            'leave it out of the app, and load with Strictness(unexpected="ignore"): it begins with its own scale; or '
+            "make it with enabled=False"
+        )
+        yield Problem(key, "no state, of a GradScaler that was disabled", "that of one that is enabled", remedy)
+
+
+def _problems_of_groups(
+    target: RestoreTarget, numbered: Numbered, flat: FlatState, names: Names, strictness: Strictness
+) -> Iterator[Problem]:
+    """Yields a problem for each group whose members have different options in the checkpoint, or another's."""
+    section = (*target.path, PARAM_GROUPS)
+    for members in numbered.members():
+        keys = {name: join((*section, flat.tied.get(name, name))) for name in members}
+        stored = {
+            name: names.manifest.values[key][1]
+            for name, key in keys.items()
+            if key in names.manifest.values and key in names.chosen
+        }
+        if not stored:
+            continue
+        first = next(iter(stored))
+        malformed = next((name for name, options in stored.items() if not isinstance(options, Mapping)), None)
+        if malformed is not None:
+            kind = type(stored[malformed]).__name__
+            yield Problem(keys[malformed], f"a {kind}", "a dict of options", "load what an optimizer saved")
+            continue
+        another = other_algorithm(stored[first], numbered.algorithm)
+        if another and not strictness.lets_objects_differ:
+            resume = (
+                f"resume with {another}; or begin anew: leave the optimizer out of the app, and load with "
+                'Strictness(unexpected="ignore")'
+            )
+            yield Problem(f"{keys[first]}.algorithm", f"{another}, by which it was saved", numbered.algorithm, resume)
+            continue
+        forms = {id(stored[name]): _form(stored[name], keys[name]) for name in _distinct(stored)}
+        alike: dict[Any, list[str]] = {}
+        for name, options in stored.items():
+            alike.setdefault(forms[id(options)], []).append(name)
+        if len(alike) > 1:
+            found = f"other options of {first} than of {next(names[0] for names in [*alike.values()][1:])}"
+            remedy = f"make these groups of them, as they were saved: {'; '.join(map(listed, alike.values()))}"
+            yield Problem(keys[first], found, "the same in one group", remedy)
+
+
+def _distinct(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns each set of options once, under the first name that has it; members of a group mostly share it."""
+    first = {id(each): name for name, each in reversed([*options.items()])}
+    return {name: each for name, each in options.items() if first[id(each)] == name}
+
+
+def _form(options: Mapping[str, Any], key: str) -> Any:
+    left_out = {*IMPLEMENTATION_OPTIONS, "given", "untouched"}
+    return canonical(encode_value({name: each for name, each in sorted(options.items()) if name not in left_out}, key))
+
+
+def _problems_of_positions(
+    target: RestoreTarget, parameters: Sequence[torch.Tensor], manifest: Manifest, stored: Collection[str]
+) -> Iterator[Problem]:
+    """Yields a problem where nothing tells that positions in the checkpoint are those of the app."""
+    section = (*target.path, PARAM_GROUPS)
+    if any(manifest.values[key][0][:-1] == section for key in stored if key in manifest.values):
+        yield Problem(target.state_key, "state by the names of parameters", "names of those in the app", _NO_NAMES)
+        return
+    theirs = _names_in(manifest.values.get(f"{join(target.path)}.{PARAM_GROUPS}", ((), None))[1])
+    ours = _names_in(target.state[PARAM_GROUPS])
+    if theirs is not None and ours is not None:
+        other = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
+        if other is not None:
+            told = f"parameter {other} is {theirs[other]}, by the names that were saved"
+            remedy = "give the parameters in the order in which they were saved"
+            yield Problem(f"{target.state_key}.{other}", told, ours[other], remedy)
+        return
+    if target.numbered is not None:  # of one vector, whose shape tells nothing
+        _log.warning("%s: stored by position, without names; they are taken for those of the app", join(target.path))
+        return
+    shapes = Counter(view_of(each, f"parameter {i}").shape for i, each in enumerate(parameters))
+    shape, count = shapes.most_common(1)[0]
+    if count > 1:
+        found = f"state by position, without names, and {count} parameters of shape {list(shape)}"
+        yield Problem(target.state_key, found, "a name for each of them", _NO_NAMES)
+
+
+def _names_in(groups: Any) -> list[str] | None:
+    """Returns the names that groups of torch's tell of all their parameters; None where they tell of none."""
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return None
+    if not all(len(group.get(NAMES_OF_TORCH) or ()) == len(group.get(PARAMS, ())) for group in groups):
+        return None
+    return [*chain.from_iterable(group[NAMES_OF_TORCH] for group in groups if group[PARAMS])]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchsState:
+    """Makes state of one of torch's optimizers for a load, and takes it away where that fails.
+
+    Args:
+        parameters: by the names, or the numbers, under which their state is stored.
+        stored: name → path within its state → what is stored there.
+    """
+
+    optimizer: Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    stored: Mapping[str, Mapping[Path, Any]]
+
+    @property
+    def state(self) -> Any:
+        """That of the optimizer, by parameter."""
+        return self.optimizer.state
+
+    def init_state(self, *, names: Iterable[str]) -> None:
+        """Makes the state of some parameters as a first step would, and places for what else is stored of it."""
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group[PARAMS]}
+        for name in names:
+            parameter = self.parameters[name]
+            group = groups[id(parameter)]
+            made = lazy_state(self.optimizer, group, parameter) if makes_lazy_state_as_torch(self.optimizer) else {}
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            absent = {path: each for path, each in self.stored[name].items() if path[0] not in made}
+            places = {path: _place_for(each, parameter, on_device) for path, each in absent.items()}
+            self.optimizer.state[parameter] = {**made, **nest(places)}
+
+    def drop_state(self, names: Iterable[str]) -> None:
+        """Takes the state of some parameters away."""
+        for name in names:
+            self.optimizer.state.pop(self.parameters[name], None)
+
+
+def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest, tied: Tied) -> TorchsState | None:
+    """Returns what makes the state of one of torch's optimizers that is stored; None for other objects.
+
+    Args:
+        keys: those of the optimizer in the checkpoint.
+    """
+    optimizer, numbered = target.object, target.numbered
+    if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "init_state"):
+        return None
+    if numbered is not None and not numbered.in_order:
+        parameters = dict(zip(numbered.names, numbered.parameters, strict=True))
+    else:
+        positions = numbers_in(optimizer, target.state) if target.groups is None else None
+        parameters = {str(number): each for number, each in enumerate(positions or ())}
+    name_here = {tied.get(name, name): name for name in parameters}
+    stored = _stored_state(target, keys, manifest, name_here)
+    return TorchsState(
+        optimizer, parameters, {name_here[name]: each for name, each in stored.items() if name in name_here}
+    )
+
+
+def _stored_state(
+    target: RestoreTarget, keys: Iterable[str], manifest: Manifest, known: Collection[str]
+) -> dict[str, dict[Path, Any]]:
+    """Returns what is stored of an optimizer's state: name → path within → the tensor or value.
+
+    Args:
+        known: names of parameters. Of a key that was renamed no path tells where the name ends.
+    """
+    at = len(target.path)
+    prefix = f"{target.state_key}."
+    found: dict[str, dict[Path, Any]] = {}
+    for key in keys:
+        each = manifest.tensors.get(key)
+        path, value = (each.path, each) if each is not None else manifest.values.get(key, ((), None))
+        if len(path) > at + 2 and path[at] == STATE:
+            name, within = str(path[at + 1]), path[at + 2 :]
+            if name not in known:
+                name, entry = owner_of(key.removeprefix(prefix), known)
+                within = tuple(entry.split(".")) if name else tuple(key.removeprefix(f"{prefix}.").split("."))
+            found.setdefault(name, {})[within] = value
+        elif len(path) == at and isinstance(value, Mapping):  # plain values that the app has as one yet
+            for name, entries in value.get(STATE, {}).items():
+                found.setdefault(str(name), {}).update({(entry,): inner for entry, inner in entries.items()})
+    return found
+
+
+def _place_for(stored: Any, parameter: torch.Tensor, on_device: bool) -> Any:
+    """Returns a place for a stored entry of the state of a parameter."""
+    if not isinstance(stored, StoredTensor):
+        return copy.deepcopy(stored)
+    shape, dtype = stored.layout.shape, torch_dtype(stored.dtype)
+    if shape == view_of(parameter, "a parameter").shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")

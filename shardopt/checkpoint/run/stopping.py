@@ -1,0 +1,122 @@
+"""Stopping a job by a signal to any of its ranks: all ranks leave off after the same step.
+
+Ranks ask once a step, each for itself, and as long as none of them got the signal nothing is sent and nobody waits. The
+one that did has the others say how far they have come, by the threads that serve their connections, and all stop at the
+next place, which none has passed (`ranks/connections/halting.py`). Questions are counted, not the program's own steps,
+of which a program may leave some out.
+
+Nobody answers for a rank that never comes to ask. So a process that gets the signal, or sees "stop", ends after a
+deadline, whatever it is in: a thread ends it (`runtime/signals.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+from shardopt.ranks import Halt, Ranks
+from shardopt.runtime.signals import Listener
+from shardopt.world import world
+
+_QUESTION = "whether to stop"
+_MESSAGE_SECONDS = 1.0  # to write the message of a process that is late
+
+
+class Stop:
+    """Listens for a signal from now on, until it is closed. To be made in the main thread.
+
+    Args:
+        signals: by any of which this process is to stop.
+        exit_code: of a process that has stopped; None is 128 and the number of the signal that it got, or of the first.
+        grace_seconds: from the signal, or from the answer that all stop, to the end of the process.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals], exit_code: int | None, grace_seconds: float) -> None:
+        self._first, self._exit_code, self.grace_seconds = signals[0], exit_code, grace_seconds
+        self._got: signal.Signals | None = None
+        self._signaled = world().event()
+        self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that asked last: a program may make others
+        self._asked = 0  # questions so far
+        self._asking = False
+        self._asked_for: int | None = None  # the step of the last one
+        self._stops_at: int | None = None
+        self._deadline_runs = world().lock()  # acquired for good once it does
+        self._listeners: list[Listener] = []
+        try:
+            for each in signals:
+                self._listeners.append(Listener(each, partial(self._note, each), partial(self._on_signal, each)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that has stopped."""
+        return 128 + (self._got or self._first) if self._exit_code is None else self._exit_code
+
+    def after(self, step: int, ranks: Ranks) -> bool:
+        """Whether all ranks are to stop after this step.
+
+        Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
+
+        Raises:
+            RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
+        """
+        if step != self._asked_for and not self._asking:  # a handler may ask in the middle of a question
+            self._asking = True
+            try:
+                if self._stops_at is None:
+                    if self._halt is None or self._halt[0] is not ranks:
+                        self._halt = ranks, ranks.halt(_QUESTION)
+                    # None while nobody wants to: this rank is past this question then.
+                    self._stops_at = self._halt[1].at(self._asked + 1, self._signaled.is_set())
+                    if self._stops_at is not None:
+                        self._start_deadline()
+            finally:
+                self._asking = False
+            # Not before: a question that was interrupted is asked again, or this rank would count fewer than others.
+            self._asked_for, self._asked = step, self._asked + 1
+        return self._stops_at is not None and self._asked >= self._stops_at
+
+    def leave(self) -> NoReturn:
+        """Raises SystemExit with the exit code, so that the program clears up on its way out."""
+        raise SystemExit(self.exit_code)
+
+    def close(self) -> None:
+        """Stops listening: the signal does again what it did before. Once it has come, this does nothing."""
+        if not self._signaled.is_set() and self._stops_at is None:
+            for listener in reversed(self._listeners):
+                listener.close()
+
+    def _note(self, signum: signal.Signals) -> None:
+        """Notes that a signal has come. Between any two instructions of the main thread, and so without a lock."""
+        if self._got is None:
+            self._got = signum
+        self._signaled.set()
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._note(signum)
+        self._start_deadline()
+
+    def _start_deadline(self) -> None:
+        """Starts the deadline, once."""
+        if self._deadline_runs.acquire(blocking=False):
+            world().timer(self.grace_seconds, self._give_up, "shardopt-stop").start()
+
+    def _give_up(self) -> None:
+        text = f"told to stop by {(self._got or self._first).name}, and not done with it after {self.grace_seconds:g} s"
+        # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
+        lost = f"{text}: what was not saved by now is lost"
+        message = world().thread(partial(_write_message, lost), daemon=True)
+        message.start()
+        message.join(_MESSAGE_SECONDS)
+        os._exit(self.exit_code or 1)
+
+
+def _write_message(text: str) -> None:
+    os.write(2, f"shardopt: {text}\n".encode())
+    sys.stdout.flush()

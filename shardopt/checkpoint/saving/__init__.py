@@ -1,0 +1,1 @@
+"""Saving: describe, agree, assign, stage, write, commit."""

@@ -1,0 +1,335 @@
+"""Saves while training goes on: the state is copied to host memory, and a thread saves the copy as `save` does.
+
+    app → flatten → describe → copy ↴                      in the call, or beside the next forward and backward
+                                    agree → assign → write → commit           in the thread
+
+The thread's ranks communicate through the job's store as those of the program do, but apart from them: in rounds of
+their own, over a connection of their own, and through no collective. So neither waits for the other.
+
+Whether a save has failed is agreed upon in its thread, and so known alike to all ranks once it is done; on which ranks
+it was reported is not. Therefore the next call agrees on that first, in a round, and all ranks raise, or none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.progress import Progress
+from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.saving.agree_plan import PlanCache
+from shardopt.checkpoint.saving.background_save import BackgroundSave, Staged
+from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
+from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveTerms
+from shardopt.checkpoint.saving.writing.host_memory import HostMemory
+from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps
+from shardopt.checkpoint.saving.writing.staging import Shares, Staging
+from shardopt.checkpoint.storage import absolute_url, use_options
+from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.ranks import (
+    DEADLINE_SECONDS,
+    Call,
+    Group,
+    Ranks,
+    SideRanks,
+    as_call,
+    call_on,
+    ranks_of,
+    refuse_lone_processes,
+)
+from shardopt.runtime.gc_pause import gc_paused
+from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
+from shardopt.runtime.staging_fence import copying_until
+from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.state.flatten import is_constructed
+from shardopt.state.state import Tied
+from shardopt.world import Thread, world
+
+Stage = Literal["now", "lazy"]
+InFlight = Literal["wait", "refuse"]
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class AsyncSaver:
+    """Saves in the background, one after the other, through host memory that is kept between saves.
+
+    All ranks of a job must make the same calls.
+    """
+
+    def __init__(self) -> None:
+        self._side = SideRanks("saves in the background")
+        self._memory = HostMemory()
+        self._shares = Shares(HostMemory(), HostMemory())
+        self._plans: PlanCache = {}
+        self._ranks: Ranks | None = None  # of the last save, apart from those of the program
+        self._group: Group | None = None  # of the last save
+        self._pending: PendingSave | None = None
+        self._agreed_on_failure = False  # whether ranks have agreed on raising the failure of the last save
+        self._thread: Thread | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The last save, if there was one."""
+        return self._pending
+
+    @is_part_of(SAVING)
+    def save(
+        self,
+        url: str | os.PathLike[str],
+        app: Mapping[str, Any],
+        options: SaveTerms = DEFAULT_OPTIONS,
+        *,
+        stage: Stage = "now",
+        in_flight: InFlight = "wait",
+        metrics: Mapping[str, float] | None = None,
+        afterwards: Callable[[SaveReport], None] = lambda _: None,
+    ) -> PendingSave:
+        """Saves as `async_save` does, with its errors.
+
+        Args:
+            url, app, stage, in_flight: as for `async_save`.
+            options: its other arguments.
+            metrics: numbers by name, kept with the checkpoint; rank 0's count.
+            afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
+                too.
+        """
+        begin, url = world().monotonic(), absolute_url(url)
+        _require_choice("stage", stage, ("now", "lazy"))
+        _require_choice("in_flight", in_flight, ("wait", "refuse"))
+        call = call_on("saving", url)
+        refuse_lone_processes(str(call))
+        ranks = ranks_of(options.group, options.deadline_seconds)
+        if in_flight == "refuse":
+            self._refuse_second(ranks, call)
+        self._wait(call, options.group)
+        self._group = options.group
+        side = self._side.of(ranks)
+        background = BackgroundSave(side, url, self._plans, begin, options, afterwards)
+        pending = background.pending
+        staged: Staged | BaseException
+        try:
+            self._ranks = side
+            self._pending, self._agreed_on_failure, self._thread = pending, False, None
+            # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends
+            # waits for it, and then reports that it should have waited itself.
+            self._thread = world().thread(background.run, "shardopt-save")
+            self._thread.start()
+            staged = self._stage(app, stage, metrics, pending, ranks, options)
+            background.hand_over(staged)
+            if isinstance(staged, Staged) and staged.state.waits_for_plan:
+                with out_of_inference_mode():
+                    background.copy_by_plan(staged.state)
+        except BaseException as error:
+            # The other ranks go into the thread's first round, in which all are to raise this.
+            background.hand_over(error)
+            background.end_copying(error)
+            pending.mark_reported()
+            if self._thread is None or self._thread.ident is None:
+                background.run()
+            raise
+        pending.call_seconds = world().monotonic() - begin
+        if isinstance(staged, BaseException) and not isinstance(staged, Exception):
+            pending.mark_reported()
+            raise staged
+        return pending
+
+    def wait(self) -> None:
+        """Waits for the save that is in flight.
+
+        Collective where it has failed: then all ranks raise the failure if it was not reported on one of them.
+        """
+        self._wait(as_call("waiting for a save in the background"), self._group)
+
+    def take_failure(self) -> BaseException | None:
+        """Waits for the save that is in flight; returns a failure that was not reported on this rank. Local."""
+        self.finish()
+        return self._pending.take_failure() if self._pending is not None else None
+
+    def close(self, alone: bool = False) -> None:
+        """Waits as `wait` does, and frees the host memory, which a next save would allocate anew.
+
+        Args:
+            alone: for a rank that leaves by itself: then no other rank is waited for.
+        """
+        try:
+            if alone:
+                failure = self.take_failure()
+                if failure is not None:
+                    raise failure
+            else:
+                self._wait(as_call("closing what saves in the background"), self._group)
+        finally:
+            self._memory.free()
+            self._shares.free()
+            self._side.forget()
+            self._ranks = None
+
+    def finish(self) -> None:
+        """Waits until nothing is in flight, and no step waits for it. Local; a failure stays to be raised."""
+        if self._pending is not None:
+            self._pending.done.wait()
+            if self._thread is not None and self._thread.ident is not None:
+                self._thread.join()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def _wait(self, call: Call, group: Group | None) -> None:
+        self.finish()
+        pending, side = self._pending, self._ranks
+        if pending is None or side is None or pending.failure is None or self._agreed_on_failure:
+            return
+        ranks = ranks_of(group)
+        if ranks.size == 1 or not side.in_step:  # not in step: a rank was lost, and no round is possible
+            pending.raise_failure()
+            return
+        if not self._side.are_beside(ranks):  # in another process group, of other ranks
+            failure = pending.take_failure()
+            if failure is not None:
+                _log.error("%s", failure)
+            return
+        _, all_reported = side.agree(
+            Call(str(call), f"{call.same}, after a save that failed"),
+            work=lambda: pending.is_reported,
+            report=bool,
+            decide=all,
+        )
+        self._agreed_on_failure = True
+        if not all_reported:
+            pending.take_failure()
+            raise pending.failure
+
+    def _stage(
+        self,
+        app: Mapping[str, Any],
+        stage: Stage,
+        metrics: Mapping[str, float] | None,
+        pending: PendingSave,
+        ranks: Ranks,
+        options: SaveTerms,
+    ) -> Staged | BaseException:
+        """Returns the staged state; or the error, which all ranks will raise in the thread."""
+        try:
+            numbers = None if metrics is None else numbers_of(metrics)
+            with out_of_inference_mode(), gc_paused():
+                tied, select, lazily = options.tied, options.select, stage == "lazy"
+                check_replicas = options.check_replicas if ranks.size > 1 else "none"
+                shares = self._shares if ranks.size > 1 else None
+                staging = Staging(app, self._memory, lazily, ranks.job_numbers, tied, select, shares, check_replicas)
+            hold_steps(staging.optimizers, pending, self._hooks)
+            if staging.is_lazy:
+                copying_until(pending.staged)
+            return Staged(staging, numbers)
+        except BaseException as error:
+            if not self._hooks:
+                with suppress(Exception):  # not even `flatten` may have worked
+                    hold_steps(_optimizers_in(app), pending, self._hooks)
+            return error
+
+    def _refuse_second(self, ranks: Ranks, call: Call) -> None:
+        """Raises on all ranks where a save is in flight on one: their clocks differ, and one alone must not go on."""
+        last = self._pending
+        _, in_flight = ranks.agree(
+            call,
+            work=lambda: last is not None and not last.done,
+            report=bool,
+            decide=any,
+        )
+        if in_flight:
+            assert last is not None
+            problem = Problem(last.url, "a save in flight", "one at a time", 'save later, or with in_flight="wait"')
+            raise CheckpointError(f"{call} was refused", [problem])
+
+
+_default = AsyncSaver()
+_of_members: dict[tuple[int, ...], AsyncSaver] = {}
+"""By the numbers of their ranks: a rank that is in several groups must not wait in one for what another is about."""
+
+
+def _saver_of(group: Group | None) -> AsyncSaver:
+    """Returns the one through which a group saves. Collective where `ranks_of` is."""
+    ranks = ranks_of(group)
+    if group is None or ranks.job_numbers is None:
+        return _default
+    return _of_members.setdefault(ranks.members, AsyncSaver())
+
+
+def async_save(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    *,
+    stage: Stage = "now",
+    in_flight: InFlight = "wait",
+    durable: bool = True,
+    check_replicas: CheckReplicas = "sampled",
+    progress: Progress | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
+    tied: Tied | None = None,
+    base: str | os.PathLike[str] | None = None,
+    select: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PendingSave:
+    """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
+
+    Collective: every rank of the job, or of `group`, must call it. The state at the call is saved, to the bit. Host
+    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later. Where
+    other ranks hold 16 MiB of it or more too, it is memory for what this rank writes: the call, or with "lazy" the
+    thread, waits until the save is planned by all ranks, the call for two seconds at most; then it copies everything.
+
+    The program should call `result()` of the last save before it ends: ending while a save is under way, or before
+    the failure of one was reported, makes the exit code 1, with the reason on stderr.
+
+    Args:
+        url, app: as for `save`.
+        stage: "now" copies everything in the call. "lazy" leaves to the thread what only an optimizer's step changes
+            (the parameters and the state of the optimizers in `app`, but for those that update within backward), and
+            these wait before their next step until it is copied. Until `.staged` of the result, such a tensor must not
+            be changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
+            wait. Other changes make the save fail with the tensor's name, as far as torch counts them: not those by
+            fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
+        in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
+            all of them.
+        durable, deadline_seconds, group, tied, base, select, storage_options: as for `save`.
+        check_replicas: as for `save`. For "sampled" the samples are copied with the state, at the call; for "all"
+            everything that this rank holds is, whoever writes it.
+        progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
+
+    Raises:
+        CheckpointError: a save is in flight, and was not to be waited for. Or this thread is in the middle of a save, a
+            load or a step, as where a signal handler saves.
+        ShardoptError: the save before has failed, which was not reported on some rank. All ranks raise; nothing was
+            begun.
+
+    The failure of the save itself is raised by the result, with the name of the rank, on every rank; or else at the
+    next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
+    until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
+    """
+    refuse_within(f"saving {os.fspath(url)}", app)
+    for each in (url, base) if storage_options is not None else ():
+        if each is not None:
+            use_options(each, storage_options)
+    base_url = None if base is None else absolute_url(base)
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
+    return _saver_of(group).save(url, app, options, stage=stage, in_flight=in_flight)
+
+
+def _optimizers_in(app: Any) -> list[Optimizer]:
+    """Returns the optimizers on which a failure can be reported although the state could not be flattened."""
+    values = app.values() if isinstance(app, Mapping) else ()
+    return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        problem = Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")
+        raise OptionError("an argument that cannot be meant", [problem])

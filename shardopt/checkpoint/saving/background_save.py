@@ -1,0 +1,132 @@
+"""The work of one save in the background: in a thread, from the state that the call hands over to the report.
+
+hand over      the call has described its state, and copied it; or it copies later, `copy_by_plan`
+run            the thread: describes from the copies, and saves as `save` does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardopt.checkpoint.reports import SaveReport, emit_report
+from shardopt.checkpoint.saving.agree_plan import PlanCache
+from shardopt.checkpoint.saving.planning.describe import Description
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites
+from shardopt.checkpoint.saving.save import Described, SaveTerms, save_described
+from shardopt.checkpoint.saving.writing.pending import PendingSave
+from shardopt.checkpoint.saving.writing.staging import Staging
+from shardopt.ranks import Ranks
+from shardopt.world import world
+
+_PLAN_SECONDS = 2.0  # for which a call waits until the save is planned, to copy no more than this rank writes
+
+
+class Staged(NamedTuple):
+    """The state at the call, and the metrics, as handed over to the thread."""
+
+    state: Staging
+    metrics: Mapping[str, float] | None
+
+
+class BackgroundSave:
+    """The work of one save in the background, done once, in whichever thread runs it first."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        url: str,
+        plans: PlanCache,
+        begin: float,
+        options: SaveTerms,
+        afterwards: Callable[[SaveReport], None],
+    ) -> None:
+        self._ranks, self._plans, self._begin = ranks, plans, begin
+        self._options, self._afterwards = options, afterwards
+        self._running = world().lock()  # acquired for good by the thread that runs it
+        self._handed_over = world().event()
+        self._staged: Staged | BaseException | None = None
+        self._writes: RankWrites | None = None  # of this rank, once they are planned
+        self._planned = world().event()
+        self._copied = world().event()
+        self._copy_error: BaseException | None = None
+        self._staging_seconds = 0.0
+        self.pending = PendingSave(url)  # last: from now on it has to end
+
+    def hand_over(self, staged: Staged | BaseException) -> None:
+        """Hands over the state to be saved, or the error of staging on this rank. The first call counts."""
+        if self._staged is None:
+            self._staged = staged
+        self._handed_over.set()
+
+    def copy_by_plan(self, staging: Staging) -> None:
+        """Copies what this rank writes, in the call, once that is planned.
+
+        Where other ranks are late, all that it holds: training is not to wait for them here.
+        """
+        try:
+            self._planned.wait(_PLAN_SECONDS)
+            if not self.pending.done:
+                staging.copy_by_plan(self._writes)
+        except Exception as error:
+            self.end_copying(error)  # which all ranks will raise in the thread
+        else:
+            self.end_copying()
+
+    def end_copying(self, error: BaseException | None = None) -> None:
+        """Says that the call has made its copies, or cannot. The first call counts."""
+        if not self._copied.is_set():
+            self._copy_error = error
+        self._copied.set()
+
+    def run(self) -> None:
+        """Saves the state that is handed over, and ends `pending`."""
+        if not self._running.acquire(blocking=False):
+            return
+        options = self._options
+        try:
+            with self._ranks.beating():
+                report = save_described(self._ranks, self.pending.url, self._described, self._plans, options)
+                seconds = world().monotonic() - self._begin
+                self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
+                emit_report("save", self.pending.result())
+                self._afterwards(self.pending.result())
+        except BaseException as error:
+            if self.pending.done:
+                raise  # of `afterwards`
+            self.pending.fail(error)
+        finally:
+            self._planned.set()  # where it was not: nobody is to wait for it any more
+
+    def _described(self) -> Described:
+        self._handed_over.wait()
+        staged = self._staged
+        if not isinstance(staged, Staged):
+            assert staged is not None
+            raise staged
+        if staged.state.is_by_plan:
+            return Described(
+                staged.state.describe_before(), staged.metrics, lambda writes: self._by_plan(staged, writes)
+            )
+        staged.state.finish()
+        self._end_staging()
+        return Described(self._state_of(staged), staged.metrics)
+
+    def _by_plan(self, staged: Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
+        self._writes = writes
+        self._planned.set()
+        if staged.state.waits_for_plan:
+            self._copied.wait()
+            if self._copy_error is not None:
+                raise self._copy_error
+        staged.state.finish(writes)
+        self._end_staging()
+        return self._state_of(staged), staged.state.placed(writes)
+
+    def _end_staging(self) -> None:
+        self.pending.staged.set()
+        self._staging_seconds = world().monotonic() - self._begin
+
+    def _state_of(self, staged: Staged) -> Description:
+        return staged.state.describe(self._options.check_replicas if self._ranks.size > 1 else "none")

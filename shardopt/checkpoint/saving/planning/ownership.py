@@ -1,0 +1,219 @@
+"""What optimizers and modules of an app say of its tensors: whose parameters are stepped, and which may differ.
+
+An optimizer that is made too early steps tensors that nobody uses; one of islands has weights that differ between them.
+Buffers, such as running statistics, may have other values on each rank: batch norm under data parallelism counts what
+that rank has seen. As where a model is broadcast, the first rank that holds a buffer speaks for all. Parameters and the
+state of optimizers are never buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import local_tensors
+from shardopt.state.names import plain_name
+from shardopt.state.state import FlatState, RestoreTarget, join
+
+_REMEDY = (
+    "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "
+    "then keyed(..., model.named_parameters()). If these are another model's, add that to the app"
+)
+
+
+def check_optimizers(flat: FlatState) -> None:
+    """Checks that optimizers step the parameters of the models beside them, and that what differs may be saved as one.
+
+    An optimizer of parameters that no module of the app has, where a module has others in their place, is refused. That
+    happens where `keyed(...)` comes before `fully_shard(model)`, or where the model was made again: steps run, and the
+    model never changes. An optimizer whose model is not in the app passes.
+
+    So are parameters under a key that all ranks share, while ranks have values of their own by intent
+    (`unshared_tensors()`). That replicas have drifted apart is found without this, but by samples; where few rows have
+    changed these may miss it.
+
+    Raises:
+        StateError: names each such optimizer, and a parameter; or each such key.
+    """
+    optimizers = [each for each in flat.targets if isinstance(each.object, Optimizer)]
+    modules = [each for each in flat.targets if isinstance(each.object, Module)] if optimizers else []
+    owned = {id(each) for module in modules for each in module.state.values() if isinstance(each, Parameter)}
+    places: dict[int, tuple[str, ...]] = {}
+    strange = []
+    for each in optimizers:
+        optimizer: Any = each.object
+        if hasattr(optimizer, "unshared_tensors"):
+            places |= {id(tensor): place for place, own in optimizer.unshared_tensors() for tensor in own}
+        stepped = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+        if modules and not owned.issuperset(stepped):
+            strange.append(each)
+    if strange:
+        _refuse_strange(strange, {join(each.path): _parameters_of(each) for each in modules})
+    if places:
+        _refuse_unshared(flat, places)
+
+
+def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> None:
+    """Raises StateError for tensors that stand elsewhere than under the part of a path that they belong under."""
+    problems = []
+    for key, leaf in flat.leaves.items():
+        place = places.get(id(leaf.value), ())
+        if place and not any(leaf.path[start : start + len(place)] == place for start in range(len(leaf.path))):
+            found = "a parameter that has other values on other islands, under a key that they share"
+            remedy = 'put the model there by {**optimizer.own({"model": model})}, or save where islands have met'
+            problems.append(Problem(key, found, f"a key with {join(place)!r} in it", remedy))
+    if problems:
+        raise StateError("values of several islands cannot be saved as one", problems)
+
+
+def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raises StateError for optimizers of parameters in whose place a module has others.
+
+    A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
+    device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
+    that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole.
+    """
+    owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
+    each_with_path = [(each.path, child) for each in optimizers for child in _children_of(each.object)]
+    problems = [_strange(join(path), optimizer, modules, owned) for path, optimizer in each_with_path]
+    if any(problems):
+        raise StateError(
+            "an optimizer steps tensors that are no parameters of the model", [each for each in problems if each]
+        )
+
+
+def _strange(
+    key: str, optimizer: Optimizer, modules: Mapping[str, Mapping[str, Tensor]], owned: set[int]
+) -> Problem | None:
+    named = _names_of(optimizer)
+    if named is None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if any(id(tensor) in owned for tensor in tensors):
+            return None
+        kinds = Counter(map(_kind, tensors))
+        module = next((each for each, own in modules.items() if Counter(map(_kind, set(own.values()))) == kinds), None)
+        if module is None:
+            return None
+        count = len(tensors)
+        foreign = f"{count} parameters that no module of the app has, while {module!r} has as many of their shapes"
+        return Problem(key, foreign, "the model's own parameters", _REMEDY)
+    stepped = {
+        module for module, own in modules.items() if any(own.get(name) is tensor for name, tensor in named.items())
+    }
+    strange = {
+        name: module
+        for name, tensor in named.items()
+        if id(tensor) not in owned
+        for module, own in modules.items()
+        if name in own and _replaces(own[name], tensor, module in stepped)
+    }
+    if not strange:
+        return None
+    name, module = next(iter(strange.items()))
+    foreign = (
+        f"{len(strange)} parameters that no module of the app has, such as {name!r}, while {module!r} has another one"
+    )
+    return Problem(key, foreign, "the model's own parameters", _REMEDY)
+
+
+def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
+    """Returns plain name → parameter of a module."""
+    assert isinstance(target.object, Module)
+    parameters: dict[str, Tensor] = {name: each for name, each in target.state.items() if isinstance(each, Parameter)}
+    if not parameters:  # its state is of tensors over their memory
+        parameters = dict(target.object.named_parameters(remove_duplicate=False))
+    plain = target.plain_names
+    return {plain.get(name, plain_name(name)): parameter for name, parameter in parameters.items()}
+
+
+def _children_of(optimizer: Any) -> Iterator[Optimizer]:
+    """Yields an optimizer, or those that it combines, each of which has the names that its model has.
+
+    But none of those that say they step tensors of their own, which have the names of the model's all the same.
+    """
+    if getattr(optimizer, "steps_own_tensors", False):
+        return
+    children = getattr(optimizer, "optimizers", None)
+    if isinstance(children, list) and children and all(isinstance(each, tuple) and len(each) == 2 for each in children):
+        for _, child in children:
+            yield from _children_of(child)
+    else:
+        yield optimizer
+
+
+def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
+    """Returns parameters by name, of a keyed optimizer or of torch's over named parameters; None of others."""
+    params = getattr(optimizer, "params", None)
+    if isinstance(params, Mapping):
+        return params
+    groups = optimizer.param_groups
+    if not all("param_names" in group for group in groups):
+        return None
+    return {
+        plain_name(name): tensor
+        for group in groups
+        for name, tensor in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+def _replaces(own: Tensor, tensor: Tensor, steps_others: bool) -> bool:
+    """Whether a module's parameter has come in the place of an optimizer's that has the same name.
+
+    Args:
+        steps_others: whether the optimizer steps other parameters of the module itself.
+    """
+    if own.shape != tensor.shape:
+        return steps_others
+    return tensor.is_meta or _kind(own) == _kind(tensor)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.dtype, tensor.device.type)
+
+
+def buffers_in(flat: FlatState, views: Mapping[str, View]) -> frozenset[str]:
+    """Returns the keys of tensors that lie in the memory of a buffer of some module, or of an average of one.
+
+    Modules are those of the app, and those that other objects of the app have as attributes.
+
+    Args:
+        views: of this rank's tensors.
+    """
+    memory = {_place(local) for each in flat.targets for local in _buffers_of(each.object, each.state)}
+    if not memory:
+        return frozenset()
+    return frozenset(key for key, view in views.items() if any(_place(piece.tensor) in memory for piece in view.pieces))
+
+
+def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the local tensors of what ranks may have with other values in the state of an object."""
+    averages = getattr(target, "averages_of_buffers", None)
+    if isinstance(target, Optimizer) or all(isinstance(each, Parameter) for each in state.values()):
+        return
+    if averages is not None:
+        yield from averages()
+        return
+    for module in [target] if isinstance(target, Module) else _modules_within(target):
+        owned = {_place(local) for each in module.parameters() for local in local_tensors(each)}
+        for buffer in module.buffers():
+            yield from (local for local in local_tensors(buffer) if local.data_ptr() and _place(local) not in owned)
+
+
+def _modules_within(target: object) -> Iterator[Module]:
+    """Yields the modules that an object has as attributes, and those in lists and dicts that begin with one."""
+    for value in getattr(target, "__dict__", {}).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if isinstance(next(iter(values), None), Module):
+            yield from (each for each in values if isinstance(each, Module))
+
+
+def _place(local: Tensor) -> tuple[torch.device, int]:
+    return local.device, local.data_ptr()

@@ -1,0 +1,155 @@
+"""The plan of a save: which rank writes which boxes, into which data files. Pure data; no I/O."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+from shardopt.checkpoint.format.assign import Assignment, assign
+from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, patch_key, segment_count
+from shardopt.checkpoint.format.data_file import build_header
+from shardopt.checkpoint.format.manifest import StoredTensors
+from shardopt.checkpoint.saving.planning.describe import Geometry
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.pieces import View
+
+
+class WriteRequest(NamedTuple):
+    """One box of a tensor that this rank writes: `piece` of its view, narrowed to `inner` if that is not all of it.
+
+    `is_patch` for some rows of what the plan has as one box, the rest of which an earlier save has: they get a key of
+    their own in the data file.
+    """
+
+    key: str
+    dtype: Dtype
+    box: Box
+    piece: int
+    inner: Box | None
+    is_patch: bool = False
+
+    @property
+    def name(self) -> str:
+        """The key in the data file."""
+        return patch_key(self.key, self.box.offsets[0]) if self.is_patch else self.key
+
+
+class SavePlan:
+    """The writers of all boxes of a job's state, or of one component of it; the same on every rank. Holds no tensor.
+
+    Args:
+        geometry: whose tensors are made up by their boxes (`check_covers`).
+        cut_plain: as for `assign`.
+        known: the assignments of tensors that another rank has planned.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        world_size: int,
+        cut_plain: bool = True,
+        known: Mapping[str, Assignment] = MappingProxyType({}),
+    ) -> None:
+        self.geometry = geometry
+        members = {key: member for key, member in geometry.members.items() if key not in known}
+        self.assigned = {**assign(members, cut_plain), **known}
+        writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
+        if geometry.per_rank:
+            writers |= {(rank, 0) for rank in range(world_size)}
+        self.files = sorted(writers)  # rank and slot of every data file
+        self.stored: StoredTensors | None = None  # made at the first commit, and kept
+
+    def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
+        """Yields the boxes of a tensor that a rank writes, and the slot (number) of the file that each goes to."""
+        assignment = self.assigned[key]
+        for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
+            if writer == rank:
+                yield box, slot
+
+    @cached_property
+    def boxes_in_order(self) -> Mapping[tuple[int, int], Sequence[tuple[str, int]]]:
+        """The boxes of each data file, by rank and slot, in the order of their bytes: key, and number in its tensor."""
+        boxes: defaultdict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+        for key, assignment in self.assigned.items():
+            for number, writer in enumerate(assignment.writers):
+                boxes[writer].append((key, number))
+        members = self.geometry.members
+        for of_file in boxes.values():
+            of_file.sort(key=lambda box: (-members[box[0]].dtype.itemsize, box[0]))
+        return boxes
+
+
+class RankWrites:
+    """The writes of one rank, by the slot of the data file and in the order of the bytes there.
+
+    Args:
+        views: of the rank's tensors, of which only the boxes count; None where the bytes come from elsewhere.
+    """
+
+    def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
+        self.rank = rank
+        self.slots: defaultdict[int, list[WriteRequest]] = defaultdict(list)
+        for key in plan.assigned if views is None else filter(plan.assigned.__contains__, views):
+            for box, slot in plan.boxes_of(rank, key):
+                piece, inner = (0, None) if views is None else _place_in(views[key], box)
+                self.slots[slot].append(WriteRequest(key, plan.geometry.members[key].dtype, box, piece, inner))
+        for requests in self.slots.values():  # as `SavePlan.boxes_in_order`
+            requests.sort(key=_place_in_file)
+        self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: `per_rank_bytes`, and the header for it
+
+    def only(self, slots: Mapping[int, Sequence[WriteRequest]]) -> RankWrites:
+        """Returns the same with other requests: some of these, or patches of them. Slots without any have no file."""
+        writes = copy.copy(self)
+        writes.slots = defaultdict(list)
+        for slot, requests in slots.items():
+            if requests:
+                writes.slots[slot] = sorted(requests, key=_place_in_file)
+        writes._headers = {}
+        return writes
+
+    def replaced(self, other: Callable[[WriteRequest], WriteRequest]) -> RankWrites:
+        """Returns the same with other places in memory for its requests, whose boxes stay."""
+        writes = copy.copy(self)
+        writes.slots = defaultdict(list, {slot: [*map(other, requests)] for slot, requests in self.slots.items()})
+        return writes
+
+    def header(self, slot: int, per_rank_bytes: int) -> bytes:
+        """Returns the header of one of this rank's data files, whose values per rank take so many bytes."""
+        made_for, header = self._headers.get(slot, (-1, b""))
+        if made_for != per_rank_bytes:
+            stem = file_stem(self.rank, slot)
+            members = [(request.name, request.dtype, request.box) for request in self.slots.get(slot, ())]
+            if per_rank_bytes:
+                members.append((PER_RANK_PREFIX + stem, DTYPES["uint8"], whole((per_rank_bytes,))))
+            header = build_header(stem, members)
+            self._headers[slot] = per_rank_bytes, header
+        return header
+
+    def tensor_bytes(self, slot: int) -> int:
+        """Returns the bytes of tensors in one of this rank's data files."""
+        return sum(request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ()))
+
+    def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
+        """Returns the size of one of this rank's data files in bytes."""
+        bodies = [request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ())] + [per_rank_bytes]
+        checksums = 8 * sum(map(segment_count, bodies))
+        return len(self.header(slot, per_rank_bytes)) + sum(bodies) + checksums
+
+
+def _place_in_file(request: WriteRequest) -> tuple[int, str]:
+    return -request.dtype.itemsize, request.name
+
+
+def _place_in(view: View, box: Box) -> tuple[int, Box | None]:
+    """Returns the number of the piece of the view that holds the box, and where in it; None for all of it."""
+    for i, piece in enumerate(view.pieces):
+        if piece.box is box or piece.box == box:
+            return i, None
+    for i, piece in enumerate(view.pieces):
+        if piece.box.contains(box):
+            return i, box.within(piece.box)
+    raise AssertionError(f"no piece of this rank contains {box}")

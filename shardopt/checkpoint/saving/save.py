@@ -1,0 +1,396 @@
+"""Saves an app to a committed checkpoint:
+
+    app → flatten → describe → agree → assign → write → commit
+
+`save_described` is this pipeline from "agree" on, which `async_save` uses too, in a thread of its own and with ranks
+that communicate apart from those of the program. Each step is a function of the module that has its name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, get_args
+
+from shardopt.checkpoint.format.manifest import RenameRules
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.hosts.hosts import PREFIX as HOSTS
+from shardopt.checkpoint.progress import Progress
+from shardopt.checkpoint.reports import SaveReport, emit_report
+from shardopt.checkpoint.saving.agree_plan import Comparison, PlanCache, Planning, compare_reports
+from shardopt.checkpoint.saving.commit import SaveTarget, make_manifest
+from shardopt.checkpoint.saving.hosts_target import HostsTarget
+from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, refuse_unknown_choice
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites
+from shardopt.checkpoint.saving.refer import Unchanged
+from shardopt.checkpoint.saving.writing.base import FoundBase, find_base, open_found
+from shardopt.checkpoint.saving.writing.pending import raise_failures
+from shardopt.checkpoint.saving.writing.unchanged import cut_by_changes, pack_parts
+from shardopt.checkpoint.saving.writing.write import memory_of, write_files
+from shardopt.checkpoint.storage import absolute_url, use_options, wrap_os_errors
+from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, StateError
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
+from shardopt.runtime.gc_pause import gc_paused
+from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
+from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.state.flatten import flatten
+from shardopt.state.state import Tied, refuse_chains, refuse_no_regex
+from shardopt.world import world
+
+_log = logging.getLogger("shardopt.checkpoint")
+_plans: PlanCache = {}
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How the saves of a `Manager` are made, with the meanings that `save` has for these.
+
+    Args:
+        durable, check_replicas, progress, select: as for `save`.
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it; in restores
+            too.
+        tied: as for `save`; in restores too.
+
+    Raises:
+        ValueError: `check_replicas` is none of its values.
+        OptionError: another argument is none; all of them are listed.
+    """
+
+    durable: bool = True
+    check_replicas: CheckReplicas = "sampled"
+    progress: Progress | None = None
+    deadline_seconds: float = DEADLINE_SECONDS
+    tied: Tied | None = None
+    select: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.check_replicas not in get_args(CheckReplicas):
+            refuse_unknown_choice(self.check_replicas)
+        if self.select is not None:
+            refuse_no_regex("select", self.select)
+        if self.tied:
+            refuse_chains(self.tied)
+        seconds, problems = self.deadline_seconds, []
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            problems.append(Problem("deadline_seconds", repr(seconds), "more than 0 seconds", "give a number"))
+        if not isinstance(self.durable, bool):
+            problems.append(Problem("durable", repr(self.durable), "one of True, False", "pass one of them"))
+        if problems:
+            raise OptionError("arguments that cannot be meant", problems)
+
+
+@dataclass(frozen=True)
+class SaveTerms(SaveOptions):
+    """All options of one save.
+
+    `group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base, or a
+    damaged one; otherwise all is written. `fallback_urls` are those to save to, in turn, where there is no room.
+    `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
+    known.
+    """
+
+    group: Group | None = None
+    base: str | None = None
+    base_required: bool = True
+    fallback_urls: tuple[str, ...] = ()
+    renamed: RenameRules | None = None
+
+
+DEFAULT_OPTIONS = SaveTerms()
+
+
+def save(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    *,
+    durable: bool = True,
+    check_replicas: CheckReplicas = "sampled",
+    progress: Progress | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
+    tied: Tied | None = None,
+    base: str | os.PathLike[str] | None = None,
+    select: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SaveReport:
+    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `group`) must call it.
+
+    Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
+    every rank raises the same error. `app` is not changed.
+
+    Args:
+        url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
+        app: by name, objects with `state_dict` and `load_state_dict`, tensors (plain, DTensor, ShardedTensor), plain
+            values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
+            Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
+        durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
+            machine that loses power afterwards may lose the checkpoint.
+        check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" compares
+            hashes of all bytes of tensors of up to 64 KiB, and of 64 blocks of 1 KiB of larger ones: the first, the
+            last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
+            none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
+            placements say that they are replicas, are cut among those that hold them.
+        progress: called with the bytes of this rank that are written and those there are to write.
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others make no
+            call, and must not hold a shard that none of these has. Files and values per rank are numbered within it.
+        tied: name → the name that stands for it, of parameters that are tied, maybe on different ranks only:
+            `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
+            is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
+            on every rank.
+        base: an earlier checkpoint in a directory beside this one, which must be there: boxes and rows that have the
+            same checksums in it are not written again, and the manifest refers to its data files. None writes all.
+        select: a regex; only keys in which it is found are saved.
+        storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials; whatever
+            this process opens at or below it from now on takes them too. They are stored nowhere, and in no message.
+
+    Raises:
+        OptionError: this rank is not in `group`.
+        CheckpointExistsError: a committed checkpoint stands there.
+        StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
+        CheckpointError: a rank could not write. Or this thread is in the middle of a save, a load or a step, as where a
+            signal handler saves; nothing was begun.
+        RankError: a rank failed in another way, died, or did not make the call.
+    """
+    refuse_within(f"saving {os.fspath(url)}", app)
+    for each in (url, base) if storage_options is not None else ():
+        if each is not None:
+            use_options(each, storage_options)
+    at = None if base is None else absolute_url(base)
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base=at)
+    return save_now(absolute_url(url), app, options)
+
+
+@is_part_of(SAVING)
+def save_now(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    options: SaveTerms,
+    metrics: Mapping[str, float] | None = None,
+    raise_earlier: bool = True,
+) -> SaveReport:
+    """Saves as `save` does, with the arguments that only a `Manager` gives.
+
+    Args:
+        metrics: numbers by name, kept with the checkpoint; rank 0's count.
+        raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
+            all ranks, in the place of this save. Otherwise it remains to be reported (`take_failures`).
+    """
+    begin = world().monotonic()
+    refuse_lone_processes(f"saving {os.fspath(url)}")
+    ranks = ranks_of(options.group, options.deadline_seconds)
+    check_replicas = options.check_replicas if ranks.size > 1 else "none"
+
+    def described() -> Described:
+        flat = flatten(app, options.tied)
+        if options.select is not None:
+            flat = flat.selected(options.select)
+        description = describe(flat, check_replicas, ranks.job_numbers, ranks.size == 1)
+        if raise_earlier:
+            raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
+        return Described(description, None if metrics is None else numbers_of(metrics))
+
+    # Around a call, so that its locals are gone when the collector is switched on again.
+    with out_of_inference_mode(), ranks.beating(), gc_paused():
+        report = save_described(ranks, url, described, _plans, options)
+    seconds = world().monotonic() - begin
+    report = replace(report, seconds=seconds, stall_seconds=seconds)
+    emit_report("save", report)
+    return report
+
+
+class Described(NamedTuple):
+    """The state that a rank saves, and metrics, which are numbers by name.
+
+    `copied`, where there is one, waits until what this rank writes is copied, and returns the state and the writes
+    as they are to be taken from the copies.
+    """
+
+    state: Description
+    metrics: Mapping[str, float] | None
+    copied: Callable[[RankWrites], tuple[Description, RankWrites]] | None = None
+
+
+def save_described(
+    ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
+) -> SaveReport:
+    """Writes the state that each rank describes, and commits it. Collective.
+
+    Args:
+        ranks: that save.
+        described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
+        plans: of earlier saves of these ranks; the plan of this one is added.
+
+    Raises:
+        ShardoptError: as `save`.
+    """
+    if options.fallback_urls:
+        return _save_where_there_is_room(ranks, url, described, plans, options)
+    begin, call = world().monotonic(), call_on("saving", url)
+    target = (
+        HostsTarget(ranks, url, options.durable, options.base)
+        if os.fspath(url).startswith(HOSTS)
+        else SaveTarget(ranks, url, options.durable)
+    )
+    planning = Planning(ranks, call, plans)
+
+    def describe_here() -> Described:
+        here = described()
+        target.open()
+        return here
+
+    here, decision, section = ranks.agree_in_sections(
+        call,
+        work=describe_here,
+        report=lambda here: planning.report_state(here.state),
+        decide=lambda reports: _begin(target, reports, options, ranks.size),
+        section_of=lambda decision, rank: 0 if rank and decision["base"] and decision["base"][2] else None,
+    )
+    save_id = decision["save_id"]
+
+    def write() -> _Written:
+        if error is not None:
+            raise error
+        writes = planning.planned.writes
+        if here.copied is not None:
+            planning.description, writes = here.copied(writes)
+        if ranks.rank and decision["base"] is not None:
+            target.base = open_found(FoundBase(*decision["base"]), section, target.storage)
+        if ranks.rank:
+            target.wait(save_id)
+        return _write(target, save_id, planning, writes, options.progress)
+
+    try:
+        error = planning.plan(Comparison(*decision["comparison"]))
+        begin_writing = world().monotonic()
+        written, committed = ranks.agree(
+            call,
+            work=write,
+            report=lambda written: [written.files, written.parts, planning.report()],
+            decide=lambda reports: _commit(target, save_id, planning, reports, here.metrics, options, begin),
+        )
+        if committed["drifted"]:
+            planning.refuse_drifted(committed["drifted"])
+        if committed["published"] is not None:
+            target.settle(call, committed["published"])
+    except BaseException:
+        target.discard(save_id)
+        raise
+    if committed["buffers"]:
+        with suppress(RankError):  # committed it is; the next call says who is lost
+            planning.tell_buffers(committed["buffers"])
+    end = world().monotonic()
+    return SaveReport(
+        url=target.url,
+        save_id=save_id,
+        tensors=committed["tensors"],
+        bytes_written=written.nbytes,
+        bytes_total=committed["bytes"],
+        seconds=end - begin,
+        writing_seconds=end - begin_writing,
+        bytes_unchanged=written.unchanged_bytes,
+    )
+
+
+def _save_where_there_is_room(
+    ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
+) -> SaveReport:
+    """Saves as `save_described` does, to the first of several URLs that has room. Collective."""
+    each_alone = replace(options, fallback_urls=())
+    for fallback in options.fallback_urls:
+        try:
+            return save_described(ranks, url, described, plans, each_alone)
+        except NoSpaceError as error:
+            if ranks.rank == 0:
+                _log.warning("%s; saving to %s instead", error, fallback)
+            url = fallback
+    return save_described(ranks, url, described, plans, each_alone)
+
+
+class _Written(NamedTuple):
+    """What a rank has written, and what it has left out for an earlier save has it; files and parts as JSON."""
+
+    files: list[list[Any]]
+    parts: dict[str, Any]
+    nbytes: int
+    unchanged_bytes: int
+
+
+def _begin(
+    target: SaveTarget, reports: Sequence[Any], options: SaveTerms, size: int
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Compares what ranks describe, and begins the save, on rank 0.
+
+    Returns what all ranks get, and the section of it that those need which open the base by it.
+    """
+    comparison, save_id = compare_reports(reports), world().random_name(6)
+    found: FoundBase | None = None
+    sections: list[bytes] = []
+    with wrap_os_errors(f"make {target.storage.url}"):
+        target.refuse_taken()
+        if options.base is not None:
+            target.base, found, sections = find_base(options.base, options.base_required, target.storage, size)
+        target.begin(save_id)
+    return {"save_id": save_id, "comparison": comparison, "base": found}, sections
+
+
+def _write(
+    target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, progress: Progress | None
+) -> _Written:
+    """Writes this rank's files, but for what the base has."""
+    storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
+    per_rank = json.dumps(own_values).encode() if planning.planned.plan.geometry.per_rank else None
+    parts, unchanged_bytes = dict[str, Any](), 0
+    with wrap_os_errors(f"write to {storage.url}"):
+        if target.base is not None:
+            writes, found, unchanged_bytes = cut_by_changes(target.base, writes, views)
+            parts = pack_parts(found)
+        files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, progress)
+    as_json = [[file.name, file.nbytes, file.digest] for file in files]
+    return _Written(as_json, parts, sum(file.nbytes for file in files), unchanged_bytes)
+
+
+def _commit(
+    target: SaveTarget,
+    save_id: str,
+    planning: Planning,
+    reports: Sequence[Any],
+    metrics: Mapping[str, float] | None,
+    options: SaveTerms,
+    begin: float,
+) -> dict[str, Any]:
+    """Commits the files that all ranks report, on rank 0, unless replicas have drifted apart."""
+    files, parts, states = zip(*reports, strict=True)
+    values, drifted, buffers = planning.judge(states)
+    if drifted:
+        return {"drifted": drifted, "buffers": []}
+    plan, geometry = planning.planned.plan, planning.planned.plan.geometry
+    if options.select is not None and not (geometry.members or geometry.per_rank or values):
+        problem = Problem("select", repr(options.select), "a regex that is found in some key", "mend the regex")
+        raise StateError("there is nothing to save", [problem])
+    unchanged = Unchanged(target.base, parts) if target.base is not None and any(parts) else None
+    manifest, data = make_manifest(
+        save_id,
+        plan,
+        values,
+        files,
+        metrics=metrics,
+        unchanged=unchanged,
+        seconds=world().monotonic() - begin,
+        renamed=options.renamed,
+    )
+    with wrap_os_errors(f"commit {target.storage.url}"):
+        published = target.publish(manifest, data)
+    return {
+        "drifted": [],
+        "buffers": buffers,
+        "bytes": sum(file.nbytes for file in manifest.files if file.directory is None),
+        "tensors": len(geometry.members) + len(geometry.tied),
+        "published": published,
+    }

@@ -1,0 +1,189 @@
+"""The earlier save that a save refers to (`base=`): its manifest, and the checksums of its files.
+
+In the first round of a save rank 0 opens it, and says what it has found. Where that is in remote storage the manifest
+goes to the others as a section of the answer; what lies on a local disk each rank reads for itself, as it may have it
+under another path.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import xxhash
+
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
+from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
+from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.read_manifest import manifest_bytes
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader, form_of
+from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, OptionError, Problem
+from shardopt.sharding.box import Box
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class FoundBase(NamedTuple):
+    """The base that rank 0 has opened, for all ranks; `is_sent` is whether its manifest is a section for the others."""
+
+    url: str
+    digest: str
+    is_sent: bool
+
+
+class Part(NamedTuple):
+    """Rows of a box that a rank is to write, `begin` up to `end` of the tensor's.
+
+    `unchanged_in` is the number of the base's box that has them; None where they have changed.
+    """
+
+    begin: int
+    end: int
+    unchanged_in: int | None
+
+
+class Base:
+    """The earlier save that a save refers to.
+
+    Args:
+        url: of a committed checkpoint.
+        target: where the new one is to be.
+        data: the bytes of its manifest, where another rank has read them; None to read them here.
+
+    Raises:
+        OptionError: it does not lie beside the new one.
+        CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
+    """
+
+    def __init__(self, url: str, target: Storage, data: bytes | None = None) -> None:
+        storage = storage_of(url)
+        parent, target_parent = storage.parent(), target.parent()
+        if parent is None or target_parent is None or parent[0].url != target_parent[0].url:
+            where = target.url if target_parent is None else target_parent[0].url
+            problem = Problem("base", storage.url, f"a checkpoint in {where}, beside the new one", "save beside it")
+            raise OptionError("a save cannot refer to that", [problem])
+        self.directory = parent[1]
+        if not DIRECTORY_NAME.fullmatch(self.directory):
+            required = "a directory named by ASCII letters, digits and =+,@~._-"
+            problem = Problem("base", repr(self.directory), required, "give the directory another name")
+            raise OptionError("a save cannot refer to that", [problem])
+        self.source = OwnSource(storage, data)
+        self.manifest = self.source.manifest
+        self._files: dict[int, DataFileReader | None] = {}
+        self._columns: dict[StoredLayout, Mapping[tuple[Any, ...], list[tuple[int, int, int]]]] = {}
+
+    @property
+    def digest(self) -> str:
+        return self.source.digest
+
+    def is_there(self) -> bool:
+        """Whether the manifest is still there that was read."""
+        try:
+            data = self.source.storage.read(MANIFEST_NAME)
+        except FileNotFoundError:
+            return False
+        return xxhash.xxh3_64_hexdigest(data) == self.digest
+
+    def data_file(self, number: int) -> DataFile:
+        """Returns one of the base's files as a checkpoint beside it refers to it."""
+        file = self.manifest.files[number]
+        return DataFile(file.name, file.nbytes, file.digest, file.directory or self.directory)
+
+    def bytes_in(self, number: int) -> int:
+        """Returns the bytes of tensors in one of the base's files, which must have been opened."""
+        file = self._files.get(number)
+        entries = [] if file is None else [*file.entries.values()]
+        return entries[-1].begin - entries[0].begin if entries else 0
+
+    def layout_of(self, request: WriteRequest) -> StoredLayout | None:
+        """Returns the layout that the base has of a tensor; None where it has none of its name and dtype."""
+        tensor = self.manifest.tensors.get(request.key)
+        if tensor is None or tensor.tied_to is not None or tensor.stored_as is not None:
+            return None  # data files have it under another key
+        if tensor.dtype.name != request.dtype.name or len(tensor.layout.shape) != len(request.box.sizes):
+            return None
+        return tensor.layout
+
+    def file_of(self, request: WriteRequest, part: Part) -> int:
+        """Returns the number of the base's file that has an unchanged part of a box."""
+        layout = self.layout_of(request)
+        assert layout is not None and part.unchanged_in is not None
+        return layout.files[part.unchanged_in]
+
+    def rows_like(self, layout: StoredLayout, box: Box) -> list[tuple[int, int, int]]:
+        """Returns first and last row (exclusive) and number of those stored boxes that have a box's columns."""
+        if layout not in self._columns:
+            columns: defaultdict[tuple[Any, ...], list[tuple[int, int, int]]] = defaultdict(list)
+            for number, stored in enumerate(layout.boxes):
+                columns[columns_of(stored)].append((*rows_of(stored), number))
+            for rows in columns.values():
+                rows.sort()
+            self._columns[layout] = columns
+        return self._columns[layout].get(columns_of(box), [])
+
+    def checksums(self, number: int, request: WriteRequest, entry: StoredEntry) -> bytes | None:
+        """Returns the checksums of an entry of one of the base's files; None where it is not as it was written."""
+        try:
+            if number not in self._files:
+                self._files[number] = None
+                self._files[number] = self.source.open_file(number)
+            file = self._files[number]
+            return (
+                None
+                if file is None
+                else file.checksums(file.entry(entry.key(request.key), form_of(request.dtype, entry.box)))
+            )
+        except CheckpointError as error:
+            _log.warning("what an earlier save has is written again: %s", error)
+            return None
+
+
+def find_base(
+    url: str, required: bool, target: Storage, ranks: int
+) -> tuple[Base | None, FoundBase | None, list[bytes]]:
+    """Opens the base on rank 0. Returns it, what all ranks get of it, and the section that they need then.
+
+    Args:
+        required: whether it is an error that there is no such save, or a damaged one; otherwise all is written.
+        target: where the new checkpoint is to be.
+        ranks: that save.
+    """
+    source = storage_of(url)
+    is_sent = source.is_remote and ranks > 1
+    try:
+        data = manifest_bytes(source) if is_sent else None
+        base = Base(url, target, data)
+    except (CheckpointNotFoundError, CorruptionError) as error:
+        if required:
+            raise
+        _log.warning("everything is written again: %s", error)
+        return None, None, []
+    return base, FoundBase(url, base.digest, is_sent), [] if data is None else [zlib.compress(data, 1)]
+
+
+def open_found(found: FoundBase, section: bytes, target: Storage) -> Base | None:
+    """Opens the base that rank 0 has found, on another rank; None where this rank cannot see the same."""
+    try:
+        base = Base(found.url, target, zlib.decompress(section) if found.is_sent else None)
+    except CheckpointError as error:
+        _log.warning("all that this rank has is written again: %s", error)
+        return None
+    if base.digest != found.digest:
+        _log.warning("all that this rank has is written again: it sees another checkpoint at %s than rank 0", found.url)
+        return None
+    return base
+
+
+def rows_of(box: Box) -> tuple[int, int]:
+    """Returns the first row of a box, and the one after its last; a box without dimensions has one."""
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
+
+
+def columns_of(box: Box) -> tuple[Any, ...]:
+    """Returns where a box lies in the dimensions but the first."""
+    return box.offsets[1:], box.sizes[1:]

@@ -1,0 +1,172 @@
+"""Host memory for copies of a rank's state: allocated once, populated at once, and not inherited by children.
+
+The first touch of a page costs ten times as much as the copy into it, and more where other threads fault too; the first
+save would wait for that. So the pages are large ones where the system has them, and are populated by one call, beside
+which other threads run.
+
+A child that is forked would have the pages too. Then the parent would copy each page that it writes to while the child
+lives, and a GPU, which addresses pinned pages by their physical place, might write to one that the parent has no
+longer. So children do not get them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import CheckpointError
+from shardopt.runtime.accelerator import copies_from_pinned, pin, unpin
+
+_ALIGNMENT_BYTES = 64
+_MOST_SPARE_BYTES = 64 << 20  # that are kept beside what is used, and as much as that
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)  # mmap.madvise of Python holds the interpreter's lock
+if _madvise is not None:
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+Wanted = tuple[torch.dtype, torch.Size, torch.device]
+"""What is to be copied to the host: its dtype and shape, and where it is."""
+
+
+class HostMemory:
+    """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
+
+    It is one block for what comes from the CPU, and a pinned one for what comes from accelerators; both grow if a later
+    state is larger, and are given back if it is much smaller. They are separate, since pinned memory is scarce and of
+    no use where the CPU copies.
+    """
+
+    def __init__(self) -> None:
+        self._plain, self._pinned = Block(0), Block(0)
+        self._wanted: list[Wanted] = []
+        self._tensors: list[Tensor] = []
+        self._streams: dict[torch.device, Any] = {}
+        _memories.add(self)
+
+    def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns an uninitialized contiguous host tensor for each of `tensors`; the same ones for the same shapes."""
+        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors])
+
+    def tensors_of(self, wanted: list[Wanted]) -> list[Tensor]:
+        """Returns such tensors for dtypes, shapes, and the devices from which they are copied."""
+        if wanted != self._wanted:
+            places: list[tuple[bool, int, int]] = []
+            totals = {False: 0, True: 0}
+            devices: dict[bool, torch.device] = {}
+            for dtype, shape, device in wanted:
+                nbytes, pinned = shape.numel() * dtype.itemsize, copies_from_pinned(device)
+                places.append((pinned, totals[pinned], totals[pinned] + nbytes))
+                totals[pinned] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                devices.setdefault(pinned, device)
+            self._wanted, self._tensors = [], []
+            self._plain = self._plain.at_least(totals[False])
+            self._pinned = self._pinned.at_least(totals[True], devices.get(True))
+            self._tensors = [
+                (self._pinned if pinned else self._plain).memory[begin:end].view(dtype).view(shape)
+                for (dtype, shape, _), (pinned, begin, end) in zip(wanted, places, strict=True)
+            ]
+            self._wanted = wanted
+        return self._tensors
+
+    def populate(self) -> None:
+        """Populates all pages, if they are not yet; other threads run meanwhile."""
+        self._plain.populate()
+
+    def stream(self, device: torch.device) -> Any:
+        """Returns the stream on which an accelerator's tensors are copied."""
+        if device not in self._streams:
+            self._streams[device] = torch.get_device_module(device).Stream(device)
+        return self._streams[device]
+
+    def free(self) -> None:
+        """Frees the memory; nobody may still use it."""
+        self._wanted, self._tensors = [], []
+        for block in (self._plain, self._pinned):
+            block.free()
+
+    def forget_in_child(self) -> None:
+        """Drops the memory in a forked child, which has not inherited it."""
+        for block in (self._plain, self._pinned):
+            block.forget_in_child()
+        self.__init__()  # type: ignore[misc]  # as new
+
+
+class Block:
+    """A block of host memory, whose pages are populated when they are touched, or by `populate`.
+
+    Args:
+        pinned_for: a device in use for which it is pinned, where it can be.
+
+    Raises:
+        CheckpointError: it cannot be allocated.
+    """
+
+    def __init__(self, nbytes: int, pinned_for: torch.device | None = None) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._unpopulated = False
+        self._unpin: weakref.finalize[[Tensor, torch.device], Block] | None = None
+        if nbytes:
+            try:
+                mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise CheckpointError(f"cannot allocate {nbytes} bytes of host memory: {error}") from error
+            for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # advice that this system may not know
+                with suppress(AttributeError, OSError):
+                    mapped.madvise(getattr(mmap, advice))
+            _mapped.add(mapped)
+            self.memory = torch.frombuffer(mapped, dtype=torch.uint8)  # which holds on to it
+            self._unpopulated = True
+        if pinned_for is not None and nbytes:
+            self.populate()
+            if pin(self.memory, pinned_for):
+                self._unpin = weakref.finalize(self, unpin, self.memory, pinned_for)
+                self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
+
+    def at_least(self, nbytes: int, pinned_for: torch.device | None = None) -> Block:
+        """Returns this block if it is large enough, and not far too large; otherwise frees it and returns a new one."""
+        if nbytes <= self.memory.numel() <= 2 * nbytes + _MOST_SPARE_BYTES:
+            return self
+        self.free()  # before the new one: never both
+        return Block(nbytes, pinned_for)
+
+    def populate(self) -> None:
+        """Populates all pages, where the system can; otherwise each is populated when it is touched."""
+        if self._unpopulated and _madvise is not None:
+            self._unpopulated = False
+            _madvise(self.memory.data_ptr(), self.memory.numel(), _POPULATE_WRITE)
+
+    def free(self) -> None:
+        """Frees the memory, once its last tensor is gone."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def forget_in_child(self) -> None:
+        """Drops the memory in a forked child, which has not inherited it."""
+        if self._unpin is not None:
+            self._unpin.detach()
+            self._unpin = None
+
+
+_memories: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for mapped in tuple(_mapped):
+        # Never unmapped here, not even at the end: by then something else may be at its address.
+        ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(mapped)))
+    for memory in tuple(_memories):
+        memory.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,221 @@
+"""Pending saves: saves in the background as the program sees them, and the registry of those not yet reported."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from shardopt.checkpoint.reports import SaveReport
+from shardopt.errors import RankError
+from shardopt.redaction import redacted
+from shardopt.runtime.signals import refuse_within
+from shardopt.runtime.staging_fence import Event
+from shardopt.world import world
+
+
+class PendingSave:
+    """A save in the background, as returned by `async_save`.
+
+    Args:
+        url: where the checkpoint will be.
+
+    Attributes:
+        url: where the checkpoint will be.
+        staged: is set when this rank's state was copied to host memory, and may be changed in any way. (Where it was
+            to be copied lazily; otherwise it may be changed as soon as the call has returned.)
+        done: is set when the checkpoint is committed, or has failed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.staged = Event()
+        self.done = Event()
+        self.call_seconds = 0.0  # how long `async_save` took
+        self._waited_seconds = 0.0  # by optimizers before their steps
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._reported = False
+        self._outlived = False  # whether the program ended before the save did
+        _tracked.append(self)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint is committed, and returns the report of the save. Local.
+
+        A failure that it raises counts as reported on this rank. Where it was not reported on others, the next
+        collective call (`save`, `async_save`, or of a `Manager`) raises it once more, on all ranks.
+
+        Args:
+            timeout: in seconds; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: it is not committed yet.
+            CheckpointError: this thread is in the middle of a save, which a signal handler has interrupted.
+            ShardoptError: the save has failed, with what `save` raises, the same on every rank.
+        """
+        if not self.done:
+            refuse_within(f"waiting for the save of {self.url}")
+        if not self.done.wait(timeout):
+            raise TimeoutError(f"saving {redacted(self.url)} is still under way after {timeout:g} s")
+        if self._error is not None:
+            self._set_reported()
+            raise self._error
+        assert self._report is not None
+        return replace(self._report, stall_seconds=self.call_seconds + self._waited_seconds)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that the save has failed with, the same on all ranks, whether it was reported or not."""
+        return self._error if self.done else None
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the failure of the save was reported on this rank."""
+        return self._reported
+
+    def take_failure(self) -> BaseException | None:
+        """Returns the failure of the save, if it was not reported on this rank; now it is. Does not wait."""
+        if self.failure is None or self._reported:
+            return None
+        self._set_reported()
+        return self.failure
+
+    def mark_reported(self) -> None:
+        """Marks the failure as reported beforehand, for a call that itself raises the error the save will fail with."""
+        self._reported = True
+        if self.done:
+            untrack(self)
+
+    def raise_failure(self) -> None:
+        """Raises the failure of the save, if there is one and it was not reported on this rank. Local."""
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
+
+    def exit_message(self) -> str:
+        """Returns the line for stderr where the program ends without the report of this save."""
+        if self._error is not None:
+            return f"the program ended before it was reported that saving {redacted(self.url)} failed: {self._error}"
+        end = "was committed all the same" if self._report is not None else "was given up"
+        return (
+            f"the program ended while saving {redacted(self.url)} was under way, which {end}; "
+            "call result() of what async_save returns, or close the Manager, before the end"
+        )
+
+    def succeed(self, report: SaveReport) -> None:
+        """Ends the save, whose checkpoint is committed. Called by the thread that saves."""
+        self._report = report
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the save, which has no checkpoint. Called by the thread that saves."""
+        self._error = error
+        self._end()
+
+    def abandon_in_child(self) -> None:
+        """Ends the save in a forked child, which has no thread that goes on with it."""
+        self._error, self._reported = (
+            RankError(f"saving {self.url} goes on in the process that this one was forked from"),
+            True,
+        )
+        self.staged.set_in_child()
+        self.done.set_in_child()
+
+    def _end(self) -> None:
+        if self._error is None and world().main_thread_lives():
+            untrack(self)
+        self.staged.set()
+        self.done.set()
+        if self._reported:  # read after `done` is set, as `mark_reported` reads `done` after it has set this
+            untrack(self)
+
+    def _set_reported(self) -> None:
+        self._reported = True
+        untrack(self)
+
+    def before_step(self, *unused: Any) -> None:
+        """Waits for the copy, and raises a failure of the save: the step-pre-hook of an optimizer whose state is saved.
+
+        Local: where threads end at different times, ranks raise before different steps.
+        """
+        if not self.staged:
+            begin = world().monotonic()
+            self.staged.wait()
+            self._waited_seconds += world().monotonic() - begin
+        self.raise_failure()
+
+
+def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: list[RemovableHandle]) -> None:
+    """Makes optimizers wait with their steps until what they change is copied.
+
+    Args:
+        hooks: the handles are appended to it, even where a later optimizer refuses the hook. Removing them ends it.
+    """
+    for optimizer in optimizers:
+        hooks.append(optimizer.register_step_pre_hook(pending.before_step))
+
+
+_tracked: list[PendingSave] = []
+"""The saves of which nothing was reported to the program yet."""
+
+
+def untrack(save: PendingSave) -> None:
+    """Removes a save whose end was reported to the program, or need not be."""
+    if save in _tracked:
+        _tracked.remove(save)
+
+
+def tracked_urls() -> list[str]:
+    """Returns the URLs at which saves of this process may still be writing."""
+    return [save.url for save in tuple(_tracked)]
+
+
+def take_failures() -> list[BaseException]:
+    """Returns the failures of saves in the background that were not reported on this rank; now they are. Local."""
+    failures = [save.take_failure() for save in tuple(_tracked)]
+    return [failure for failure in failures if failure is not None]
+
+
+def raise_failures() -> None:
+    """Raises the first failure that was not reported, and leaves the others for the next call.
+
+    Local: called within a round, so that all ranks raise.
+    """
+    for save in tuple(_tracked):
+        failure = save.take_failure()
+        if failure is not None:
+            raise failure
+
+
+def _fail_at_exit() -> None:
+    """Ends the process with code 1 where a save was left to itself.
+
+    An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
+    handlers that were registered before from running: therefore this one is registered when the module is imported, and
+    so runs after those of the program itself.
+    """
+    if _tracked:
+        for save in _tracked:
+            print(f"shardopt: {save.exit_message()}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _abandon_in_child() -> None:
+    # A forked child has none of the threads that save.
+    for save in _tracked:
+        save.abandon_in_child()
+    _tracked.clear()
+
+
+atexit.register(_fail_at_exit)
+os.register_at_fork(after_in_child=_abandon_in_child)

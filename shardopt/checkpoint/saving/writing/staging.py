@@ -1,0 +1,364 @@
+"""Staging: copies of a rank's state to host memory, at once or, of state that only steps change, beside training.
+
+    H ranks hold the same
+
+Of what other ranks hold too a rank writes a part, one H-th under DDP. Where that is much, only this part is copied, as
+soon as the plan of the save is known, and 64 KiB of each tensor, by whose hashes ranks see whether replicas have
+drifted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
+from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.replica_check import (
+    SAMPLED_BYTES,
+    CheckReplicas,
+    contents_of,
+    hash_of,
+    is_shared,
+    sampled_pieces,
+)
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
+from shardopt.checkpoint.saving.writing.host_memory import HostMemory
+from shardopt.checkpoint.saving.writing.write import memory_of
+from shardopt.errors import Problem, StateError
+from shardopt.runtime.accelerator import on_stream
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.view import local_tensors
+from shardopt.state.flatten import flatten
+from shardopt.state.state import FlatState, Tied
+
+_LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
+_SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
+
+
+class Copy(NamedTuple):
+    """A tensor, the host memory that it is copied to, and its version counter at the call."""
+
+    key: str
+    source: Tensor
+    host: Tensor
+    version: int
+
+
+class Shares(NamedTuple):
+    """Host memory for what is copied by the plan: the boxes that a rank writes, and samples of what it holds."""
+
+    parts: HostMemory
+    samples: HostMemory
+
+    def free(self) -> None:
+        """Frees both; nobody may still use them."""
+        self.parts.free()
+        self.samples.free()
+
+
+class Staging:
+    """The copy of one rank's state to the host.
+
+    The constructor runs in the call that saves, and copies everything that may change before the next step; on
+    accelerators the copies are ordered before later work of the current stream. The rest is copied by `finish`, in any
+    thread.
+
+    Args:
+        app: as for `save`.
+        memory: for the copies; nobody else uses it while this staging and its descriptions are in use.
+        lazily: whether state that only a step changes is left to `finish`.
+        members: as for `describe`.
+        tied, select: as for `save`.
+        shares: memory for what is copied by the plan; None to copy all that this rank holds.
+        check_replicas: the replicas that will be compared: of "all" of them all bytes are needed, and so are copied.
+
+    Attributes:
+        optimizers: those in `app`, which have to wait with their steps for `finish`.
+        is_by_plan: whether some tensors are copied once it is known what this rank writes of them.
+
+    Raises:
+        StateError, LayoutError: something in `app` cannot be stored.
+    """
+
+    def __init__(
+        self,
+        app: Mapping[str, Any],
+        memory: HostMemory,
+        lazily: bool,
+        members: tuple[int, ...] | None = None,
+        tied: Tied | None = None,
+        select: str | None = None,
+        shares: Shares | None = None,
+        check_replicas: CheckReplicas = "none",
+    ) -> None:
+        flat = flatten(app, tied).selected(select)
+        live = describe(flat, "none", members)
+        later = changed_by_steps_alone(flat) if lazily else frozenset()
+        later -= {first for key, first in live.tied.items() if key not in later}
+        own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once
+        self._held = _held_by_several(own, live.tied, later if lazily else own.keys())
+        if shares is None or check_replicas == "all" or _bytes_of(self._held.values()) < _LEAST_SHARED_BYTES:
+            self._held = {}
+        self._shares, self._check_replicas = shares, check_replicas
+        self._versions = {key: [_version(piece.tensor) for piece in view.pieces] for key, view in self._held.items()}
+        self._places: dict[WriteRequest, WriteRequest] | None = None  # by the plan, and in what is copied
+        self._samples: Mapping[str, Mapping[str, Tensor]] = {}
+        self._lazily = lazily
+        self.is_by_plan = bool(self._held)
+        held_pieces = [piece for view in self._held.values() for piece in view.pieces]
+        pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
+        hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
+        self._memory = memory
+        self._later: list[Copy] = []
+        now: list[Copy] = []
+        views: dict[str, View] = {}
+        for key, view in own.items():
+            if key in self._held:
+                views[key] = view
+                continue
+            staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
+            views[key] = View(view.shape, view.dtype, staged, view.layout)
+            copies = self._later if key in later else now
+            for piece, host in zip(view.pieces, staged, strict=True):
+                copies.append(Copy(key, piece.tensor, host.tensor, _version(piece.tensor)))
+        for key, first in live.tied.items():
+            views[key] = views[first]
+        self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
+        self._description = replace(live, views=views)
+        self.optimizers = _optimizers_of(flat)
+        self._devices = {each.tensor.device for each in [*pieces, *held_pieces] if each.tensor.device.type != "cpu"}
+        if not self._later:
+            memory.populate()
+        with self._after_the_caller():
+            _copy_all(now, memory)
+            if not lazily:
+                self._sample()
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether some copies are left for `finish`."""
+        return bool(self._later) or (self.is_by_plan and self._lazily)
+
+    @property
+    def waits_for_plan(self) -> bool:
+        """Whether `copy_by_plan` has to be called before the state may be changed."""
+        return self.is_by_plan and not self._lazily
+
+    @contextmanager
+    def _after_the_caller(self) -> Iterator[None]:
+        """Orders copies after earlier work of the current stream of each accelerator, and before later work."""
+        for device in self._devices:
+            self._memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
+        yield
+        for device in self._devices:
+            torch.get_device_module(device).current_stream(device).wait_stream(self._memory.stream(device))
+
+    def copy_by_plan(self, writes: RankWrites | None) -> None:
+        """Copies of what other ranks hold too the boxes that this rank writes; all of it where these are not known.
+
+        In the thread that makes the staging, before the state may be changed.
+        """
+        with self._after_the_caller():
+            self._now += self._copy_shares(writes)
+
+    def finish(self, writes: RankWrites | None = None) -> None:
+        """Makes the copies that were left, and waits until everything is on the host.
+
+        Args:
+            writes: this rank's writes, where staging is by plan and lazy.
+
+        Raises:
+            StateError: some of these tensors were changed meanwhile, and not by a step.
+        """
+        later, self._later = self._later, []
+        self._memory.populate()
+        _copy_all(later, self._memory)
+        if self.is_by_plan and self._lazily:
+            self._sample()
+            later += self._copy_shares(writes)
+        for device in self._devices:
+            stream = self._memory.stream(device)
+            with on_stream(stream):
+                stream.synchronize()  # and not the device: another thread may be capturing a graph on it
+        self._now = []
+        # Not each after its own copy: an operation counts up the version only when it is through.
+        changed = {copy.key for copy in later if _version(copy.source) != copy.version}
+        if self._lazily:
+            changed |= {
+                key
+                for key, view in self._held.items()
+                if [_version(piece.tensor) for piece in view.pieces] != self._versions[key]
+            }
+        changed_keys = [key for key in self._description.views if key in changed]
+        if changed_keys:
+            required = "as it was when the save was asked for, until it is copied"
+            remedy = 'wait for .staged before changing it, or save with stage="now"'
+            problems = [
+                Problem(key, "changed by another hand than its optimizer's", required, remedy) for key in changed_keys
+            ]
+            raise StateError("state was changed while it was being copied", problems)
+
+    def _copy_shares(self, writes: RankWrites | None) -> list[Copy]:
+        """Copies boxes of what other ranks hold too, and describes the state by the copies."""
+        assert self._shares is not None
+        views, copies = dict(self._description.views), []
+        boxes: defaultdict[str, list[tuple[Box, Tensor, int]]] = defaultdict(list)
+        if writes is None:
+            for key, view in self._held.items():
+                boxes[key] = [
+                    (*piece, version) for piece, version in zip(view.pieces, self._versions[key], strict=True)
+                ]
+        else:
+            self._places = {}
+            for request in (each for slot in writes.slots.values() for each in slot if each.key in self._held):
+                source, version = memory_of(request, self._held), self._versions[request.key][request.piece]
+                self._places[request] = request._replace(piece=len(boxes[request.key]), inner=None)
+                boxes[request.key].append((request.box, source, version))
+        memory = self._shares.parts
+        in_order = [(key, *each) for key, of_key in boxes.items() for each in of_key]
+        hosts = memory.tensors_like([source for _, _, source, _ in in_order])
+        memory.populate()
+        staged: dict[str, list[Piece]] = {key: [] for key in self._held}
+        for (key, box, source, version), host in zip(in_order, hosts, strict=True):
+            staged[key].append(Piece(box, host))
+            copies.append(Copy(key, source, host, version))
+        for key, view in self._held.items():
+            views[key] = View(view.shape, view.dtype, tuple(staged[key]), view.layout)
+        _copy_all(copies, self._memory)
+        self._description = replace(self._description, views=views)
+        return copies
+
+    def _sample(self) -> None:
+        """Copies what is hashed of the tensors that are copied by the plan."""
+        if self._shares is None or self._check_replicas == "none" or not self._held:
+            return
+        places = [
+            (key, str(piece.box), piece.tensor)
+            for key, view in self._held.items()
+            for piece in view.pieces
+            if is_shared(view.layout, piece.box)
+        ]
+        memory = self._shares.samples
+        sizes = [torch.Size((min(tensor.nbytes, SAMPLED_BYTES),)) for _, _, tensor in places]
+        hosts = memory.tensors_of(
+            [(torch.uint8, size, tensor.device) for size, (_, _, tensor) in zip(sizes, places, strict=True)]
+        )
+        memory.populate()
+        samples: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for (key, box, tensor), host in zip(places, hosts, strict=True):
+            samples[key][box] = host
+            on_host = tensor.device.type == "cpu"
+            with torch.no_grad(), nullcontext() if on_host else on_stream(self._memory.stream(tensor.device)):
+                begin = 0
+                for piece in sampled_pieces(tensor):
+                    host[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
+                    begin += piece.numel()
+        self._samples = samples
+
+    def placed(self, writes: RankWrites) -> RankWrites:
+        """Returns the writes as they are to be taken from what is copied. To be called after `finish`."""
+        places = self._places
+        return writes if places is None else writes.replaced(lambda request: places.get(request, request))
+
+    def describe_before(self) -> Description:
+        """Describes the state before it is copied by plan: its hashes are yet to come."""
+        return replace(self._description, contents_come_later=True, check_replicas=self._check_replicas)
+
+    def describe(self, check_replicas: CheckReplicas) -> Description:
+        """Describes the state at the call, in host memory. To be called after `finish`."""
+        copied = {key: view for key, view in self._description.views.items() if key not in self._held}
+        contents = contents_of(copied, check_replicas)
+        for key, by_box in self._samples.items():
+            contents[key] = {box: hash_of(sample) for box, sample in by_box.items()}
+        return replace(self._description, contents=contents, check_replicas=check_replicas)
+
+
+def _held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:
+    """Returns those tensors of which other ranks may hold boxes too; of tied ones all is copied."""
+    in_ties = {*tied, *tied.values()}
+    return {
+        key: view
+        for key, view in own.items()
+        if key in of and key not in in_ties and any(is_shared(view.layout, piece.box) for piece in view.pieces)
+    }
+
+
+def _bytes_of(views: Iterable[View]) -> int:
+    return sum(piece.tensor.nbytes for view in views for piece in view.pieces)
+
+
+def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
+    """Returns the keys of tensors that nothing changes before an optimizer in the state steps.
+
+    These are parameters of optimizers, wherever they stand in the state, and the optimizers' own state; but not of an
+    optimizer that updates parameters within backward. Options, which schedules change, and numbers, which cost nothing
+    to copy, are not among them.
+    """
+    optimizers = _optimizers_of(flat)
+    within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
+    stepping = [each for each in optimizers if each not in within_backward]
+    owned = _memory_of(stepping) - _memory_of(within_backward)
+    states = {(*each.path, "state") for each in flat.targets if each.object in stepping}
+    keys = []
+    for key, leaf in flat.leaves.items():
+        if isinstance(leaf.value, Tensor) and leaf.value.ndim:
+            within = any(leaf.path[:length] in states for length in range(len(leaf.path)))
+            if within or all(_place(local) in owned for local in local_tensors(leaf.value)):
+                keys.append(key)
+    return frozenset(keys)
+
+
+def _optimizers_of(flat: FlatState) -> list[Optimizer]:
+    return [each.object for each in flat.targets if isinstance(each.object, Optimizer)]
+
+
+def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {_place(local) for group in groups for parameter in group["params"] for local in local_tensors(parameter)}
+
+
+def _place(local: Tensor) -> tuple[Any, ...]:
+    # By memory and not by object: a state_dict may give another tensor over the same memory.
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
+    by_device: defaultdict[torch.device, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        if copy.source.numel():
+            by_device[copy.source.device].append(copy)
+    for device, group in by_device.items():
+        if device.type == "cpu":
+            for copy in group:
+                copy_on_host(copy.host, copy.source)
+        else:
+            with torch.no_grad(), on_stream(memory.stream(device)):
+                hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
+                torch._foreach_copy_(hosts, sources, non_blocking=True)
+
+
+def copy_on_host(host: Tensor, source: Tensor) -> None:
+    """Copies a tensor of the host, in one thread and without the interpreter's lock, so that training goes on.
+
+    torch's own copy takes as many threads as training does, which on a busy machine wait for each other.
+    """
+    if is_plain_memory(source):
+        move = move_bytes if source.nbytes <= _SMALL_BYTES else ctypes.memmove
+        move(host.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        with torch.no_grad():
+            host.copy_(source)

@@ -1,0 +1,244 @@
+"""Finds what an earlier save has already: boxes, and rows of boxes, whose bytes did not change since. No communication.
+
+    row: an index of the first dimension; a box's rows follow one another in its bytes
+    unit: the fewest rows whose bytes are whole segments; only between units a box is cut
+
+Each rank looks for itself, for what it is to write: at checksums that the earlier save's data files have, whose header
+and checksums are verified, and that of its own memory. What is equal is referred to, in the file that holds it: so a
+save never refers to a reference, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import gcd, prod
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, segment_count
+from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
+from shardopt.checkpoint.saving.writing.base import Base, Part, columns_of, rows_of
+from shardopt.checkpoint.saving.writing.write import memory_of, to_host
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import View
+
+_SAMPLED_SEGMENTS = 16  # of a box: where all of them have changed, the others are not looked at
+_LEAST_SHARE = 16  # of a box's bytes, one in so many: fewer in a row are not worth a cut
+_MOST_PARTS = 64  # of a box, or it is written whole again: manifests are not to grow with the number of saves
+
+_LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for the sake of a few
+
+
+def cut_by_changes(
+    base: Base, writes: RankWrites, views: Mapping[str, View]
+) -> tuple[RankWrites, dict[int, dict[int, list[Part]]], int]:
+    """Leaves out of a rank's writes what the base has.
+
+    Returns:
+        The writes that are left; by slot and position there, the parts of each box of which something is referred to;
+        and the bytes of tensors that are.
+    """
+    found = {
+        (slot, position): _parts_of(base, request, memory_of(request, views))
+        for slot, requests in writes.slots.items()
+        for position, request in enumerate(requests)
+    }
+    used = _files_in_use(base, writes, found)
+    left: dict[int, list[WriteRequest]] = {}
+    parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
+    unchanged_bytes = 0
+    for slot, requests in writes.slots.items():
+        left[slot] = []
+        for position, request in enumerate(requests):
+            of_box = [part for part in found[slot, position] if base.file_of(request, part) in used]
+            if not of_box:
+                left[slot].append(request)
+                continue
+            parts[slot][position] = of_box = _with_changed(of_box, *rows_of(request.box))
+            for part in of_box:
+                if part.unchanged_in is None:
+                    left[slot].append(_patch(request, part))
+                else:
+                    unchanged_bytes += (part.end - part.begin) * _row_bytes(request)
+    return writes.only(left), parts, unchanged_bytes
+
+
+def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int], Sequence[Part]]) -> frozenset[int]:
+    """Returns the numbers of the base's files of which enough is in use still."""
+    used: defaultdict[int, int] = defaultdict(int)
+    for (slot, position), of_box in found.items():
+        request = writes.slots[slot][position]
+        for part in of_box:
+            used[base.file_of(request, part)] += (part.end - part.begin) * _row_bytes(request)
+    return frozenset(number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.bytes_in(number))
+
+
+PartsBySlot = Mapping[int, Mapping[int, Sequence[Part]]]
+"""By slot, and the position of a box in that file by the plan, the parts of the box."""
+
+
+def pack_parts(parts: PartsBySlot) -> dict[str, list[list[Any]]]:
+    """Encodes parts as JSON for rank 0: boxes that have not changed at all by their runs, as there may be many."""
+    wire: dict[str, list[list[Any]]] = {}
+    for slot, of_slot in parts.items():
+        items: list[list[Any]] = []
+        for position, of_box in sorted(of_slot.items()):
+            number = of_box[0].unchanged_in if len(of_box) == 1 else None
+            if number is None:
+                items.append([position, [list(part) for part in of_box]])
+            elif items and len(items[-1]) == 3 and items[-1][2] == number and sum(items[-1][:2]) == position:
+                items[-1][1] += 1
+            else:
+                items.append([position, 1, number])
+        wire[str(slot)] = items
+    return wire
+
+
+def unpack_parts(wire: Mapping[str, Any]) -> dict[int, dict[int, list[Part] | int]]:
+    """Decodes what `pack_parts` made; the number of the base's box alone where none of a box's rows has changed."""
+    parts: dict[int, dict[int, list[Part] | int]] = {}
+    for slot, items in wire.items():
+        of_slot: dict[int, list[Part] | int] = {}
+        for position, *item in items:
+            if len(item) == 2:
+                of_slot |= dict.fromkeys(range(position, position + item[0]), item[1])
+            else:
+                of_slot[position] = [Part(*part) for part in item[0]]
+        parts[int(slot)] = of_slot
+    return parts
+
+
+def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
+    """Returns the parts of a box that did not change, in order; none where all of it is to be written."""
+    layout = base.layout_of(request)
+    if layout is None:
+        return []
+    first, last = rows_of(request.box)
+    same: list[Part] = []
+    memory = _Memory(tensor)
+    for begin, end, number in base.rows_like(layout, request.box):
+        entry = layout.entry(number)
+        if request.box.numel and min(end, last) <= max(begin, first):
+            continue
+        if not request.box.numel and layout.boxes[number] != request.box:
+            continue
+        if columns_of(entry.box) != columns_of(request.box):
+            continue
+        sums = base.checksums(layout.files[number], request, entry)
+        if sums is not None and not request.box.numel:
+            return [Part(first, last, number)]
+        rows = max(begin, first), min(end, last)
+        for unchanged in _unchanged_rows(request, entry, rows, sums, memory) if sums is not None else ():
+            # What was cut before stays as it is, however short: it would be written again and again.
+            if unchanged == rows or (unchanged[1] - unchanged[0]) * _LEAST_SHARE >= last - first:
+                same.append(Part(*unchanged, number))
+    same = _joined(same, layout)
+    return same if len(same) <= _MOST_PARTS else []
+
+
+def _with_changed(same: Sequence[Part], first: int, last: int) -> list[Part]:
+    """Returns unchanged parts, and between them those that have changed, so that they make up the rows of a box."""
+    parts: list[Part] = []
+    row = first
+    for part in same:
+        if part.begin > row:
+            parts.append(Part(row, part.begin, None))
+        parts.append(part)
+        row = part.end
+    if row < last:
+        parts.append(Part(row, last, None))
+    return parts
+
+
+def _unchanged_rows(
+    request: WriteRequest, entry: StoredEntry, rows: tuple[int, int], sums: bytes, memory: _Memory
+) -> Iterator[tuple[int, int]]:
+    """Yields ranges of rows, of those of a box that an entry has, whose segments have the checksums of the entry."""
+    row_bytes = _row_bytes(request)
+    unit = SEGMENT_BYTES // gcd(SEGMENT_BYTES, row_bytes)
+    box_begin, _ = rows_of(request.box)
+    entry_begin, entry_end = rows_of(entry.box)
+    begin = entry_begin + -(-(rows[0] - entry_begin) // unit) * unit
+    end = rows[1] if rows[1] == entry_end else entry_begin + (rows[1] - entry_begin) // unit * unit
+    if begin >= end:
+        return
+    at, first_segment = (begin - box_begin) * row_bytes, (begin - entry_begin) * row_bytes // SEGMENT_BYTES
+    nbytes = (end - begin) * row_bytes
+    count = segment_count(nbytes)
+
+    def is_unchanged(segment: int) -> bool:
+        offset = segment * SEGMENT_BYTES
+        digest = xxhash.xxh3_64_digest(memory.read(at + offset, at + min(offset + SEGMENT_BYTES, nbytes)))
+        place = 8 * (first_segment + segment)
+        return digest == sums[place : place + 8]
+
+    sampled = {count * i // _SAMPLED_SEGMENTS for i in range(_SAMPLED_SEGMENTS)} | {count - 1}
+    known = {segment: is_unchanged(segment) for segment in sorted(sampled)}
+    if not any(known.values()):
+        return
+    segments_in_unit = unit * row_bytes // SEGMENT_BYTES
+    run: int | None = None
+    for row in range(begin, end, unit):
+        segment = (row - begin) // unit * segments_in_unit
+        stop = min(segment + segments_in_unit, count)
+        if all(known[each] if each in known else is_unchanged(each) for each in range(segment, stop)):
+            run = row if run is None else run
+        elif run is not None:
+            yield run, row
+            run = None
+    if run is not None:
+        yield run, end
+
+
+def _joined(parts: Sequence[Part], layout: StoredLayout) -> list[Part]:
+    """Joins parts that follow one another in one entry of a file."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and last.end == part.begin and _entry_of(last, layout) == _entry_of(part, layout):
+            joined[-1] = Part(last.begin, part.end, last.unchanged_in)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _entry_of(part: Part, layout: StoredLayout) -> tuple[int, StoredEntry]:
+    assert part.unchanged_in is not None
+    return layout.files[part.unchanged_in], layout.entry(part.unchanged_in)
+
+
+def _patch(request: WriteRequest, part: Part) -> WriteRequest:
+    """Returns the request for some rows of a box."""
+    first, _ = rows_of(request.box)
+    begin, rows = part.begin - first, part.end - part.begin
+    box, inner = request.box, request.inner or Box((0,) * len(request.box.sizes), request.box.sizes)
+    return request._replace(
+        box=Box((part.begin, *box.offsets[1:]), (rows, *box.sizes[1:])),
+        inner=Box((inner.offsets[0] + begin, *inner.offsets[1:]), (rows, *inner.sizes[1:])),
+        is_patch=True,
+    )
+
+
+class _Memory:
+    """The bytes of a tensor in C order, any range of them; on accelerators no more than that is copied."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._memory = bytes_of(tensor) if is_plain_memory(tensor) else None
+
+    def read(self, begin: int, end: int) -> memoryview:
+        if self._memory is None and not self._tensor.is_contiguous():
+            self._memory = bytes_of(to_host(self._tensor))
+        if self._memory is not None:
+            return self._memory[begin:end]
+        size = self._tensor.element_size()
+        return bytes_of(to_host(self._tensor.detach().reshape(-1)[begin // size : end // size]))
+
+
+def _row_bytes(request: WriteRequest) -> int:
+    return prod(request.box.sizes[1:]) * request.dtype.itemsize

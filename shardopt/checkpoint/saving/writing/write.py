@@ -1,0 +1,109 @@
+"""Writes local tensors to data files, in one pass that hashes and writes each tensor's bytes. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import xxhash
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, file_name
+from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.format.tensor_bytes import bytes_of
+from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
+from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage.no_space import explain_no_space
+from shardopt.sharding.pieces import View, narrowed
+
+_CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that bytes just hashed are still in the cache when they are written
+
+
+def write_files(
+    storage: Storage,
+    save_id: str,
+    writes: RankWrites,
+    tensor_of: Callable[[WriteRequest], Tensor],
+    per_rank: bytes | None,
+    progress: Progress | None = None,
+) -> list[DataFile]:
+    """Writes a rank's data files; durable on return.
+
+    Args:
+        tensor_of: gives the box of a request, in any memory.
+        per_rank: the rank's own values, encoded; they go into its first file under a key of their own.
+        progress: called with the bytes of tensors that are written and those there are to write.
+
+    Returns:
+        The files, whose digests are of header and checksums.
+    """
+    slots = sorted({*writes.slots, *([0] if per_rank is not None else [])})
+    values = {slot: per_rank or b"" if slot == 0 else b"" for slot in slots}
+    done = None if progress is None else Counter(sum(map(writes.tensor_bytes, slots)), progress)
+    files: list[DataFile] = []
+
+    def needed() -> int:
+        return sum(writes.file_bytes(slot, len(values[slot])) for slot in slots)
+
+    def written() -> int:
+        begun = file_name(save_id, writes.rank, slots[len(files)])
+        return sum(file.nbytes for file in files) + (storage.size(begun) if storage.exists(begun) else 0)
+
+    with explain_no_space(storage, "the data files of this rank", needed, written):
+        for slot in slots:
+            file = _File(writes, slot, tensor_of, values[slot], done)
+            name = file_name(save_id, writes.rank, slot)
+            nbytes = storage.write(name, file)
+            files.append(DataFile(name, nbytes, file.digest))
+    return files
+
+
+def memory_of(request: WriteRequest, views: Mapping[str, View]) -> Tensor:
+    """Returns this rank's memory of the box that a request is for."""
+    tensor = views[request.key].pieces[request.piece].tensor
+    return tensor if request.inner is None else narrowed(tensor, request.inner)
+
+
+class _File:
+    """The bytes of a data file, from its header to its checksums; can be iterated again."""
+
+    def __init__(
+        self,
+        writes: RankWrites,
+        slot: int,
+        tensor_of: Callable[[WriteRequest], Tensor],
+        per_rank: bytes,
+        done: Counter | None,
+    ) -> None:
+        self._header = writes.header(slot, len(per_rank))
+        self._requests, self._tensor_of = writes.slots.get(slot, ()), tensor_of
+        self._per_rank, self._done = per_rank, done
+        self.digest = ""  # of header and checksums; known after an iteration
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self._header)
+        sums: list[bytes] = []
+        for request in self._requests:
+            tensor = self._tensor_of(request)
+            if not (tensor.is_cpu and tensor.is_contiguous()):
+                tensor = to_host(tensor)
+            memory = bytes_of(tensor)
+            for begin in range(0, memory.nbytes, _CHUNK_BYTES):
+                chunk = memory[begin : begin + _CHUNK_BYTES]
+                for segment in range(0, chunk.nbytes, SEGMENT_BYTES):
+                    sums.append(xxhash.xxh3_64_digest(chunk[segment : segment + SEGMENT_BYTES]))
+                yield chunk
+                if self._done is not None:
+                    self._done.add(chunk.nbytes)
+        if self._per_rank:
+            values = memoryview(self._per_rank)
+            sums += [xxhash.xxh3_64_digest(values[i : i + SEGMENT_BYTES]) for i in range(0, len(values), SEGMENT_BYTES)]
+            yield values
+        checksums = b"".join(sums)
+        self.digest = xxhash.xxh3_64_hexdigest(self._header + checksums)
+        yield memoryview(checksums)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor in plain memory of the host, whatever it is and wherever it lies."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()

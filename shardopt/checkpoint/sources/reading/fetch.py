@@ -1,0 +1,283 @@
+"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once.
+
+Says of memory of the program whether it can be read into, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
+from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.read_plan import (
+    Batch,
+    SmallReads,
+    Use,
+    batches_of,
+    copy_into,
+    lost_problem,
+)
+from shardopt.checkpoint.storage import Span, Storage
+from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
+from shardopt.runtime.accelerator import CallersStreams
+from shardopt.runtime.staging_fence import wait_for_copies
+from shardopt.sharding.box import Box, cut_in_order
+from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.state.casts import has_fewer_exponents, lost_in_cast
+from shardopt.world import Executor, world
+
+_THREADS = 4
+_BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
+_FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has started
+_FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
+_FAR_THREADS = 8
+
+
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Shape and dtype of a tensor, for error messages."""
+    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
+
+
+def memory_problem(key: str, view: View) -> Problem | None:
+    """The reason why a tensor cannot be read into: no memory, or elements that share it. None where it can be."""
+    for _, tensor in view.pieces:
+        if has_no_memory(tensor):
+            if tensor.is_meta:
+                state, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
+            else:
+                state, remedy = GIVEN_BACK, "load while its parameter is there"
+            return Problem(key, state, "memory to load into", remedy)
+        if elements_overlap(tensor):
+            shared = f"elements that share memory (strides {tensor.stride()})"
+            return Problem(key, shared, "a place for each element", "call contiguous() first")
+    return None
+
+
+def fill(requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None) -> int:
+    """Fetches into memory that the program uses; returns the bytes read. Arguments and errors are those of `fetch`."""
+    wait_for_copies()  # a save in the background may still be copying what this changes
+    # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
+    increment_version([request.target for _, request in requests])
+    return fetch(requests, progress)
+
+
+def fetch(
+    requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None, use: Use = copy_into
+) -> int:
+    """Reads all requests into their targets, in several threads; returns the bytes read.
+
+    Args:
+        progress: called with the bytes that are done and those of all requests.
+        use: called for each piece that cannot be read straight into its target's memory; copies it there by default.
+
+    Raises:
+        CorruptionError: bytes that fail their checksum; targets may have changed by then.
+    """
+    batches = _Batches(requests, use)
+    nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
+    done = None if progress is None else Counter(nbytes, progress)
+    streams = CallersStreams(request.target for _, request in requests)
+    to_check = [each for each in requests if each[0].checks_first]
+    if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
+        batches.read_all(done, streams)
+    else:
+        _read_in_threads(batches, to_check, done, streams)
+    return batches.nbytes
+
+
+def _read_in_threads(
+    batches: _Batches,
+    to_check: Sequence[tuple[OpenFile, ReadRequest]],
+    done: Counter | None,
+    streams: CallersStreams,
+) -> None:
+    threads = max(threads_for(file.storage) for file in batches.files)
+    with world().thread_pool(threads, "shardopt-read") as pool:
+        _check_first(pool, to_check)
+        try:
+            for each in [pool.submit(batches.read_all, done, streams) for _ in range(threads)]:
+                each.result()
+        finally:
+            batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
+
+
+def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
+    """Reads a few requests into their targets, in the calling thread: for what is read while another read waits for it.
+
+    Raises:
+        CorruptionError: as `fetch`.
+    """
+    _Batches(requests, copy_into).read_all(None, CallersStreams(()))
+
+
+def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
+    """Checks what has one checksum for more than a segment, before any of it is used.
+
+    Raises:
+        CorruptionError: with all that is damaged.
+    """
+    unchecked: dict[tuple[int, int], tuple[OpenFile, Entry]] = {}
+    for file, request in requests:
+        number = file.summed_with(request.entry)
+        if number is not None and number not in file.checked:
+            unchecked[id(file), number] = file, request.entry
+    checks = [pool.submit(lambda each: [*damaged_segments(*each)], each) for each in unchecked.values()]
+    problems = [problem for check in checks for problem in check.result()]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged", problems)
+    for (_, number), (file, _) in unchecked.items():
+        file.checked.add(number)
+
+
+class _Batches:
+    """An iterator over the batches of all files that several threads share."""
+
+    def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
+        by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+        for file, request in requests:
+            by_file[file].append(request)
+        self.files, self.nbytes = by_file.keys(), 0
+        self._lock = world().lock()
+        limit = max(map(_batch_bytes, by_file), default=0)
+        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
+        self._batches = (
+            (file, batch)
+            for file, own in by_file.items()
+            for batch in batches_of(sorted(own, key=lambda each: each.entry.begin), limit, scratch, use)
+        )
+        self._stopped = False
+
+    def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
+        """Returns the next batch and the file that it is of; None after the last."""
+        with self._lock, torch.no_grad():  # a thread has a grad mode of its own
+            taken = None if self._stopped else next(self._batches, None)
+            self.nbytes += taken[1].nbytes if taken else 0
+            return taken
+
+    def stop(self) -> None:
+        """Ends the iteration for all threads."""
+        self._stopped = True
+
+    def read_all(self, done: Counter | None, streams: CallersStreams) -> None:
+        """Reads batches until there are none; the loop of one thread. An error ends all threads."""
+        try:
+            with streams.entered():
+                taken = self.take()
+                while taken is not None:
+                    file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)
+                    try:
+                        with file.opened() as read:
+                            while taken is not None and taken[0] is file:
+                                taken[1].read(file, read)
+                                if done is not None:
+                                    done.add(taken[1].nbytes)
+                                taken = self.take()
+                    except CheckpointError as error:
+                        if not file.storage.pass_over(file.name, copy, error):
+                            raise
+        except BaseException:
+            self.stop()
+            raise
+
+
+def threads_for(storage: Storage) -> int:
+    """Returns the number of threads that should read from a storage at a time."""
+    return _FAR_THREADS if storage.is_remote else _THREADS
+
+
+def _batch_bytes(file: OpenFile) -> int:
+    return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
+
+
+def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
+    """Verifies every segment of the stored boxes that the requests read from; changes nothing.
+
+    Raises:
+        CorruptionError: with all damaged segments.
+    """
+    boxes = {(id(file), request.entry.begin): (file, request.entry) for file, request in requests}
+    problems = [problem for file, entry in boxes.values() for problem in _damaged_in_all_copies(file, entry)]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged", problems)
+
+
+def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:
+    """Returns the problems of a stored box; of the last copy, where there are several and none is intact."""
+    while True:
+        copy = file.storage.copy_of(file.name)
+        try:
+            problems = list(damaged_segments(file, entry))
+            if not problems:
+                return problems
+            error = CheckpointError("a file is damaged", problems)
+        except CheckpointError as unreadable:
+            if not file.storage.pass_over(file.name, copy, unreadable):
+                raise
+            continue
+        if not file.storage.pass_over(file.name, copy, error):
+            return problems
+
+
+def casts_to_check(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> list[tuple[OpenFile, ReadRequest]]:
+    """Returns the requests whose target has a dtype that cannot hold all numbers of the stored one."""
+    dtypes = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in requests)
+    return [each for each, stored, wanted in dtypes if stored != wanted and has_fewer_exponents(stored, wanted)]
+
+
+def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping[str, str]) -> None:
+    """Reads the requests of `casts_to_check`, and changes nothing.
+
+    Args:
+        names: stored key → the app's, where they differ.
+
+    Raises:
+        MismatchError: with the keys that have a number which would become another one.
+        CorruptionError: bytes that fail their checksum.
+    """
+    problems: dict[str, Problem] = {}
+
+    def check(entry: Entry, target: Tensor, source: Tensor) -> None:
+        lost = lost_in_cast(source, target.dtype)
+        if lost is not None:
+            key = names.get(entry.key, entry.key)
+            problems.setdefault(key, lost_problem(key, lost, source.dtype, target.dtype))
+
+    fetch(requests, use=check)
+    if problems:
+        message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
+        raise MismatchError(message, [problems[key] for key in sorted(problems)])
+
+
+def damaged_segments(
+    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
+) -> Iterator[Problem]:
+    """Yields a problem for each place of one stored box that fails its checksum; reads all of it.
+
+    Args:
+        progress: called with the bytes of each piece that was read.
+    """
+    step = _batch_bytes(file)
+    with file.opened() as read:
+
+        def chunks(begin: int, end: int) -> Iterator[memoryview]:
+            buffer = memoryview(bytearray(min(step, end - begin)))
+            for at in range(begin, end, step):
+                chunk = buffer[: min(step, end - at)]
+                read([Span(at, chunk)])
+                progress(chunk.nbytes)
+                yield chunk
+
+        yield from file.check(entry, chunks)
+
+
+def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
+    """Yields boxes of at most 2 MiB that hold a box's elements one after the other in C order."""
+    return cut_in_order(box, _BATCH_BYTES // itemsize)

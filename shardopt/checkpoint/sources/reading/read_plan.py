@@ -1,0 +1,316 @@
+"""Plans the reads of a data file: requests are cut into batches that one thread reads, verifies and copies in one go.
+
+Where the bytes of a wanted box lie in one run in the file and in memory, they are read straight into that memory;
+otherwise whole rows are read into a bounded scratch buffer and copied from there, and so are small boxes, of which many
+are read at once. Checksums stand for segments, so that at both ends of a run up to one segment more is read, into
+scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import (
+    TORCH_DTYPES,
+    address_of,
+    bytes_of,
+    dtype_name,
+    move_bytes,
+    tensor_over,
+)
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.errors import CheckpointError, Problem
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import narrowed
+from shardopt.state.casts import lost_in_cast
+
+_ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
+_SMALL_READ_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
+
+
+class _Run(NamedTuple):
+    """Bytes of a stored box that lie in one run in the file, of whole segments.
+
+    Args:
+        offset: in the file.
+        head: bytes before what is wanted, to make up its first segment.
+        memory: for what is wanted; None where all of the run goes to scratch.
+        tail: bytes behind what is wanted; all of the run where it goes to scratch.
+        copy: for a run in scratch: where its bytes are → what to copy from them, and where to.
+    """
+
+    offset: int
+    head: int
+    memory: memoryview | None
+    tail: int
+    copy: Callable[[memoryview], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.head + (self.memory.nbytes if self.memory else 0) + self.tail
+
+
+Use = Callable[[Entry, Tensor, Tensor], None]
+"""Called with an entry, a target, and its elements, of the same shape, which were read into scratch and verified."""
+
+
+def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
+    """Copies elements that were read to their target.
+
+    Raises:
+        CheckpointError: the target's dtype cannot hold one of the numbers. Others may have been copied by then.
+    """
+    lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
+    if lost is not None:
+        problem = lost_problem(entry.key, lost, source.dtype, target.dtype)
+        raise CheckpointError("a number cannot be cast, and the load is not whole", [problem])
+    target.copy_(source)
+
+
+def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
+    """Returns the problem of a number that would become another one in a cast."""
+    number = f"{lost} in {dtype_name(source)}"
+    required = f"numbers that {dtype_name(target)} can hold, of at most {torch.finfo(target).max}"
+    return Problem(key, number, required, "load it into a wider dtype")
+
+
+class Batch:
+    """Spans to read in one go, the segments to verify then, and the copies to make from scratch.
+
+    Args:
+        limit: of its bytes.
+        scratch: buffers for bytes that are not read in place; the batch takes one when it needs it, and gives it back.
+        use: called for each piece that lies in scratch.
+    """
+
+    def __init__(self, limit: int, scratch: list[bytearray], use: Use = copy_into) -> None:
+        self._limit, self.nbytes = limit, 0
+        self._spans: list[Span] = []
+        self._checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
+        self._copies: list[tuple[Entry, Tensor, Tensor]] = []
+        self._scratch, self._use = scratch, use
+        self._buffer: bytearray | None = None
+        self._used = 0
+
+    def add(self, entry: Entry, run: _Run) -> None:
+        """Adds a run of an entry's bytes."""
+        sections = [self._allocate(run.head), run.memory] if run.memory else []
+        memories = [memory for memory in (*sections, self._allocate(run.tail)) if memory]
+        if run.copy is not None:
+            self._copies.append((entry, *run.copy(memories[0])))
+        offset = run.offset
+        self._checks += _segments(entry, offset, memories)
+        for memory in memories:
+            self._spans.append(Span(offset, memory))
+            offset += memory.nbytes
+        self.nbytes += run.nbytes
+
+    def read(self, file: OpenFile, read: ReadInto) -> None:
+        """Reads, verifies and copies; to be called once."""
+        read(self._spans)
+        for entry, segment, memories in self._checks:
+            if not file.is_intact(segment, *memories):
+                raise file.segment_error(entry, segment)
+        with torch.no_grad():  # a thread has a grad mode of its own
+            for entry, target, source in self._copies:
+                self._use(entry, target, source)
+        if self._buffer is not None:
+            self._scratch.append(self._buffer)
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        """Returns so many bytes of scratch memory."""
+        if not nbytes:
+            return memoryview(b"")
+        if self._buffer is None:
+            self._buffer = acquire_buffer(self._scratch, self._limit)
+        begin = self._used
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._used > len(self._buffer):  # thousands of small pieces, which alignment has made larger
+            return memoryview(bytearray(nbytes))
+        return memoryview(self._buffer)[begin : begin + nbytes]
+
+
+class SmallReads:
+    """Small boxes, whole: read into scratch many at a time, verified there, and copied.
+
+    Of thousands of small tensors each is next to its neighbours in the file, but not in memory.
+
+    Args:
+        limit, scratch: as for `Batch`.
+    """
+
+    def __init__(self, limit: int, scratch: list[bytearray]) -> None:
+        self.nbytes = 0
+        self._members: list[tuple[Entry, Tensor]] = []
+        self._limit, self._scratch = limit, scratch
+
+    def add(self, entry: Entry, target: Tensor) -> None:
+        """Adds a whole box, to be copied to contiguous memory of its dtype."""
+        self._members.append((entry, target))
+        self.nbytes += entry.end - entry.begin
+
+    def read(self, file: OpenFile, read: ReadInto) -> None:
+        """Reads, verifies and copies; to be called once."""
+        buffer = acquire_buffer(self._scratch, self._limit)
+        memory, address = memoryview(buffer), address_of(buffer)
+        read(self._spans(memory))
+        at = 0
+        for entry, target in self._members:
+            nbytes = entry.end - entry.begin
+            if not file.is_intact(entry.segment, memory[at : at + nbytes]):
+                raise file.segment_error(entry, entry.segment)
+            move_bytes(target.data_ptr(), address + at, nbytes)
+            at += nbytes
+        self._scratch.append(buffer)
+
+    def _spans(self, memory: memoryview) -> list[Span]:
+        """Returns the spans to read: one for all boxes that follow one another in the file."""
+        spans = []
+        at = begin = offset = 0
+        end = -1  # before any entry, also one that begins where its file does
+        for entry, _ in self._members:
+            if entry.begin != end:
+                spans.append(Span(offset, memory[begin:at]))
+                begin, offset = at, entry.begin
+            at, end = at + entry.end - entry.begin, entry.end
+        return [*spans[1:], Span(offset, memory[begin:at])]
+
+
+def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
+    """Takes a buffer for a batch of so many bytes, which puts it back: fresh memory costs more than to read into it."""
+    try:
+        return scratch.pop()
+    except IndexError:
+        return bytearray(limit + 2 * SEGMENT_BYTES)
+
+
+def batches_of(
+    requests: Sequence[ReadRequest], limit: int, scratch: list[bytearray], use: Use = copy_into
+) -> Iterator[Batch | SmallReads]:
+    """Cuts requests into batches of at most `limit` bytes, or of one run."""
+    batch: Batch | None = None
+    small: SmallReads | None = None
+    for request in requests:
+        entry, dtype, sizes, wanted, target = request
+        nbytes = entry.end - entry.begin
+        if not nbytes:
+            continue  # and no checksum
+        if nbytes <= _SMALL_READ_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
+            if small is not None and small.nbytes + nbytes > limit:
+                yield small
+                small = None
+            small = small or SmallReads(limit, scratch)
+            small.add(entry, target)
+            continue
+        is_one = _is_one_run(request)
+        for run in _direct(request, limit) if is_one else _through_scratch(request, limit, 0, sizes, wanted, target):
+            if batch is not None and batch.nbytes + run.nbytes > limit:
+                yield batch
+                batch = None
+            batch = batch or Batch(limit, scratch, use)
+            batch.add(entry, run)
+    yield from (each for each in (small, batch) if each is not None)
+
+
+def _is_one_run(request: ReadRequest) -> bool:
+    """Whether the wanted box is contiguous within the stored one, and the target's memory is plain."""
+    partial = [d for d, (size, of) in enumerate(zip(request.wanted.sizes, request.sizes, strict=True)) if size != of]
+    last = partial[-1] if partial else 0
+    return all(size == 1 for size in request.wanted.sizes[:last]) and _takes_bytes(request.target, request.dtype)
+
+
+def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
+    """Whether the target's memory takes the stored bytes as they are."""
+    return target.dtype == TORCH_DTYPES[dtype.name] and target.is_cpu and target.is_contiguous()
+
+
+def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
+    """Cuts a request into runs that are read straight into the target's memory."""
+    begin = _offset(request.wanted.offsets, request.sizes) * request.dtype.itemsize
+    memory = bytes_of(request.target)
+    end = begin + memory.nbytes
+    total = request.entry.end - request.entry.begin
+    while begin < end:
+        # One run ends where a segment ends, so that no segment is read twice.
+        stop = min(end, begin - begin % SEGMENT_BYTES + limit)
+        head, tail = begin % SEGMENT_BYTES, min(-stop % SEGMENT_BYTES, total - stop)
+        yield _Run(request.entry.begin + begin - head, head, memory[: stop - begin], tail)
+        memory = memory[stop - begin :]
+        begin = stop
+
+
+def _through_scratch(
+    request: ReadRequest, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
+) -> Iterator[_Run]:
+    """Cuts a request into runs that are read into scratch, and copied to the target from there.
+
+    They are of whole rows, of the outermost dimension whose rows fit the scratch buffer.
+
+    Args:
+        base: of the rows in the stored box, in bytes.
+        sizes, wanted, target: of what is within these rows.
+    """
+    row_bytes = prod(sizes[1:]) * request.dtype.itemsize
+    first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
+    if row_bytes > limit:
+        inner = Box(wanted.offsets[1:], wanted.sizes[1:])
+        for i in range(count):
+            yield from _through_scratch(request, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
+        return
+    total = request.entry.end - request.entry.begin
+    step = max(limit // row_bytes, 1)
+    for i in range(0, count, step):
+        rows = min(step, count - i)
+        begin = base + (first + i) * row_bytes
+        stop = begin + rows * row_bytes
+        aligned = begin - begin % SEGMENT_BYTES
+        nbytes = min(-(-stop // SEGMENT_BYTES) * SEGMENT_BYTES, total) - aligned
+        block = target.narrow(0, i, rows) if sizes else target
+        box = Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])) if sizes else None
+        shape = (rows, *sizes[1:]) if sizes else ()
+        copy = partial(_copy_of, block, begin - aligned, request.dtype, shape, box)
+        yield _Run(request.entry.begin + aligned, 0, None, nbytes, copy)
+
+
+def _copy_of(
+    target: Tensor, begin: int, dtype: Dtype, shape: tuple[int, ...], box: Box | None, memory: memoryview
+) -> tuple[Tensor, Tensor]:
+    """Returns a target and its source: the box of a tensor of that shape whose bytes begin at `begin` of `memory`."""
+    source = tensor_over(memory, begin, dtype, shape)
+    return target, source if box is None else narrowed(source, box)
+
+
+def _segments(
+    entry: Entry, offset: int, memories: Sequence[memoryview]
+) -> Iterator[tuple[Entry, int, Sequence[memoryview]]]:
+    """Splits bytes that begin at file offset `offset` into segments: entry, number in the file, memory."""
+    segment = entry.segment + (offset - entry.begin) // SEGMENT_BYTES
+    pieces: list[memoryview] = []  # of the segment that is not complete yet
+    room = SEGMENT_BYTES
+    for memory in memories:
+        while memory.nbytes:
+            piece, memory = memory[:room], memory[room:]
+            pieces.append(piece)
+            room -= piece.nbytes
+            if room == 0:
+                yield entry, segment, pieces
+                segment, pieces, room = segment + 1, [], SEGMENT_BYTES
+    if pieces:
+        yield entry, segment, pieces
+
+
+def _offset(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Returns the position of an index in C order."""
+    offset = 0
+    for i, size in zip(index, sizes, strict=True):
+        offset = offset * size + i
+    return offset

@@ -1,0 +1,400 @@
+"""Flattens the nested state of an app into keyed leaves, as it is stored, and nests it again.
+
+    app        {"model": model, "optimizer": opt, "progress": {"step": 7}}
+    leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
+
+Keys are the path's parts joined by dots. The path is kept with the key, so that the way back is exact although
+parts hold dots themselves. Names in a module's state are without what wrappers (torch.compile, DistributedDataParallel,
+checkpointed activations) put into them; the module itself gets its own names back. Dictionaries of `app` are descended
+to the last value. Within what an object's `state_dict()` gave, a container without tensors is one value: what is in it
+is that object's own affair, and a fresh object may well have fewer entries than the one that was saved.
+
+Options belong to parameters: where an object's state has groups whose parameters are names, each parameter has one
+plain value, the options of its group, under its own key (`optimizer.param_groups.layers.0.weight`). Ranks that hold
+different parameters, or have them in other groups, so meet by key; the groups are made again when the object gets its
+state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import cache, partial
+from operator import setitem
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.traceable import is_composite, parts_of
+from shardopt.state.names import ParameterNames, may_have_wrappers, plain_names_in
+from shardopt.state.param_groups import (
+    NAMES_OF_TORCH,
+    PARAM_GROUPS,
+    PARAMS,
+    STATE,
+    UNTOUCHED,
+    Numbered,
+    are_named,
+    numbers_in,
+    options_by_member,
+)
+from shardopt.state.state import (
+    FlatState,
+    Index,
+    Leaf,
+    Path,
+    PerRank,
+    RestoreTarget,
+    Stateful,
+    Tied,
+    join,
+    refuse_chains,
+)
+from shardopt.state.values import OnAnyRank, canonical, encode_value
+
+RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.")
+RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
+
+
+def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
+    """Flattens the state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
+
+    Args:
+        tied: parts of paths that stand for others: a leaf is known by the others alone.
+
+    Raises:
+        StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, a value that has a
+            `state_dict` gives something else than a dict, a mapping or array cannot be written to, a container is
+            within itself, or values that are declared as tied differ.
+    """
+    if not isinstance(app, Mapping):
+        problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
+        raise StateError("state must have names", [problem])
+    flat = FlatState(tied=tied or {}, names=ParameterNames(app))
+    if tied:
+        refuse_chains(tied)
+    try:
+        _descend(app, (), lambda _: None, False, flat)  # the root is no leaf, and nothing replaces it
+    except RecursionError:
+        problem = Problem("app", "containers nested without end", "a tree", "take out what contains itself")
+        raise StateError("state cannot be walked through", [problem]) from None
+    return flat
+
+
+def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
+    """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
+    if type(node) is torch.Tensor or type(node) is Parameter:  # as nearly all
+        _add(flat, path, node, replace)
+    elif isinstance(node, torch.Tensor):
+        parts = parts_of(node) if is_composite(node) else None
+        if parts is None:
+            _add(flat, path, node, replace)
+        for part, (owner, tensor) in (parts or {}).items():
+            _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
+    elif isinstance(node, np.ndarray):
+        _add(flat, path, _as_tensor(node, path), replace)
+    elif _is_stateful(node):
+        _descend_stateful(node, path, flat)
+    else:
+        _descend_container(node, path, replace, within, flat)
+
+
+def _descend_container(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
+    """Adds the leaves of a container, or a plain value or value per rank, which is one."""
+    has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
+    if path and not (within or has_places or isinstance(node, PerRank)):
+        flat.plain[_named(path, flat) if flat.tied else path] = node, replace
+    if isinstance(node, Mapping) and (has_places or not path or (not (within or isinstance(node, Counter)) and node)):
+        _check_mapping(node, path)
+        for part, child in node.items():
+            _descend(child, (*path, part), partial(setitem, node, part), within, flat)
+    elif isinstance(node, MutableMapping) and not (node or within or type(node) in (dict, Counter)):
+        _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
+    elif isinstance(node, list) and has_places:
+        for i, child in enumerate(node):
+            _descend(child, (*path, Index(i)), partial(setitem, node, i), within, flat)
+    elif isinstance(node, tuple) and has_places:
+        current = list(node)
+        for i, child in enumerate(node):
+            _descend(child, (*path, Index(i)), partial(_set_in_tuple, node, current, replace, i), within, flat)
+    else:
+        _add(flat, path, node, replace)
+
+
+def _set_in_tuple(
+    node: tuple[Any, ...], current: list[Any], replace: Callable[[Any], None], i: int, value: Any
+) -> None:
+    # A tuple cannot be changed: each of its leaves that is replaced puts a new tuple in its place.
+    current[i] = value
+    replace(_like_tuple(node, current))
+
+
+def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
+    # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
+    # load_state_dict does with what was loaded in place, costs nothing.
+    if isinstance(node, Optimizer) and not is_constructed(node):
+        node = unwrapped(node, path)
+    plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
+    state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
+    if not isinstance(state, dict):
+        problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
+        raise StateError("state must have names", [problem])
+    plain: Mapping[str, str] = {}
+    if isinstance(node, torch.nn.Module) and may_have_wrappers(names := [part for part in state if type(part) is str]):
+        plain = plain_names_in(node, names)
+        _refuse_one_name(plain, state, path)
+    numbered = _numbered(node, state, flat.names) if isinstance(node, Optimizer) else None
+    if numbered is not None:
+        state = numbered.named(state)
+    target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
+
+    def replace_state(value: dict[str, Any]) -> None:
+        own = {name: part for part, name in plain.items()}
+        target.state.clear()
+        for part, child in value.items():
+            target.state[own.get(part, part)] = child
+
+    is_partial = target.held_names() is not None
+    groups = target.state.get(PARAM_GROUPS)
+    if are_named(groups) and (is_partial or any(group[PARAMS] for group in groups)):
+        target.groups = groups
+    if is_partial or target.groups is not None or holds_tensors(target.state):
+        _check_mapping(target.state, path)
+        for part, child in target.state.items():
+            if part == PARAM_GROUPS and target.groups is not None:
+                _add_options(target, (*path, part), flat)
+            elif is_partial and part == STATE and isinstance(child, MutableMapping):
+                _check_mapping(child, (*path, part))
+                for name, entries in child.items():  # one by one: other ranks may have others
+                    _descend(entries, (*path, part, name), partial(setitem, child, name), True, flat)
+            else:
+                at = (*path, plain.get(part, part))
+                _descend(child, at, partial(setitem, target.state, part), True, flat)
+    else:
+        _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, replace_state)
+    flat.targets.append(target)  # after those within: an object gets its state back whole
+
+
+def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames) -> Numbered | None:
+    """Returns the names of an optimizer's parameters where its state has numbers; None where they are not known.
+
+    L-BFGS has one vector over all parameters in their order, which no name stands for: its state keeps the numbers.
+    """
+    parameters = numbers_in(optimizer, state)
+    if parameters is None:
+        return None
+    given: list[str] = []
+    for group in optimizer.param_groups:
+        own = group.get(NAMES_OF_TORCH, ())
+        given += own if len(own) == len(group[PARAMS]) else [""] * len(group[PARAMS])
+    found = names.of(parameters, given)
+    if found is None or not set(found).isdisjoint(state[STATE]):
+        return None
+    kind = type(optimizer)
+    algorithm = kind.__name__ if kind.__module__.startswith("torch.optim.") else ""
+    return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
+
+
+def _add_options(target: RestoreTarget, path: Path, flat: FlatState) -> None:
+    """Adds a leaf for each parameter in groups; equal options are one object."""
+    plain: dict[int, dict[str, Any]] = {}
+    for name, options in options_by_member(target.groups or ()).items():
+        if id(options) not in plain:
+            plain[id(options)] = {option: _plain_option(value) for option, value in options.items()}
+            if UNTOUCHED in options:  # ranks know it of the parameters that they have elements of
+                plain[id(options)][UNTOUCHED] = OnAnyRank(bool(options[UNTOUCHED]))
+        _add(flat, (*path, name), plain[id(options)], partial(setitem, target.options, name))
+
+
+def _plain_option(value: Any) -> Any:
+    """Returns an option as a plain value, in which tensors are on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _plain_option(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple) and holds_tensors(value):
+        items = [*map(_plain_option, value)]
+        return _like_tuple(value, items) if isinstance(value, tuple) else items
+    return value
+
+
+def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
+    """Returns the optimizer itself where a trainer of another library has put one of its own class around it.
+
+    Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
+    run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
+
+    Raises:
+        StateError: it is not one optimizer that it wraps.
+    """
+    while isinstance(node, Optimizer) and not is_constructed(node):
+        inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
+        if len(inner) != 1:
+            actual = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
+            required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
+            remedy = "pass the optimizer itself, or save it by its library"
+            problem = Problem(join(path) or "app", actual, required, remedy)
+            raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
+        node = inner[0]
+    return node
+
+
+def is_constructed(optimizer: Optimizer) -> bool:
+    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks."""
+    return not _hooks_of_optimizers().isdisjoint(vars(optimizer))
+
+
+@cache
+def _hooks_of_optimizers() -> frozenset[str]:
+    """Returns the names of the attributes in which torch's optimizers have their hooks."""
+    some = torch.optim.SGD([torch.empty(0, device="cpu")])
+    return frozenset(name for name in vars(some) if name.endswith("hooks"))
+
+
+def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:
+    """Refuses names of a module that are one without what wrappers put into them."""
+    taken: dict[str, str] = {}
+    problems = []
+    for part, name in plain.items():
+        other = taken.setdefault(name, name if name in state and name not in plain else part)
+        if other != part:
+            actual = f"{other} and {part} in the state of {path[-1]!r}"
+            remedy = "call a module otherwise that has the name of a wrapper"
+            problems.append(Problem(join((*path, name)), actual, "one tensor under a name without wrappers", remedy))
+    if problems:
+        raise StateError("two names are one without what wrappers put into them", problems)
+
+
+def _shallow(node: Any, seen: set[int]) -> Any:
+    """Copies the containers alone, so that what a load puts in does not reach into the object that gave them.
+
+    A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
+    loaded may differ in these places, and one memory cannot take both.
+    """
+    if isinstance(node, Mapping):
+        # A copy of a dict keeps what rides on a module's state dict as an attribute: its version notes.
+        copied = copy.copy(node) if isinstance(node, dict) else dict(node)
+        for part, child in node.items():
+            copied[part] = _shallow(child, seen)  # one by one: a Counter's update adds
+        return copied
+    if isinstance(node, list):
+        copied_list = copy.copy(node)
+        copied_list[:] = [_shallow(child, seen) for child in node]
+        return copied_list
+    if isinstance(node, tuple) and holds_tensors(node):
+        return _like_tuple(node, [_shallow(child, seen) for child in node])
+    if type(node) is torch.Tensor and node.ndim == 0:
+        if id(node) in seen:
+            return node.clone()
+        seen.add(id(node))
+    return node
+
+
+def _like_tuple(node: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+
+
+def holds_tensors(node: Any) -> bool:
+    """Whether a tensor, a per-rank value or an object with state of its own is anywhere within."""
+    if isinstance(node, torch.Tensor | PerRank | np.ndarray):
+        return True
+    if isinstance(node, Mapping):
+        return any(map(holds_tensors, node.values()))
+    if isinstance(node, list | tuple):
+        return any(map(holds_tensors, node))
+    return _is_stateful(node)
+
+
+def _is_stateful(node: Any) -> TypeGuard[Stateful]:
+    """Whether it is a Stateful and no class: isinstance would take many microseconds for a plain value."""
+    return hasattr(node, "state_dict") and hasattr(node, "load_state_dict") and not isinstance(node, type)
+
+
+def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+    """Makes a tensor that shares the array's memory, so that loading in place reaches the array."""
+    if isinstance(array, np.ma.MaskedArray):
+        actual, required = "a masked array", "a plain one"
+    elif not array.flags.writeable:
+        actual, required = "a read-only NumPy array", "one that a load can write to"
+    else:
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            actual = f"a NumPy array of {array.dtype} with strides {array.strides}"
+            required = "a dtype that torch has, in this machine's byte order, and no negative strides"
+    raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])
+
+
+def _check_mapping(node: Mapping[Any, Any], path: Path) -> None:
+    if not isinstance(node, MutableMapping):
+        found = f"a {type(node).__name__}"
+        problem = Problem(join(path) or "app", found, "a dict, which can be loaded into", "use one")
+        raise StateError("state must be in dicts", [problem])
+    for part in node:
+        # Exact types: a StrEnum, or a bool, spells itself otherwise than it is stored.
+        if type(part) is not str and type(part) is not int:
+            key = join((*path, str(part)))
+            problem = Problem(key, f"a key of type {type(part).__name__}", "str or int", "rename it")
+            raise StateError("a key cannot be stored", [problem])
+
+
+def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+    alias_path = path
+    if flat.tied:
+        path = _named(path, flat)
+        if _is_added_to_tied(flat, path, alias_path, value, replace):
+            return
+    key = ".".join(map(str, path))  # as `join`, for each leaf
+    if key in flat.leaves:
+        actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
+        raise StateError("two paths give one key", [Problem(key, actual, "one path for a key", "rename one of them")])
+    is_reserved = key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))
+    is_text = key.isascii() or not any("\ud800" <= each <= "\udfff" for each in key)
+    if is_reserved or not is_text:
+        problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
+        raise StateError("a key cannot be stored", [problem])
+    flat.leaves[key] = Leaf(path, value, replace, () if alias_path == path else (alias_path,))
+
+
+def _named(path: Path, flat: FlatState) -> Path:
+    """Returns a path with the names that stand for others in their place."""
+    return tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
+
+
+def _is_added_to_tied(flat: FlatState, path: Path, path_here: Path, value: Any, replace: Callable[[Any], None]) -> bool:
+    """Makes one leaf of two that are declared as tied, and on this rank both; returns whether they are."""
+    key = join(path)
+    if path != path_here:
+        flat.aliases[join(path_here)] = key, path_here
+    alias = next((alias for alias, (name, _) in flat.aliases.items() if name == key), None)
+    if alias is None or key not in flat.leaves:
+        return False
+    leaf = flat.leaves[key]
+    if isinstance(value, torch.Tensor) and isinstance(leaf.value, torch.Tensor):
+        if value is not leaf.value:
+            flat.twins[alias] = join(leaf.path), value
+    elif not _are_equal(leaf.value, value, alias):
+        found = f"{value!r:.80} under one name, {leaf.value!r:.80} under the other ({join(leaf.path)})"
+        raise StateError("tied parameters", [Problem(alias, found, "the same", "do not declare them as tied")])
+    first = leaf.replace
+
+    def replace_both(value: Any) -> None:
+        first(value)
+        replace(value)
+
+    leaf.replace, leaf.names_here = replace_both, (*leaf.paths_here, path_here)
+    return True
+
+
+def _are_equal(one: Any, other: Any, key: str) -> bool:
+    """Whether two values, of which one at most is a tensor, are stored alike."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, PerRank):
+        one, other = one.value, other.value
+    return canonical(encode_value(one, key)) == canonical(encode_value(other, key))

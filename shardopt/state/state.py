@@ -1,0 +1,318 @@
+"""The flat form of an app's nested state: leaves by key with their paths, and the objects that get state handed back.
+
+The protocols here are what objects in an app may have beside `state_dict` and `load_state_dict`. `flatten` (in
+`state/flatten.py`) makes the flat form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardopt.errors import OptionError, Problem, StateError
+from shardopt.state.names import ParameterNames
+from shardopt.state.param_groups import (
+    PARAM_GROUPS,
+    STATE,
+    Groups,
+    Numbered,
+    OptionsByMember,
+    groups_elsewhere,
+    with_options,
+)
+
+
+class Index(int):
+    """A position in a list or tuple, as a part of a path; a plain int is a key of a dict."""
+
+    __slots__ = ()
+
+
+Path = tuple[str | int, ...]
+Tied = Mapping[str, str]
+"""Name of a parameter → the name of the one that it is tied to, maybe on another rank, and that stands for both."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with `state_dict` and `load_state_dict`, as torch's modules, optimizers, schedulers and scalers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class CheckedStateful(Stateful, Protocol):
+    """A Stateful that can check whether a state would fit before any of it is there.
+
+    `check_state_dict` gets tensors that have a shape and a dtype but no memory (device `meta`), and real plain
+    values, of all that it has a place for and of what belongs on this rank (`PartialStateful`). It raises
+    MismatchError and changes nothing.
+    """
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class PartialStateful(Stateful, Protocol):
+    """A Stateful of whose "state", a dict by name, each rank has only some names, and maybe no place for them yet.
+
+    `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
+    hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
+    any: the outermost entries of its state always have keys of their own, and those of "state" too. Its
+    `check_state_dict` and `load_state_dict` take `strict=False`, to pass over what is on one side only within plain
+    values, too.
+    """
+
+    def held_state_names(self) -> Collection[str]: ...
+
+
+@runtime_checkable
+class UnsteppedStateful(PartialStateful, Protocol):
+    """A PartialStateful, an optimizer, that can make state before its first step, for some names alone.
+
+    `init_state` makes it where there is none; `unstepped_state` gives those of some names whose state is as it was
+    made so, which to training is the same as none; `drop_state` leaves names without state.
+    """
+
+    def init_state(self, *, names: Iterable[str]) -> None: ...
+    def unstepped_state(self, names: Iterable[str]) -> Collection[str]: ...
+    def drop_state(self, names: Iterable[str]) -> None: ...
+
+
+@runtime_checkable
+class GroupedStateful(Stateful, Protocol):
+    """A Stateful with groups by pattern, of which each must match on some rank of the job.
+
+    `unmatched_patterns` gives a problem for each that matches nothing on this rank, with the same key on every rank.
+    Its `load_state_dict` takes groups that tell of parameters on other ranks (`param_groups.ELSEWHERE`).
+    """
+
+    def unmatched_patterns(self) -> list[Problem]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A plain value that differs between ranks by intent, such as a random state: each rank gets its own back.
+
+    Args:
+        value: plain values and small CPU tensors, nested.
+        on_resize: what loading does when the number of ranks is another than when it was saved: "raise", or
+            "keep" the value that is there.
+    """
+
+    value: Any
+    on_resize: Literal["raise", "keep"] = "raise"
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One value of the flat state, and how to put another in its place.
+
+    `names_here` has its paths in the app where these are others than `path`: it is under a name that another stands
+    for, or under both.
+    """
+
+    path: Path
+    value: Any
+    replace: Callable[[Any], None]
+    names_here: tuple[Path, ...] = ()
+
+    @property
+    def paths_here(self) -> tuple[Path, ...]:
+        return self.names_here or (self.path,)
+
+
+@dataclass(slots=True)
+class RestoreTarget:
+    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`.
+
+    `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
+    `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
+    what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks. `numbered` is there
+    where the object's own state has numbers in place of the names that `state` has.
+    """
+
+    path: Path
+    object: Stateful
+    state: dict[str, Any]
+    plain_names: Mapping[str, str] = field(default_factory=dict)
+    groups: Groups | None = None
+    options: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    elsewhere: OptionsByMember = field(default_factory=dict)
+    numbered: Numbered | None = None
+
+    def held_names(self) -> Collection[str] | None:
+        """Returns the names whose state belongs on this rank; None where that is not known.
+
+        Besides a `PartialStateful`, an optimizer tells it that has its parameters by name in `params`, as torchrec's
+        have: of a table that is on another rank it has nothing.
+        """
+        if self.numbered is not None and not self.numbered.in_order:
+            return self.numbered.names
+        if isinstance(self.object, PartialStateful):
+            return self.object.held_state_names()
+        params = getattr(self.object, "params", None) if isinstance(self.object, torch.optim.Optimizer) else None
+        return params.keys() if isinstance(params, Mapping) and all(isinstance(name, str) for name in params) else None
+
+    @property
+    def state_key(self) -> str:
+        """The key under which the state of an optimizer stands in an app."""
+        return join((*self.path, STATE))
+
+    def filled_state(self) -> dict[str, Any]:
+        """Returns the state to hand back, with groups made of the options that a load has for their members."""
+        if self.numbered is not None:
+            return self.numbered.numbered(self.state, self.options)
+        if self.groups is not None and (self.options or self.elsewhere):
+            self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + groups_elsewhere(self.elsewhere)
+        return self.state
+
+
+@dataclass(slots=True)
+class FlatState:
+    """The flat form of an `app`: its leaves by key, and the objects to hand state back to.
+
+    `tied` has the names that stand for others, as declared, and `aliases` the key that a leaf would have under such a
+    name → the key that it has, and its path under that name. `twins` has the tensors that stand under both on this
+    rank: the key under the other name → the key, and the tensor. `names` gives parameters their names. `plain` has the
+    values and containers outside of objects that hold no place for a tensor, by path, with what replaces them.
+    """
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    targets: list[RestoreTarget] = field(default_factory=list)
+    tied: Tied = field(default_factory=dict)
+    aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
+    twins: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
+    plain: dict[Path, tuple[Any, Callable[[Any], None]]] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
+
+    def values(self) -> dict[str, Any]:
+        return {
+            key: leaf.value for key, leaf in self.leaves.items() if not isinstance(leaf.value, torch.Tensor | PerRank)
+        }
+
+    def per_rank(self) -> dict[str, PerRank]:
+        return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
+
+    def schedules(self) -> list[tuple[RestoreTarget, LRScheduler]]:
+        """Returns the objects that are schedules of torch's, or of a library's own class that has one within."""
+        within = [(each, (each.object, getattr(each.object, "scheduler", None))) for each in self.targets]
+        found = ((each, next(filter(_is_schedule, objects), None)) for each, objects in within)
+        return [(each, schedule) for each, schedule in found if schedule is not None]
+
+    def selected(self, regex: str | None) -> FlatState:
+        """Returns the same with those leaves alone in whose keys a regex is found; None for all."""
+        if regex is None:
+            return self
+        found = re.compile(regex).search
+        return replace(self, leaves={key: leaf for key, leaf in self.leaves.items() if found(key)})
+
+    def name_here(self, part: Any, names: Collection[Any]) -> Any:
+        """Returns the one of the names of an object that a part of a path stands for; the part itself if none does."""
+        if part in names or not self.tied:
+            return part
+        return next((alias for alias, name in self.tied.items() if name == part and alias in names), part)
+
+    def unmatched_patterns(self) -> list[dict[str, str]]:
+        """Returns a problem for each pattern that matches nothing on this rank, as JSON for `refuse_unmatched`."""
+        return [
+            asdict(replace(problem, key=f"{join(each.path)}: {problem.key}"))
+            for each in self.targets
+            if isinstance(each.object, GroupedStateful)
+            for problem in each.object.unmatched_patterns()
+        ]
+
+
+def _is_schedule(value: Any) -> TypeGuard[LRScheduler]:
+    return isinstance(value, LRScheduler)
+
+
+def refuse_no_regex(name: str, regex: str | None) -> None:
+    """Raises OptionError where an argument of this name is no regex."""
+    try:
+        if regex is not None:
+            re.compile(regex)
+    except (re.error, TypeError) as error:
+        raise OptionError(
+            "arguments that cannot be meant", [Problem(name, repr(regex), "a regex", str(error))]
+        ) from None
+
+
+def refuse_chains(tied: Tied) -> None:
+    """Raises StateError where `tied` is no mapping of names, or goes on from one to another."""
+    required = 'alias → name: {"output.weight": "embed.weight"}'
+    if not isinstance(tied, Mapping) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
+        raise StateError("tied parameters", [Problem("tied", repr(tied), required, "pass such a dict")])
+    problems = [
+        Problem(f"tied[{alias!r}]", f"{name!r}, which stands for another itself", required, "name the first of them")
+        for alias, name in tied.items()
+        if name in tied
+    ]
+    if problems:
+        raise StateError("tied parameters", problems)
+
+
+def join(path: Path) -> str:
+    """Joins the parts of a path by dots: its key."""
+    return ".".join(map(str, path))
+
+
+def is_below(path: Path, *roots: Path) -> bool:
+    """Whether a path is one of the roots, or within it."""
+    for root in roots:  # noqa: SIM110  # asked of every key, and `any` of a generator takes three times as long
+        if path[: len(root)] == root:
+            return True
+    return False
+
+
+def keys_below(paths: Mapping[str, Path], roots: Iterable[Path]) -> dict[Path, list[str]]:
+    """Returns root → the keys whose paths are at or below it, for all roots in one pass."""
+    below: dict[Path, list[str]] = {root: [] for root in roots}
+    if not below:
+        return below
+    lengths = sorted({len(root) for root in below})
+    for key, path in paths.items():
+        for length in lengths:
+            if length <= len(path) and (keys := below.get(path[:length])) is not None:
+                keys.append(key)
+    return below
+
+
+def kinds_differ(one: Path, other: Path) -> bool:
+    """Whether two paths of the same parts disagree on what a part is: a position in a list, a dict's key 0, or "0".
+
+    They may well be cut in other places: a module has one part for what a dict of dicts has several for.
+    """
+    try:
+        "".join(one), "".join(other)  # type: ignore[arg-type]  # a quick look at whether all parts are str
+    except TypeError:
+        return [*map(str, one)] == [*map(str, other)] and [*map(type, one)] != [*map(type, other)]
+    return False
+
+
+def tell_path(path: Path) -> str:
+    """Formats a path for errors with the kind of its end: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
+    kind = "of a list" if path and isinstance(path[-1], Index) else "a dict's key"
+    return f"app{''.join(f'[{part!r}]' for part in path)} ({kind})"
+
+
+def nest(leaves: Mapping[Path, Any]) -> Any:
+    """Nests leaves by path: dicts, and lists where a path has an `Index`."""
+    if () in leaves:
+        return leaves[()]
+    branches: dict[str | int, dict[Path, Any]] = {}
+    for path, value in leaves.items():
+        branches.setdefault(path[0], {})[path[1:]] = value
+    nested = {part: nest(branch) for part, branch in branches.items()}
+    if nested and all(isinstance(part, Index) for part in nested):
+        return [nested[part] for part in sorted(nested)]
+    return nested
