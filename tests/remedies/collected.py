@@ -11,9 +11,9 @@ from tests.support.messages import VARIES
 from tests.support.source import sources
 
 WHERE = re.compile(
-    r"checkpoint/(load\.py|matching/|sources/|reading/|rearrange/|planning/tied\.py"
-    r"|run/(options|restoring|manager|history|root)\.py)"
-    r"|(flatten|state|param_groups)\.py|optim/|sharding/|algorithms/(registry\.py|low_precision/)"
+    r"checkpoint/(loading/|sources/(?!pickled/)|rearrange/|saving/planning/tied\.py"
+    r"|run/(options|steps|manager|context|root)\.py)"
+    r"|state/(flatten|state|param_groups)\.py|optim/|sharding/|algorithms/(registry\.py|low_precision/)"
 )
 NAMES_A_CALL = re.compile(r"\w\(|\w=(?!=)|`")
 _WORDS = 2  # of a text that advises; what has fewer is a name or a part of one

@@ -18,6 +18,7 @@ ELSEWHERE = {
     r"checkpoint/saving/planning/tied.py": RANKS,
     r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
     r"checkpoint/run/options.py": "a Manager that is made reaches it, and no load",
+    r"checkpoint/run/steps.py": LINE,
     r"sharding/pieces_tensor.py": "arithmetic on a stand-in for a shard, which no load does",
     r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/test_quantized.py",
 }
