@@ -37,7 +37,7 @@ def in_backward(
     algorithm: type[Optimizer] | str,
     *,
     groups: Collection[Mapping[str, Any]] | None = None,
-    group: Group | None = None,
+    process_group: Group | None = None,
     tied: Tied | None = None,
     **defaults: Any,
 ) -> InBackwardOptimizer:
@@ -81,7 +81,7 @@ def in_backward(
         _refuse_wrapped(module)
         _refuse_fused(module)
     named_params = module.named_parameters() if isinstance(module, nn.Module) else module
-    (optimizer,) = build(InBackwardOptimizer, algorithm, named_params, groups, defaults, group, tied)
+    (optimizer,) = build(InBackwardOptimizer, algorithm, named_params, groups, defaults, process_group, tied)
     optimizer.save_param_groups(True)
     optimizer.start()
     if isinstance(module, nn.Module):

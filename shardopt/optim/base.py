@@ -196,10 +196,10 @@ class KeyedOptimizer(Node):
         return [each for child in self._children for each in child.unshared_tensors()]
 
     @property
-    def group(self) -> Group | None:
+    def process_group(self) -> Group | None:
         """The ranks that train these parameters, as given to `keyed`; None is the whole job."""
-        of_parts = (child.group for child in self._children if child.group is not None)
-        return next(of_parts, self._shared_group.group)
+        of_parts = (child.process_group for child in self._children if child.process_group is not None)
+        return next(of_parts, self._shared_group.process_group)
 
     def work_with(self, group: SharedGroup) -> None:
         """From now on takes these for the ranks that train the parameters."""
@@ -234,15 +234,15 @@ class KeyedOptimizer(Node):
         for child in self._children:
             child.post_load_state_dict()
 
-    def check_agreement(self, group: Group | None = None) -> None:
+    def check_agreement(self, process_group: Group | None = None) -> None:
         """Finds options and counters that ranks no longer share. Collective; to be called now and then.
 
         Compared are learning rates and all other options (but those that say how to compute), step counters and other
         numbers in state, of every parameter that several ranks have.
 
         Args:
-            group: the ranks that compare: a process group, or a device mesh. None is the optimizer's own group, or the
-                whole job.
+            process_group: the ranks that compare: a process group, or a device mesh. None is the optimizer's own group,
+                or the whole job.
 
         Raises:
             StateError: for each option and each number that differs, names the first parameter, with the values of each
@@ -254,7 +254,7 @@ class KeyedOptimizer(Node):
             refuse_unfit_groups(self.param_groups, names)
             return self.param_groups
 
-        ranks = ranks_of(group if group is not None else self.group)
+        ranks = ranks_of(process_group if process_group is not None else self.process_group)
         drifted = differences(ranks, names, groups, lambda: self._gather()[STATE], self.unmatched_patterns())
         if drifted:
             raise StateError("ranks have drifted apart", drifted)

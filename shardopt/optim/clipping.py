@@ -51,9 +51,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
     gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each
     element to [-max_gradient, max_gradient], and needs no other rank.
 
-    With NORM every rank of the job, or of `group`, must step, also one without a gradient or a parameter: each step is
-    one all-reduce over all of them. Before the first, and before the first with other parameters, ranks exchange who
-    holds which; so groups are to be added on all ranks between the same two steps.
+    With NORM every rank of the job, or of `process_group`, must step, also one without a gradient or a parameter: each
+    step is one all-reduce over all of them. Before the first, and before the first with other parameters, ranks
+    exchange who holds which; so groups are to be added on all ranks between the same two steps.
 
     Sparse gradients are coalesced, and stay so. A gradient with another placement than its parameter is redistributed,
     for which all ranks of its mesh have to have one.
@@ -70,8 +70,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
             `last_total_grad_norm`: then these steps are collective as well.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error, and no step is taken. It has to wait
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
-        group: the ranks over which the norm is taken: a process group, or a device mesh. None is the `group` of the
-            optimizer, or the whole job.
+        process_group: the ranks over which the norm is taken: a process group, or a device mesh. None is the
+            `process_group` of the optimizer, or the whole job.
 
     Raises:
         StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
@@ -89,13 +89,15 @@ class GradientClippingOptimizer(OptimizerWrapper):
         param_to_pgs: Mapping[Any, Sequence[ProcessGroup]] | None = None,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
-        group: Group | None = None,
+        process_group: Group | None = None,
     ) -> None:
         super().__init__(optimizer)
         _refuse_bad_arguments(clipping, max_gradient, norm_type)
         self._clipping = GradientClipping(clipping)
         self._max_gradient = float(max_gradient)
-        self._norm = GradientNorm(float(norm_type), SharedGroup(optimizer.group if group is None else group))
+        self._norm = GradientNorm(
+            float(norm_type), SharedGroup(optimizer.process_group if process_group is None else process_group)
+        )
         self._error_if_nonfinite = error_if_nonfinite
         self._track_grad_norm = track_grad_norm
         self._total_norm: Tensor | None = None

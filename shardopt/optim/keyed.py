@@ -44,7 +44,7 @@ def keyed(
     named_params: NamedTensors | GroupsOfNamed,
     *,
     groups: Collection[Mapping[str, Any]] | None = None,
-    group: Group | None = None,
+    process_group: Group | None = None,
     tied: Tied | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
@@ -61,8 +61,8 @@ def keyed(
             empty, so that schedules fit on all ranks. Keys that are no options, such as "name" or "lr_scale", are kept,
             saved and loaded with the group; one that looks like an option misspelt is refused. A group with an
             "algorithm" of its own (class or name) starts from that algorithm's defaults, not from those given here.
-        group: the ranks that train these parameters, where they are not all of the job: a process group, or a device
-            mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
+        process_group: the ranks that train these parameters, where they are not all of the job: a process group, or a
+            device mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
         tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only:
             `{"output.weight": "embed.weight"}`. This optimizer has them under the second name: a norm counts them once,
             and they have one state. To make their gradients equal before the step is the training loop's part.
@@ -86,7 +86,7 @@ def keyed(
             pattern matches nothing. In a job of several ranks a rank may hold no parameters, and a pattern must match
             on any rank: saves and `check_agreement` refuse those that match on none.
     """
-    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults, group, tied)
+    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults, process_group, tied)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
     made.save_param_groups(True)
     return made
@@ -98,11 +98,11 @@ def build(
     named_params: NamedTensors | GroupsOfNamed,
     groups: Collection[Mapping[str, Any]],
     defaults: Mapping[str, Any],
-    group: Group | None = None,
+    process_group: Group | None = None,
     tied: Tied | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
-    shared_group = SharedGroup(group)
+    shared_group = SharedGroup(process_group)
     is_alone = shared_group.ranks.size == 1
     params, with_members = named_in_groups(named_params, groups, alone=is_alone, tied=tied)
     groups = groups if with_members is None else with_members

@@ -34,12 +34,12 @@ class GradScaler(torch.amp.GradScaler):
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)
 
     `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, or over
-    `group`, in which every rank takes part, also one without a gradient or a loss of its own.
+    `process_group`, in which every rank takes part, also one without a gradient or a loss of its own.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's; on the CPU pass
             device="cpu".
-        group: the ranks that agree: a process group, or a device mesh. None is the whole job.
+        process_group: the ranks that agree: a process group, or a device mesh. None is the whole job.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
-        group: Group | None = None,
+        process_group: Group | None = None,
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._group = SharedGroup(group)
+        self._group = SharedGroup(process_group)
         self._works_on = device
 
     def unscale_(self, optimizer: Optimizer) -> None:

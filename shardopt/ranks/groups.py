@@ -25,25 +25,25 @@ class SharedGroup:
     """A group that copies of its owner share; a process group itself cannot be copied.
 
     Args:
-        group: None for the whole job.
+        process_group: None for the whole job.
         deadline_seconds: of its ranks, as for `ranks_of`.
     """
 
-    def __init__(self, group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        self.group, self._deadline_seconds = group, deadline_seconds
+    def __init__(self, process_group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        self.process_group, self._deadline_seconds = process_group, deadline_seconds
 
     @property
     def ranks(self) -> Ranks:
         """The ranks of the group."""
-        return ranks_of(self.group, self._deadline_seconds)
+        return ranks_of(self.process_group, self._deadline_seconds)
 
     def __deepcopy__(self, memo: object) -> SharedGroup:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        if isinstance(self.group, dist.ProcessGroup):
+        if isinstance(self.process_group, dist.ProcessGroup):
             remedy = "pass a device mesh, which can be pickled, or save through shardopt.checkpoint"
-            problem = Problem("group", "a process group, which is nothing in another process", "none", remedy)
+            problem = Problem("process_group", "a process group, which is nothing in another process", "none", remedy)
             raise StateError("what was made for a group cannot be pickled", [problem])
         return vars(self)
 
@@ -53,8 +53,8 @@ _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Ranks]] = we
 _members_of: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
-def ranks_of(group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
-    """Returns the ranks of `group` (default: of the job); this process alone without torch.distributed.
+def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
+    """Returns the ranks of `process_group` (default: of the job); this process alone without torch.distributed.
 
     Collective for a mesh of several dimensions that is not the whole job, the first time: its ranks get a group.
 
@@ -64,24 +64,28 @@ def ranks_of(group: Group | None = None, deadline_seconds: float = DEADLINE_SECO
     Raises:
         OptionError: this rank is not in it, or it is no group.
     """
-    if group is None:
+    if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None, deadline_seconds)
-        group = dist.group.WORLD
-    if isinstance(group, DeviceMesh) and group.get_coordinate() is not None:
-        if group not in _members_of:
-            _members_of[group] = tuple(sorted(group.mesh.flatten().tolist()))
-        among = _group_among(_members_of[group], group.get_all_groups())
+        process_group = dist.group.WORLD
+    if isinstance(process_group, DeviceMesh) and process_group.get_coordinate() is not None:
+        if process_group not in _members_of:
+            _members_of[process_group] = tuple(sorted(process_group.mesh.flatten().tolist()))
+        among = _group_among(_members_of[process_group], process_group.get_all_groups())
         return Ranks(None, deadline_seconds) if among is None else ranks_of(among, deadline_seconds)
-    if not isinstance(group, dist.ProcessGroup):
-        outside = isinstance(group, DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER
-        found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(group).__name__}"
+    if not isinstance(process_group, dist.ProcessGroup):
+        outside = isinstance(process_group, DeviceMesh) or process_group is dist.GroupMember.NON_GROUP_MEMBER
+        found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(process_group).__name__}"
         remedy = "make the call on the ranks of the group alone; pass a process group, or a device mesh"
-        raise OptionError("ranks cannot work together", [Problem("group", found, "one that this rank is in", remedy)])
-    made = _of_group.setdefault(group, {})
+        raise OptionError(
+            "ranks cannot work together", [Problem("process_group", found, "one that this rank is in", remedy)]
+        )
+    made = _of_group.setdefault(process_group, {})
     if deadline_seconds not in made:
         others = next(iter(made.values()), None)
-        made[deadline_seconds] = others.with_deadline(deadline_seconds) if others else Ranks(group, deadline_seconds)
+        made[deadline_seconds] = (
+            others.with_deadline(deadline_seconds) if others else Ranks(process_group, deadline_seconds)
+        )
     return made[deadline_seconds]
 
 

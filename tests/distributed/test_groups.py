@@ -56,7 +56,7 @@ def app_of(mesh, group, which, value=1.0, algorithm="adamw"):
     )
     model = {"rows": rows, "copies": copies, f"plain{which}": torch.nn.Parameter(whole[0] - 1)}
     options = {"lr": 0.1} if algorithm == "adamw" else {"max_iter": 3, "line_search_fn": "strong_wolfe"}
-    optimizer = shardopt.keyed(algorithm, model, group=group, **options)
+    optimizer = shardopt.keyed(algorithm, model, process_group=group, **options)
     own = checkpoint.PerRank({"member": ranks_of(group).rank, "of": which})
     return {"model": model, "optimizer": optimizer, "own": own, "step": 0}
 
@@ -81,8 +81,8 @@ def train(app, group, which, steps, spoiled=None):
         The norms and scales.
     """
     clipped = shardopt.GradientClippingOptimizer(app["optimizer"], "norm", 0.5)
-    assert clipped.group is group
-    scaler = shardopt.GradScaler("cpu", init_scale=8.0, growth_interval=100, group=group)
+    assert clipped.process_group is group
+    scaler = shardopt.GradScaler("cpu", init_scale=8.0, growth_interval=100, process_group=group)
     seen = []
     for step in steps:
         give_gradients(app, step)
@@ -139,22 +139,24 @@ def both(root, mesh, group, which):
     for stage in (None, "now", "lazy"):
         url = f"{root}/{which}-{stage}"
         if stage is None:
-            checkpoint.save(url, app, group=group, deadline_seconds=SECONDS)
+            checkpoint.save(url, app, process_group=group, deadline_seconds=SECONDS)
         else:
-            checkpoint.async_save(url, app, stage=stage, group=group, deadline_seconds=SECONDS).result()
+            checkpoint.async_save(url, app, stage=stage, process_group=group, deadline_seconds=SECONDS).result()
         for replicas in ("read", "exchange"):
             other = app_of(mesh, group, which, value=9.0)
             other["own"] = checkpoint.PerRank(None)
-            checkpoint.load(url, other, init_state=True, replicas=replicas, group=group, deadline_seconds=SECONDS)
+            checkpoint.load(
+                url, other, init_state=True, replicas=replicas, process_group=group, deadline_seconds=SECONDS
+            )
             assert state_of(other) == results[1]
     results.append(train(other, group, which, range(3, 5)))
     results.append(state_of(other))
     smooth = app_of(mesh, group, which, algorithm="lbfgs")
     minimize(smooth, group)
     results.append(state_of(smooth))
-    checkpoint.save(f"{root}/{which}-lbfgs", smooth, group=group)
+    checkpoint.save(f"{root}/{which}-lbfgs", smooth, process_group=group)
     other = app_of(mesh, group, which, value=7.0, algorithm="lbfgs")
-    checkpoint.load(f"{root}/{which}-lbfgs", other, init_state=True, group=group)
+    checkpoint.load(f"{root}/{which}-lbfgs", other, init_state=True, process_group=group)
     minimize(smooth, group), minimize(other, group)
     assert state_of(smooth) == state_of(other)
     if which == 0:
@@ -225,7 +227,7 @@ def load_elsewhere(root, which, halves):
     if halves and halves.index(members) != 1:
         return None
     app = app_of(group or mesh_over([(0, 1)]), group, which, value=5.0)
-    checkpoint.load(f"{root}/{which}-None", app, init_state=True, group=group, deadline_seconds=SECONDS)
+    checkpoint.load(f"{root}/{which}-None", app, init_state=True, process_group=group, deadline_seconds=SECONDS)
     return state_of(app)
 
 
@@ -244,15 +246,15 @@ def refused_everywhere(root, url, group):
     parameter.grad = torch.ones(2)
     optimizer = shardopt.keyed("sgd", {"x": parameter}, lr=0.1)
     for call in (
-        lambda: checkpoint.save(url, app, group=group),
-        lambda: checkpoint.async_save(url, app, group=group),
-        lambda: checkpoint.load(url, app, group=group),
-        lambda: checkpoint.Manager(f"{root}/run", group=group),
-        lambda: shardopt.keyed("sgd", {"x": parameter}, group=group),
-        lambda: optimizer.check_agreement(group=group),
-        lambda: shardopt.GradientClippingOptimizer(optimizer, "norm", 1.0, group=group).step(),
-        lambda: shardopt.GradScaler("cpu", group=group).unscale_(optimizer),
-        lambda: Mirror(root, f"{root}/copies", group=group).prepare(),
+        lambda: checkpoint.save(url, app, process_group=group),
+        lambda: checkpoint.async_save(url, app, process_group=group),
+        lambda: checkpoint.load(url, app, process_group=group),
+        lambda: checkpoint.Manager(f"{root}/run", process_group=group),
+        lambda: shardopt.keyed("sgd", {"x": parameter}, process_group=group),
+        lambda: optimizer.check_agreement(process_group=group),
+        lambda: shardopt.GradientClippingOptimizer(optimizer, "norm", 1.0, process_group=group).step(),
+        lambda: shardopt.GradScaler("cpu", process_group=group).unscale_(optimizer),
+        lambda: Mirror(root, f"{root}/copies", process_group=group).prepare(),
     ):
         with pytest.raises(OptionError, match=rf"group: found one that rank {dist.get_rank()} is not in"):
             call()
@@ -273,11 +275,13 @@ def calls_from_outside(root):
         if rank in (1, 2):
             app = app_of(mesh, group, 0)
             train(app, group, 0, range(2))
-            checkpoint.save(url, app, group=group)
-            with checkpoint.Manager(f"{root}/run {kind}", group=group, mirror=f"{root}/copies {kind}") as manager:
+            checkpoint.save(url, app, process_group=group)
+            with checkpoint.Manager(
+                f"{root}/run {kind}", process_group=group, mirror=f"{root}/copies {kind}"
+            ) as manager:
                 manager.save(1, app)
                 assert manager.restore(app) == 1
-            results.append(checkpoint.load(url, app, group=group).world_size)
+            results.append(checkpoint.load(url, app, process_group=group).world_size)
             continue
         for _ in range(3):
             dist.all_reduce(torch.ones(2), group=evaluators)
@@ -294,7 +298,7 @@ def test_ranks_outside_are_refused_by_name_and_disturb_nobody(tmp_path):
 def no_groups():
     for group in ([0, 1], "world", 3):
         with pytest.raises(OptionError, match=r"group: found a \w+; required"):
-            checkpoint.save("/nowhere/at/all", {"x": 1}, group=group)
+            checkpoint.save("/nowhere/at/all", {"x": 1}, process_group=group)
 
 
 def test_what_is_no_group():
@@ -311,11 +315,11 @@ def group_of_one(root):
         url = f"{root}/{rank} {name}"
         app = app_of(mesh, group, rank)
         train(app, group, rank, range(2))
-        checkpoint.save(url, app, group=group)
-        checkpoint.async_save(f"{url} async", app, stage="lazy", group=group).result()
+        checkpoint.save(url, app, process_group=group)
+        checkpoint.async_save(f"{url} async", app, stage="lazy", process_group=group).result()
         for each in (url, f"{url} async"):
             other = app_of(mesh, group, rank, value=4.0)
-            checkpoint.load(each, other, init_state=True, group=group)
+            checkpoint.load(each, other, init_state=True, process_group=group)
             assert state_of(other) == state_of(app)
             with checkpoint.open(each) as reader:
                 assert reader.manifest.world_size == 1
@@ -339,13 +343,13 @@ def held_outside(root, members):
     if rank not in members:
         return None
     texts = []
-    optimizer = shardopt.keyed("sgd", {"cut": cut}, group=group, lr=0.1)
+    optimizer = shardopt.keyed("sgd", {"cut": cut}, process_group=group, lr=0.1)
     cut.grad = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)], run_check=False)
     for call in (
-        lambda: checkpoint.save(f"{root}/no", {"cut": cut, "plain": torch.ones(2)}, group=group),
-        lambda: checkpoint.async_save(f"{root}/no", {"cut": cut}, group=group).result(),
+        lambda: checkpoint.save(f"{root}/no", {"cut": cut, "plain": torch.ones(2)}, process_group=group),
+        lambda: checkpoint.async_save(f"{root}/no", {"cut": cut}, process_group=group).result(),
         lambda: shardopt.GradientClippingOptimizer(optimizer, "norm", 1.0).step(),
-        lambda: shardopt.keyed("lbfgs", {"cut": cut}, group=group).step(lambda: 1.0),
+        lambda: shardopt.keyed("lbfgs", {"cut": cut}, process_group=group).step(lambda: 1.0),
     ):
         with pytest.raises(LayoutError, match=r"cut: found boxes that only ranks") as caught:
             call()
@@ -353,10 +357,10 @@ def held_outside(root, members):
     assert not os.path.exists(f"{root}/no/manifest.json")
     app = {"copies": copies} | ({"hybrid": hybrid} if set(members) in ({0, 1}, {2, 3}) else {})
     for number in range(2):
-        checkpoint.save(f"{root}/{number}", app, group=group)
+        checkpoint.save(f"{root}/{number}", app, process_group=group)
     with torch.no_grad():
         local_tensors(copies)[0].zero_()
-    checkpoint.load(f"{root}/1", app, group=group)
+    checkpoint.load(f"{root}/1", app, process_group=group)
     assert local_tensors(copies)[0].eq(1).all()
     assert checkpoint.verify(f"{root}/1").ok
     return texts
@@ -382,7 +386,7 @@ def lose_a_rank(root, dead, stage):
     mesh = mesh_over(APART)
     app = app_of(mesh, group, which)
     manager = checkpoint.Manager(
-        f"{root}/{which}", group=group, stage=stage, options=checkpoint.SaveOptions(deadline_seconds=SECONDS)
+        f"{root}/{which}", process_group=group, stage=stage, options=checkpoint.SaveOptions(deadline_seconds=SECONDS)
     )
     try:
         for step in range(6):
@@ -395,7 +399,7 @@ def lose_a_rank(root, dead, stage):
         return "lost", str(error)
     other = app_of(mesh, group, which, value=4.0)
     with checkpoint.Manager(
-        f"{root}/{which}", group=group, options=checkpoint.SaveOptions(deadline_seconds=SECONDS)
+        f"{root}/{which}", process_group=group, options=checkpoint.SaveOptions(deadline_seconds=SECONDS)
     ) as restoring:
         assert restoring.restore(other) == 6
     assert state_of(other) == state_of(app)
@@ -437,15 +441,15 @@ def errors_in_a_group(root):
         {"bad": torch.ones(2, device="meta")} if rank in (1, 3) else {"bad": torch.ones(2)},
     ):
         with pytest.raises(ShardoptError) as caught:
-            checkpoint.save(f"{root}/{members[0]}", app, group=group)
+            checkpoint.save(f"{root}/{members[0]}", app, process_group=group)
         texts.append(str(caught.value))
-    checkpoint.save(f"{root}/{members[0]}", {"x": torch.ones(2)}, group=group)
+    checkpoint.save(f"{root}/{members[0]}", {"x": torch.ones(2)}, process_group=group)
     with pytest.raises(MismatchError) as mismatch:
         checkpoint.load(
-            f"{root}/{members[0]}", {"x": torch.ones(2), **({"y": 1} if rank in (1, 3) else {})}, group=group
+            f"{root}/{members[0]}", {"x": torch.ones(2), **({"y": 1} if rank in (1, 3) else {})}, process_group=group
         )
     with pytest.raises(RankError) as different:
-        checkpoint.save(f"{root}/{rank}-other", {"x": 1}, group=group)
+        checkpoint.save(f"{root}/{rank}-other", {"x": 1}, process_group=group)
     return [*texts, str(mismatch.value), str(different.value)]
 
 
@@ -475,31 +479,33 @@ def in_turns(root):
     for step in range(4):
         for name, group in groups.items():
             apps[name]["weight"].fill_(step)
-            pending.append(checkpoint.async_save(f"{root}/{name}-{step}", apps[name], group=group, deadline_seconds=20))
+            pending.append(
+                checkpoint.async_save(f"{root}/{name}-{step}", apps[name], process_group=group, deadline_seconds=20)
+            )
     for each in pending:
         each.result()
     # One of them fails: those who have saved there are told, each at the next call of that group, and nobody else.
     outcome = {}
     for name, group in groups.items():
         failing = f"{root}/low-0" if name == "low" else f"{root}/{name}-5"
-        outcome[name] = checkpoint.async_save(failing, apps[name], group=group, deadline_seconds=20)
+        outcome[name] = checkpoint.async_save(failing, apps[name], process_group=group, deadline_seconds=20)
     for each in outcome.values():
         each.done.wait()
     told = {}
     for name, group in groups.items():
         try:
-            checkpoint.async_save(f"{root}/{name}-6", apps[name], group=group, deadline_seconds=20).result()
+            checkpoint.async_save(f"{root}/{name}-6", apps[name], process_group=group, deadline_seconds=20).result()
             told[name] = ""
         except ShardoptError as error:
             told[name] = type(error).__name__
     for name, group in groups.items():
-        checkpoint.save(f"{root}/{name}-7", apps[name], group=group)
+        checkpoint.save(f"{root}/{name}-7", apps[name], process_group=group)
     if rank == 1:
         with pytest.raises(checkpoint.CheckpointError if hasattr(checkpoint, "CheckpointError") else ShardoptError):
-            checkpoint.async_save(f"{root}/low-8", {"x": object()}, group=groups["low"]).result()
+            checkpoint.async_save(f"{root}/low-8", {"x": object()}, process_group=groups["low"]).result()
     elif rank == 0:
         with pytest.raises(ShardoptError):
-            checkpoint.async_save(f"{root}/low-8", {"x": 1}, group=groups["low"]).result()
+            checkpoint.async_save(f"{root}/low-8", {"x": 1}, process_group=groups["low"]).result()
     return told
 
 
@@ -527,7 +533,7 @@ def copies_of_optimizers():
         clipped = shardopt.GradientClippingOptimizer(app["optimizer"], "norm", 0.5)
         train(app, of, 0, range(2))
         copied = copy.deepcopy(clipped)
-        assert copied.group is of
+        assert copied.process_group is of
         for optimizer in (clipped, copied):
             parameters = optimizer.params
             give_gradients({"model": parameters}, 5)
@@ -536,10 +542,10 @@ def copies_of_optimizers():
         assert float(copied.total_norm) == float(clipped.total_norm)
     plain = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(StateError, match=r"group: found a process group, which is nothing in another process"):
-        pickle.dumps(shardopt.keyed("sgd", {"x": plain}, group=group, lr=0.1))
-    again = pickle.loads(pickle.dumps(shardopt.keyed("sgd", {"x": plain}, group=mesh, lr=0.1)))
+        pickle.dumps(shardopt.keyed("sgd", {"x": plain}, process_group=group, lr=0.1))
+    again = pickle.loads(pickle.dumps(shardopt.keyed("sgd", {"x": plain}, process_group=mesh, lr=0.1)))
     again.check_agreement()
-    assert again.group == mesh
+    assert again.process_group == mesh
 
 
 def test_copies_keep_the_group():
@@ -555,7 +561,7 @@ def stopped_and_mirrored(root):
     group, members = groups_by_kind(APART, "mesh")
     which, rank = APART.index(members), dist.get_rank()
     app = app_of(group, group, which)
-    options = {"stop_on": checkpoint.Preemption(signal.SIGUSR2, exit_code=7, seconds=50.0), "group": group}
+    options = {"stop_on": checkpoint.Preemption(signal.SIGUSR2, exit_code=7, seconds=50.0), "process_group": group}
     manager = checkpoint.Manager(f"{root}/{which}", mirror=f"{root}/copies-{which}", keep=2, **options)
     left = None
     try:

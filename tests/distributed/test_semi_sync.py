@@ -62,8 +62,8 @@ def replicas_beside_uneven_shards():
     replicated = torch.nn.Parameter(torch.randn(1000))
     rows = torch.nn.Parameter(distribute_tensor(torch.randn(3, 600), mesh["own"], [Shard(0)]))
     params = {"a": rows, "b": replicated}
-    inner = shardopt.keyed("sgd", params, lr=0.1, group=mesh["own"])
-    optimizer = shardopt.SemiSync(inner, every=1, group=mesh["across"])
+    inner = shardopt.keyed("sgd", params, lr=0.1, process_group=mesh["own"])
+    optimizer = shardopt.SemiSync(inner, every=1, process_group=mesh["across"])
     torch.manual_seed(mesh.get_local_rank("across"))
     for _ in range(2):
         replicated.grad = torch.randn(1000)
@@ -86,8 +86,8 @@ def shards_of_several_islands(root):
     metadata = ShardMetadata([0, 0], [3, 4], f"rank:{rank}/cpu")
     group = mesh["own"].get_group()
     table = init_from_local_shards([LocalShard(local, metadata)] if held else [], [3, 4], process_group=group)
-    inner = shardopt.keyed("adamw", {"table": table}, lr=0.1, group=mesh["own"])
-    optimizer = shardopt.SemiSync(inner, every=3, delay=1, group=mesh["across"])
+    inner = shardopt.keyed("adamw", {"table": table}, lr=0.1, process_group=mesh["own"])
+    optimizer = shardopt.SemiSync(inner, every=3, delay=1, process_group=mesh["across"])
     app = {"optimizer": optimizer, **optimizer.own({"table": table})}
 
     def train(steps):
@@ -116,9 +116,9 @@ def raised(call, *args, **kwargs):
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def optimizer_of(here, params, group="own", **options):
-    inner = shardopt.keyed("sgd", params, lr=0.1, group=here.mesh["own"] if group == "own" else None)
-    return shardopt.SemiSync(inner, group=here.mesh["across"], **({"every": 2} | options))
+def optimizer_of(here, params, process_group="own", **options):
+    inner = shardopt.keyed("sgd", params, lr=0.1, process_group=here.mesh["own"] if process_group == "own" else None)
+    return shardopt.SemiSync(inner, process_group=here.mesh["across"], **({"every": 2} | options))
 
 
 def islands_that_differ(root):
@@ -127,14 +127,14 @@ def islands_that_differ(root):
     island = here.mesh.get_local_rank("across")
     params = dict(here.model.named_parameters())
     told = {
-        "overlap": raised(optimizer_of, here, params, group=None),
+        "overlap": raised(optimizer_of, here, params, process_group=None),
         "options": raised(optimizer_of, here, params, every=2 + island),
         "outer": raised(optimizer_of, here, params, outer_options={"lr": 1.0 + island}),
     }
     mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("across", "own"))
     bias = {"bias": torch.nn.Parameter(torch.zeros(3))}
-    inner = shardopt.keyed("sgd", bias, lr=0.1, group=mesh["own"])
-    told["grid"] = raised(shardopt.SemiSync, inner, every=2, group=mesh["across"])
+    inner = shardopt.keyed("sgd", bias, lr=0.1, process_group=mesh["own"])
+    told["grid"] = raised(shardopt.SemiSync, inner, every=2, process_group=mesh["across"])
     renamed = {f"{name}{island}" if name == "0.bias" else name: param for name, param in params.items()}
     told["names"] = raised(optimizer_of, here, renamed)
     own, before = local_tensors(here.model[2].weight)[0].detach(), whole(here.model[0].weight)
@@ -194,7 +194,7 @@ def other_numbers_of_islands(root, layout, islands):
 def test_what_differs_between_islands_is_refused_on_all_ranks(tmp_path):
     of_ranks = run_ranks(4, islands_that_differ, str(tmp_path))
     for name, wanted in {
-        "overlap": "OptionError.*group=mesh",
+        "overlap": "OptionError.*process_group=mesh",
         "options": "MismatchError.*every: found 3 on island 1; required 2",
         "outer": "MismatchError.*outer.*lr",
         "grid": r"MismatchError.*group: found islands that begin with ranks \[0, 1\].*\[1, 0\]",

@@ -142,11 +142,11 @@ class Life:
         path = self.another("aside")
         if self.here:
             if way == "save":
-                checkpoint.save(path, self.program.app, group=self.group)
+                checkpoint.save(path, self.program.app, process_group=self.group)
             else:
-                checkpoint.async_save(path, self.program.app, group=self.group, stage=way.split()[1]).result()
+                checkpoint.async_save(path, self.program.app, process_group=self.group, stage=way.split()[1]).result()
             other = Program(self.script, self.meshes)
-            checkpoint.load(path, other.app, init_state=True, group=self.group)
+            checkpoint.load(path, other.app, init_state=True, process_group=self.group)
             other.check(self.plain)
 
     def another(self, name: str) -> str:
@@ -164,16 +164,16 @@ class Life:
         self.manager.wait()
         step = max(self.saved)
         options = {"select": r"^model\."} if to == "huggingface" else {}
-        checkpoint.convert(self.manager.path(step), path, to, group=self.group, durable=False, **options)
+        checkpoint.convert(self.manager.path(step), path, to, process_group=self.group, durable=False, **options)
         program = copy.copy(self.saved[step].script)  # an earlier start's, if this one has not saved yet
         program.ranks, program.layout = self.script.ranks, self.script.layout
         other = Program(program, self.meshes)
         if to == "huggingface":
-            checkpoint.load(path, {"model": other.model}, group=self.group)
+            checkpoint.load(path, {"model": other.model}, process_group=self.group)
             for name, param in other.params.items():
                 same(param, self.saved[step].params[name], name)
         else:
-            checkpoint.load(path, other.app, init_state=True, group=self.group)
+            checkpoint.load(path, other.app, init_state=True, process_group=self.group)
             expected = self.saved[step].copied()
             if to == "dcp" and expected.records.get("note") == {}:  # which has no form for what is empty
                 del expected.records["note"]
@@ -219,7 +219,7 @@ class Life:
 
     def resume(self, old: Plain | None, plain: Plain, followed: dict[str, object]) -> None:
         self.program = Program(self.script, self.meshes)
-        self.manager = checkpoint.Manager(self.root, group=self.group, **self.script.ways)
+        self.manager = checkpoint.Manager(self.root, process_group=self.group, **self.script.ways)
         for attempt in range(4):
             options = {key: each for key, each in followed.items() if key in ("strict",)}
             try:

@@ -278,7 +278,7 @@ class RunningJob:
             options=SaveOptions(deadline_seconds=DEADLINE_SECONDS),
             stage=job.stage,  # type: ignore[arg-type]
             incremental=job.incremental,
-            group=group,
+            process_group=group,
             export=Export(EXPORTS) if job.exports else None,
         )
         self._follow(manager, rank)
@@ -312,7 +312,7 @@ class RunningJob:
 
     def _look_alone(self) -> list[int]:
         """Looks at the run, on one rank alone."""
-        return Manager(ROOT, mirror=MIRROR if self.job.mirror else None, group=self.processes[0].group).steps()  # type: ignore[attr-defined]
+        return Manager(ROOT, mirror=MIRROR if self.job.mirror else None, process_group=self.processes[0].group).steps()  # type: ignore[attr-defined]
 
     def _restore(self, manager: Manager, app: App, rank: int) -> int:
         wanted = None

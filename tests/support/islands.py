@@ -52,8 +52,8 @@ class Island:
         else:
             assert layout == "plain"
         inner = {"algorithm": "adamw", "lr": INNER_LR} | (inner or {})
-        optimizer = shardopt.keyed(inner.pop("algorithm"), self.model.named_parameters(), group=own, **inner)
-        self.optimizer = shardopt.SemiSync(optimizer, group=self.mesh["across"], **options)
+        optimizer = shardopt.keyed(inner.pop("algorithm"), self.model.named_parameters(), process_group=own, **inner)
+        self.optimizer = shardopt.SemiSync(optimizer, process_group=self.mesh["across"], **options)
         self.app = {"optimizer": self.optimizer, "step": 0, **self.optimizer.own({"model": self.model})}
 
     def step(self):

@@ -19,7 +19,7 @@ FRAGMENTS = {"every": 6, "fragments": 2, "delay": 2, "alpha": 0.25}
 def alone(model=None, algorithm="adamw", inner=None, **options):
     model = plain_model() if model is None else model
     optimizer = shardopt.keyed(algorithm, model.named_parameters(), **({"lr": 0.05} | (inner or {})))
-    return model, shardopt.SemiSync(optimizer, group=None, **({"every": 4} | options))
+    return model, shardopt.SemiSync(optimizer, process_group=None, **({"every": 4} | options))
 
 
 def train(model, optimizer, steps):
@@ -216,7 +216,7 @@ def test_what_cannot_be_synchronized():
     with pytest.raises(AlgorithmError, match="evaluates"):
         alone(model, outer="lbfgs")
     with pytest.raises(StateError, match="KeyedOptimizer"):
-        shardopt.SemiSync(torch.optim.SGD(model.parameters(), 0.1), every=2, group=None)
+        shardopt.SemiSync(torch.optim.SGD(model.parameters(), 0.1), every=2, process_group=None)
     for outer in (3, torch.optim.SGD(model.parameters(), 0.1)):
         with pytest.raises(OptionError, match="outer"):
             alone(model, outer=outer)
@@ -225,7 +225,7 @@ def test_what_cannot_be_synchronized():
     with pytest.raises(LayoutError, match="complex"):
         alone(torch.nn.ParameterDict({"w": torch.zeros(2, dtype=torch.complex64)}), "sgd")
     with pytest.raises(AlgorithmError, match="in backward"):
-        shardopt.SemiSync(in_backward(plain_model(), "sgd", lr=0.1), every=2, group=None)
+        shardopt.SemiSync(in_backward(plain_model(), "sgd", lr=0.1), every=2, process_group=None)
     _, optimizer = alone(model)
     with pytest.raises(StateError, match=r"inner\.as_torch"):
         optimizer.as_torch()
@@ -414,7 +414,7 @@ def test_torchrecs_optimizer_makes_dilocos_steps_by_itself():
         shardopt.keyed(torch.optim.SGD, plain, lr=0.01, momentum=0.5),
         outer_options={"lr": 0.1, "momentum": 0.9},
         every=3,
-        group=None,
+        process_group=None,
     )
     for step in range(7):
         if step == 4:

@@ -113,7 +113,7 @@ def convert(
     weights: str | None = None,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
-    group: Group | None = None,
+    process_group: Group | None = None,
 ) -> ConvertReport:
     """Writes the checkpoint at `src` to `dst` in another format. Collective where torch.distributed is initialized.
 
@@ -151,7 +151,7 @@ def convert(
             under the model's keys, in the dtype of the averages; what has no average is the model's own.
         progress: called with the bytes that this process has written, and those that it is to write.
         deadline_seconds: how long a process may show no sign of life before the others give up and name it.
-        group: the processes that convert, where they are not all of the job.
+        process_group: the processes that convert, where they are not all of the job.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: as for `open`; with `check`, what was written is damaged.
@@ -176,7 +176,7 @@ def convert(
         durable=durable,
         weights=weights,
     )
-    return convert_on(ranks_of(group, deadline_seconds), src, dst, to, options, progress)
+    return convert_on(ranks_of(process_group, deadline_seconds), src, dst, to, options, progress)
 
 
 def convert_on(

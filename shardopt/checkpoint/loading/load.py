@@ -73,7 +73,7 @@ class LoadOptions:
     replicas: Replicas
     init_state: bool
     progress: Progress | None
-    group: Group | None
+    process_group: Group | None
     tied: Tied | None
     base_root: str | os.PathLike[str] | None
 
@@ -93,7 +93,7 @@ def load(
     init_state: bool = False,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
-    group: Group | None = None,
+    process_group: Group | None = None,
     tied: Tied | None = None,
     base_root: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -142,14 +142,14 @@ def load(
             `Manager.restore` begins a run, whose optimizers are new: it makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
-        group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others make no
-            call. It need not be the group that saved.
+        process_group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others
+            make no call. It need not be the group that saved.
         tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
         base_root: as for `open`.
         storage_options: as for `save`.
 
     Raises:
-        OptionError: this rank is not in `group`.
+        OptionError: this rank is not in `process_group`.
         CheckpointNotFoundError, FormatError: there is nothing here to load.
         MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
             every difference is listed, and nothing was changed.
@@ -168,7 +168,7 @@ def load(
         replicas=replicas,
         init_state=init_state,
         progress=progress,
-        group=group,
+        process_group=process_group,
         tied=tied,
         base_root=None if base_root is None else absolute_url(base_root),
     )
@@ -177,7 +177,7 @@ def load(
     refuse_within(f"loading {url}", but=[LOADING])
     if storage_options is not None:
         use_options(url, storage_options)
-    ranks = ranks_of(group, deadline_seconds)
+    ranks = ranks_of(process_group, deadline_seconds)
     with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused():
         report, differences = _load(ranks, url, app, options)
     emit_report("load", report)

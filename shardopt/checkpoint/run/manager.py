@@ -76,8 +76,8 @@ class Manager:
             `save` or `should_save` to be called at every step, and the Manager to be made in the main thread. Failures
             of an earlier save or copy are logged then, once this one is saved.
         options: of all saves (`SaveOptions`).
-        group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
-            no Manager for its root. Making it is collective then, as is its use.
+        process_group: the ranks of the run, where they are not all of the job: a process group, or a device mesh.
+            Others make no Manager for its root. Making it is collective then, as is its use.
         incremental: whether a save refers to the one before for what has not changed since, as by `save(..., base=)`;
             the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
             as long as a checkpoint that does, whatever the rules say of their own.
@@ -89,7 +89,7 @@ class Manager:
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
-            `group`.
+            `process_group`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Manager:
         stage: Stage | None = None,
         stop_on: signal.Signals | Iterable[signal.Signals] | Preemption | None = None,
         options: SaveOptions = DEFAULT_OPTIONS,
-        group: Group | None = None,
+        process_group: Group | None = None,
         incremental: bool = False,
         export: Export | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -117,14 +117,14 @@ class Manager:
         refuse_unfit_tiers(tiers, roots, incremental)
         terms = SaveTerms(
             **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
-            group=group,
+            process_group=process_group,
             base_required=False,
             renamed=(),
         )
         seconds = options.deadline_seconds
-        shared = SharedGroup(group, seconds)
+        shared = SharedGroup(process_group, seconds)
         rank = shared.ranks.rank  # refused where it is not in the group
-        copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=seconds, group=group)
+        copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=seconds, process_group=process_group)
         self._stop: Stop | None = None
         if preemption is not None:
             self._stop = Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
@@ -338,7 +338,7 @@ class Manager:
             init_state=True,
             progress=progress,
             deadline_seconds=run.ranks.deadline_seconds,
-            group=run.group.group,
+            process_group=run.group.process_group,
             tied=self._tied,
         )
         with run.ranks.beating():

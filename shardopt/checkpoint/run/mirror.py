@@ -61,7 +61,7 @@ class Mirror(Task):
         local: where checkpoints are saved: a path that all ranks see, as `save` wants it.
         remote: where the copies go, such as "s3://bucket/run".
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
-        group: the ranks that copy, where they are not all of the job.
+        process_group: the ranks that copy, where they are not all of the job.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Mirror(Task):
         remote: str | os.PathLike[str],
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
-        group: Group | None = None,
+        process_group: Group | None = None,
     ) -> None:
-        self._group = SharedGroup(group, deadline_seconds)
+        self._group = SharedGroup(process_group, deadline_seconds)
         self._local, self.remote = storage_of(local), storage_of(remote)
         self._side = SideRanks("copies of checkpoints")
         self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to

@@ -107,11 +107,11 @@ class AsyncSaver:
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
-        ranks = ranks_of(options.group, options.deadline_seconds)
+        ranks = ranks_of(options.process_group, options.deadline_seconds)
         if in_flight == "refuse":
             self._refuse_second(ranks, call)
-        self._wait(call, options.group)
-        self._group = options.group
+        self._wait(call, options.process_group)
+        self._group = options.process_group
         side = self._side.of(ranks)
         background = BackgroundSave(side, url, self._plans, begin, options, afterwards)
         pending = background.pending
@@ -183,12 +183,12 @@ class AsyncSaver:
                 hook.remove()
             self._hooks = []
 
-    def _wait(self, call: Call, group: Group | None) -> None:
+    def _wait(self, call: Call, process_group: Group | None) -> None:
         self.finish()
         pending, side = self._pending, self._ranks
         if pending is None or side is None or pending.failure is None or self._agreed_on_failure:
             return
-        ranks = ranks_of(group)
+        ranks = ranks_of(process_group)
         if ranks.size == 1 or not side.in_step:  # not in step: a rank was lost, and no round is possible
             pending.raise_failure()
             return
@@ -255,10 +255,10 @@ _of_members: dict[tuple[int, ...], AsyncSaver] = {}
 """By the numbers of their ranks: a rank that is in several groups must not wait in one for what another is about."""
 
 
-def _saver_of(group: Group | None) -> AsyncSaver:
+def _saver_of(process_group: Group | None) -> AsyncSaver:
     """Returns the one through which a group saves. Collective where `ranks_of` is."""
-    ranks = ranks_of(group)
-    if group is None or ranks.job_numbers is None:
+    ranks = ranks_of(process_group)
+    if process_group is None or ranks.job_numbers is None:
         return _default
     return _of_members.setdefault(ranks.members, AsyncSaver())
 
@@ -273,7 +273,7 @@ def async_save(
     check_replicas: CheckReplicas = "sampled",
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
-    group: Group | None = None,
+    process_group: Group | None = None,
     tied: Tied | None = None,
     base: str | os.PathLike[str] | None = None,
     select: str | None = None,
@@ -281,7 +281,8 @@ def async_save(
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
-    Collective: every rank of the job, or of `group`, must call it. The state at the call is saved, to the bit. Host
+    Collective: every rank of the job, or of `process_group`, must call it. The state at the call is saved, to the bit.
+        Host
     memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later. Where
     other ranks hold 16 MiB of it or more too, it is memory for what this rank writes: the call, or with "lazy" the
     thread, waits until the save is planned by all ranks, the call for two seconds at most; then it copies everything.
@@ -319,8 +320,8 @@ def async_save(
         if each is not None:
             use_options(each, storage_options)
     base_url = None if base is None else absolute_url(base)
-    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
-    return _saver_of(group).save(url, app, options, stage=stage, in_flight=in_flight)
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, process_group, base_url)
+    return _saver_of(process_group).save(url, app, options, stage=stage, in_flight=in_flight)
 
 
 def _optimizers_in(app: Any) -> list[Optimizer]:

@@ -89,13 +89,13 @@ class SaveOptions:
 class SaveTerms(SaveOptions):
     """All options of one save.
 
-    `group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base, or a
-    damaged one; otherwise all is written. `fallback_urls` are those to save to, in turn, where there is no room.
+    `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
+    or a damaged one; otherwise all is written. `fallback_urls` are those to save to, in turn, where there is no room.
     `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
     known.
     """
 
-    group: Group | None = None
+    process_group: Group | None = None
     base: str | None = None
     base_required: bool = True
     fallback_urls: tuple[str, ...] = ()
@@ -113,13 +113,13 @@ def save(
     check_replicas: CheckReplicas = "sampled",
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
-    group: Group | None = None,
+    process_group: Group | None = None,
     tied: Tied | None = None,
     base: str | os.PathLike[str] | None = None,
     select: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
-    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `group`) must call it.
+    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `process_group`) must call it.
 
     Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
     every rank raises the same error. `app` is not changed.
@@ -138,8 +138,9 @@ def save(
             placements say that they are replicas, are cut among those that hold them.
         progress: called with the bytes of this rank that are written and those there are to write.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
-        group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others make no
-            call, and must not hold a shard that none of these has. Files and values per rank are numbered within it.
+        process_group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others
+            make no call, and must not hold a shard that none of these has. Files and values per rank are numbered
+            within it.
         tied: name → the name that stands for it, of parameters that are tied, maybe on different ranks only:
             `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
             is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
@@ -151,7 +152,7 @@ def save(
             this process opens at or below it from now on takes them too. They are stored nowhere, and in no message.
 
     Raises:
-        OptionError: this rank is not in `group`.
+        OptionError: this rank is not in `process_group`.
         CheckpointExistsError: a committed checkpoint stands there.
         StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
         CheckpointError: a rank could not write. Or this thread is in the middle of a save, a load or a step, as where a
@@ -163,7 +164,7 @@ def save(
         if each is not None:
             use_options(each, storage_options)
     at = None if base is None else absolute_url(base)
-    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base=at)
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, process_group, base=at)
     return save_now(absolute_url(url), app, options)
 
 
@@ -184,7 +185,7 @@ def save_now(
     """
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
-    ranks = ranks_of(options.group, options.deadline_seconds)
+    ranks = ranks_of(options.process_group, options.deadline_seconds)
     check_replicas = options.check_replicas if ranks.size > 1 else "none"
 
     def described() -> Described:

@@ -26,7 +26,8 @@ class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
     """
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]  # as torch's
-        """Takes a metric of this rank. Collective: every rank of the optimizer's `group` must call (one all-reduce).
+        """Takes a metric of this rank. Collective: every rank of the optimizer's `process_group` must call (one
+        all-reduce).
 
         Args:
             metrics: a number or a tensor of one element. Each rank's counts alike; one that is NaN anywhere counts as
@@ -34,6 +35,6 @@ class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
                 everywhere.
             epoch: as torch's.
         """
-        ranks = ranks_of(getattr(self.optimizer, "group", None))
+        ranks = ranks_of(getattr(self.optimizer, "process_group", None))
         mean = ranks.all_reduce_sum(torch.tensor(float(metrics), dtype=torch.float64, device=ranks.device)) / ranks.size
         super().step(float(mean), epoch)

@@ -53,11 +53,11 @@ class SemiSync(CombinedOptimizer):
     of the outer optimizer are in `outer`.
 
     Args:
-        inner: the optimizer of the parameters, or a wrapper of it; with this island as its group
-            (`keyed(..., group=mesh["island"])`), so that norms and agreement stay within it. It lives on inside.
+        inner: the optimizer of the parameters, or a wrapper of it; with this island as its group (`keyed(...,
+            process_group=mesh["island"])`), so that norms and agreement stay within it. It lives on inside.
         outer: an algorithm's name or class, or a function that makes a keyed optimizer of {name: anchor}.
         every: local steps from one exchange of a parameter to its next.
-        group: the ranks that have the same shards, one of each island: a process group, or a device mesh
+        process_group: the ranks that have the same shards, one of each island: a process group, or a device mesh
             (`mesh["across"]`). What islands exchange goes over it alone. None where this is the only island.
         outer_options: of the algorithm; by default DiLoCo's for "sgd" (lr 0.7, Nesterov momentum 0.9), else the
             algorithm's own.
@@ -83,7 +83,7 @@ class SemiSync(CombinedOptimizer):
         outer: str | type[Optimizer] | Factory = "sgd",
         *,
         every: int,
-        group: Group | None,
+        process_group: Group | None,
         outer_options: Mapping[str, Any] | None = None,
         fragments: int = 1,
         delay: int = 0,
@@ -97,8 +97,8 @@ class SemiSync(CombinedOptimizer):
             problem = Problem("inner", f"a {type(inner).__name__}", "a KeyedOptimizer", "build it with shardopt.keyed")
             raise StateError("islands cannot be synchronized so", [problem])
         refuse_unfit(inner, "inner")
-        islands = Islands(group, SharedGroup(inner.group))
-        make_outer = partial(_make_outer, outer, outer_options, inner.group)
+        islands = Islands(process_group, SharedGroup(inner.process_group))
+        make_outer = partial(_make_outer, outer, outer_options, inner.process_group)
         made = OuterOptimizer(inner, make_outer, islands, schedule, float(alpha))
         self._inner, self._outer, self._islands = inner, made, islands
         super().__init__([(f"{ISLANDS}.{islands.number}", inner), (GLOBAL, made)])
@@ -193,9 +193,9 @@ class SemiSync(CombinedOptimizer):
         self._inner.defaults = defaults
 
     @property
-    def group(self) -> Group | None:
+    def process_group(self) -> Group | None:
         """The ranks of this island."""
-        return self._inner.group
+        return self._inner.process_group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to `inner`, and anchors with the outer optimizer's defaults. Collective over all islands.
@@ -258,7 +258,7 @@ def _make_outer(
     if isinstance(outer, str) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
         if options is None and isinstance(outer, str) and outer.lower() == "sgd":
             options = DILOCO
-        return keyed(outer, dict(anchors), group=island, **(options or {}))
+        return keyed(outer, dict(anchors), process_group=island, **(options or {}))
     if not callable(outer) or isinstance(outer, Optimizer) or options is not None:
         found = f"a {type(outer).__name__}" + ("" if options is None else " and outer_options")
         required = "an algorithm's name or class, or a function of {name: anchor} alone"

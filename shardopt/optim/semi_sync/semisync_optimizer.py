@@ -38,13 +38,13 @@ class SemisyncOptimizer(CombinedOptimizer):
 
     If the global optimizer, or the torch optimizer in it, has a method `global_step(local_step_counter, closure)`, that
     is called, as torchrec's is, and does whatever it does. Any other keyed optimizer makes the outer step of DiLoCo:
-    the parameters get the values of the last meeting, and as gradients these minus their own, as a mean over `group`;
-    then the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32 anchors of bf16
-    parameters, overlaps, and saves all islands in one checkpoint.
+    the parameters get the values of the last meeting, and as gradients these minus their own, as a mean over
+    `process_group`; then the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32
+    anchors of bf16 parameters, overlaps, and saves all islands in one checkpoint.
 
     Names in `state_dict()` have "semi_sync_local_optim.", "semi_sync_global_optim." or "semi_sync." (counters and the
     values of the last meeting) before them. Islands that differ are saved each by itself: `checkpoint.save(url of the
-    island, app, group=its ranks)`.
+    island, app, process_group=its ranks)`.
 
     Args:
         global_params: parameters, or groups of them, that the global optimizer has; in `global_optimizer.params`.
@@ -53,8 +53,8 @@ class SemisyncOptimizer(CombinedOptimizer):
         num_local_steps: local steps before each global one, at least 1.
         semi_sync_worker_shard_group: makes no difference; torchrec logs by it.
         offload_global_model, non_blocking: make no difference, as in torchrec.
-        group: the ranks that have the same shards, one of each island; not torchrec's. Without it there is nobody to
-            meet, but in a `global_step` of its own.
+        process_group: the ranks that have the same shards, one of each island; not torchrec's. Without it there is
+            nobody to meet, but in a `global_step` of its own.
 
     Raises:
         MismatchError: at the first step, islands begin with other weights; nothing was changed.
@@ -74,7 +74,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         offload_global_model: bool = False,
         non_blocking: bool = False,
         *,
-        group: Group | None = None,
+        process_group: Group | None = None,
     ) -> None:
         given: list[Any] = list(global_params)
         if not given:
@@ -89,7 +89,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         self._local_step_counter = torch.zeros((), dtype=torch.int64, device="cpu")
         self._global_step_counter = torch.zeros((), dtype=torch.int64, device="cpu")
         self._own_defaults: dict[str, Any] = {"_save_param_groups": False}
-        self._group = None if group is None else SharedGroup(group)
+        self._group = None if process_group is None else SharedGroup(process_group)
         self._own = KeyedOptimizer({}, {}, [])
         super().__init__(
             [
@@ -253,8 +253,8 @@ class SemisyncOptimizer(CombinedOptimizer):
         self._own.state.update({name: {_ANCHOR: anchor} for name, anchor in held.items()})
 
     def _islands(self) -> Islands:
-        group = None if self._group is None else self._group.group
-        return Islands(group, SharedGroup(self._optimizer.group))
+        group = None if self._group is None else self._group.process_group
+        return Islands(group, SharedGroup(self._optimizer.process_group))
 
     def _index(self) -> None:
         """Two children may have one parameter, under one name: they never step at once."""

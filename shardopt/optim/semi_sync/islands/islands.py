@@ -147,9 +147,10 @@ class Islands:
         found = f"an inner optimizer of ranks {[*self.row.members]}, and a group of ranks {[*self.column.members]}"
         required = "one rank in both: an island's own ranks train it, and the group has one rank of each island"
         remedy = (
-            "make the inner optimizer with keyed(..., group=mesh['island']), and SemiSync with group=mesh['across']"
+            "make the inner optimizer with keyed(..., process_group=mesh['island']), and SemiSync with "
+            "process_group=mesh['across']"
         )
-        raise OptionError("islands overlap", [Problem("group", found, required, remedy)])
+        raise OptionError("islands overlap", [Problem("process_group", found, required, remedy)])
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
@@ -180,7 +181,7 @@ def _other_columns(columns: list[list[int]]) -> list[Any]:
     found = f"islands that begin with ranks {columns[0]} meet by one rank of an island, and {other} by another"
     required = "a grid: each rank of an island meets one of every other island, and islands ascend by their ranks"
     remedy = "take both from one mesh of ascending ranks: init_device_mesh(..., mesh_dim_names=('across', 'island'))"
-    return [asdict(Problem("group", found, required, remedy))]
+    return [asdict(Problem("process_group", found, required, remedy))]
 
 
 def _same(report: Any) -> Any:
