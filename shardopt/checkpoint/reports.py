@@ -127,16 +127,18 @@ class CopyReport(OfUrl):
 def add_listener(listener: Listener) -> Callable[[], None]:
     """Adds a listener that gets every report of this process; returns a function that removes it.
 
-    Args:
-        listener: called with the event ("save", "load", …) and its report when the work is done, by the thread that did
-            it: for `async_save` and uploads one in the background. An exception that it raises is logged, and does no
-            harm to the work. For TensorBoard:
+    For TensorBoard:
 
         def to_tensorboard(event, report):
             for name, value in checkpoint.report_metrics(report).items():
                 writer.add_scalar(f"checkpoint/{event}/{name}", value, app["step"])
 
         checkpoint.add_listener(to_tensorboard)
+
+    Args:
+        listener: called with the event ("save", "load", …) and its report when the work is done, by the thread that did
+            it: for `async_save` and uploads one in the background. An exception that it raises is logged, and does no
+            harm to the work.
     """
     _listeners.append(listener)
 

@@ -65,7 +65,7 @@ def in_backward(
     Args:
         module: the module to train, after it was sharded; or parameters by name, if others have another optimizer.
         algorithm: of an elementwise algorithm, a torch optimizer class or its name in any case.
-        groups, group, tied: as in `shardopt.keyed`; groups without algorithms of their own.
+        groups, process_group, tied: as in `shardopt.keyed`; groups without algorithms of their own.
         defaults: options of `algorithm`.
 
     Raises:

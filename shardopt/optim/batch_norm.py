@@ -19,7 +19,7 @@ def update_bn(
     loader: Iterable[Any],
     model: nn.Module | Averaging,
     device: int | torch.device | None = None,
-    group: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> None:
     """Computes the running statistics of all batch-norm layers anew, over the batches of all ranks. Collective.
 
@@ -34,7 +34,7 @@ def update_bn(
         loader: this rank's batches; of a tuple or list the first element is used.
         model: in which every rank has the same layers; or averages (`EMA`, `SWA`) that stand in theirs.
         device: to which batches are moved first.
-        group: the ranks that share the layers; default: all.
+        process_group: the ranks that share the layers; default: all.
 
     Raises:
         StateError: averages that do not stand in their model: the statistics would be those of its own weights.
@@ -44,7 +44,7 @@ def update_bn(
             model.modules()
         model = model.module
     swa_utils.update_bn(loader, model, device)
-    ranks = ranks_of(group)
+    ranks = ranks_of(process_group)
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm) and layer.track_running_stats]
     if ranks.size == 1 or not layers:
         return

@@ -312,7 +312,7 @@ def test_remains_of_a_publication_have_a_name_that_is_known(tmp_path):
 
 @pytest.mark.parametrize("kind", ["local", "memory", "directory", "generic local"])
 def test_a_checkpoint_takes_the_same_line_everywhere(tmp_path, monkeypatch, kind):
-    for module in ("place", "sources.open"):
+    for module in ("saving.commit", "sources.open"):
         there = importlib.import_module(f"shardopt.checkpoint.{module}")
         monkeypatch.setattr(there, "storage_of", lambda url, durable=True: make_again(kind, tmp_path))
     value = torch.arange(200_000.0).reshape(400, 500)

@@ -226,7 +226,8 @@ class Twins(RuleBasedStateMachine):
             self.manager.close()
             self.manager = self.run()
         sharded = self.sharded if how is None else self.fresh(plain, how)
-        fits = how is not None or self.fits_here(plain, init=True)
+        # In the app as it is, state of what had none at that step goes.
+        fits = how is not None or self.plain.layout_of_groups() == plain.layout_of_groups()
 
         def restore(app, rename):
             assert self.manager.restore(app, step=None if back is None else step, rename=rename) == step

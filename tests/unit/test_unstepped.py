@@ -199,14 +199,8 @@ def test_a_checkpoint_from_before_the_first_step(tmp_path):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_was_stepped_and_is_not_stored_is_refused_and_nothing_changed(tmp_path, early):
-    """The checkpoint knows nothing of "a.b"; where its groups have it, see test_back_before_state.py."""
-    others = {name: parameter for name, parameter in parameters().items() if name != "a.b"}
-    saved = shardopt.keyed("adamw", others)
-    saved.save_param_groups(False)
-    step(saved, "a", "c")
-    checkpoint.save(tmp_path / "c", {"o": saved})
+    save_stepped(tmp_path / "c", "a", "c")
     optimizer = shardopt.keyed("adamw", parameters())
-    optimizer.save_param_groups(False)
     if early:
         optimizer.init_state()
     step(optimizer, "a.b")

@@ -1,9 +1,9 @@
 """Initializes optimizers: state for just those parameters that a checkpoint has state for, for it to be loaded into.
 
 State that was made before the first step and never stepped means the same as none. So state that was made for a
-parameter that the checkpoint has none for is dropped. What was stepped is dropped too where the checkpoint has the
-parameter in its groups: then it had no state at that step, as where a run is taken back to before its first gradient.
-Otherwise the checkpoint knows nothing of it, and the comparison refuses.
+parameter that the checkpoint has none for is dropped, and what was stepped is left for the comparison to refuse. But
+where a run is taken back (`Manager.restore`) to before a parameter's first gradient, the checkpoint has the parameter
+in its groups, and no state of it: then it has none again.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ def init_unstepped(
     ranks: Ranks,
     what: str,
     look: Callable[[], tuple[Any, FlatState, Names]],
+    takes_back: bool = False,
 ) -> Callable[[], None] | None:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
         what: names the load in errors.
         look: opens the checkpoint; returns it, the app as it is, and the checkpoint under the app's names.
+        takes_back: whether state goes that was stepped since a step at which the run had none.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -73,7 +75,7 @@ def init_unstepped(
 
     def compare() -> dict[str, _Change]:
         _, flat, names = look()
-        return dict(_changes(flat, names.manifest, names.chosen))
+        return dict(_changes(flat, names.manifest, names.chosen, takes_back))
 
     def merge(reports: list[Any]) -> dict[str, Any]:
         stepped: dict[str, set[str]] = {}
@@ -126,7 +128,7 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
             change.optimizer.init_state(names=change.make)
 
 
-def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[tuple[str, _Change]]:
+def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: bool) -> Iterator[tuple[str, _Change]]:
     """Yields the key of each optimizer of which something is stored, and the change that it needs."""
     roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
     stored_below = keys_below(stored_paths(manifest), roots)
@@ -140,7 +142,8 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[
         torchs = torchs_state(each, own, manifest, flat.tied)
         if torchs is not None:
             live = set(_live_names(each, flat, here, chosen))
-            forget = _known_without_state(key, live - torchs.stored.keys(), torchs.parameters, flat, manifest)
+            since = live - torchs.stored.keys() if takes_back else set()
+            forget = _known_without_state(key, since, torchs.parameters, flat, manifest)
             yield key, _Change(torchs, sorted(torchs.stored.keys() - live), forget=forget)
             continue
         if not hasattr(optimizer, "init_state"):
@@ -152,8 +155,8 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str]) -> Iterator[
             live = set(_live_names(each, flat, here, chosen)).intersection(known)
             surplus = live - saved
             unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
-            parameters = getattr(optimizer, "params", {})
-            forget = _known_without_state(key, surplus - unstepped, parameters, flat, manifest)
+            since = surplus - unstepped if takes_back else set()
+            forget = _known_without_state(key, since, getattr(optimizer, "params", {}), flat, manifest)
             kept = sorted(surplus - unstepped - forget.keys())
             yield key, _Change(optimizer, sorted(saved - live), sorted(unstepped), kept, forget)
         elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(

@@ -31,7 +31,7 @@ from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
 from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
 from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
-from shardopt.checkpoint.loading.rules_due import RulesDue, find_rules_due, said_of_rules
+from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
 from shardopt.checkpoint.loading.strictness import Strictness, log_passed_over, strictness_of
 from shardopt.checkpoint.progress import Progress
@@ -135,10 +135,9 @@ def load(
             "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
         init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
             `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
-            same as none. State that was stepped goes too where the groups of the checkpoint have its parameter, which
-            had no state then; otherwise it does not fit. Without it what is in `app` is what counts, and state on one
-            side alone is refused: a load is asked for what is there, and where an optimizer is empty that should have
-            state, or has state that nobody saved, it may be the wrong app or the wrong checkpoint.
+            same as none. State that was stepped stays, and does not fit. Without it what is in `app` is what counts,
+            and state on one side alone is refused: a load is asked for what is there, and where an optimizer is empty
+            that should have state, or has state that nobody saved, it may be the wrong app or the wrong checkpoint.
             `Manager.restore` begins a run, whose optimizers are new: it makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
@@ -217,7 +216,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
             return reader, flat, names or names_in_app(reader, flat, select, rename, skip)
 
         if options.init_state:
-            undo = init_unstepped(ranks, what, look)
+            undo = init_unstepped(ranks, what, look, takes_back=isinstance(options.rename, LeftInScript))
             if undo is not None:
                 look.cache_clear()  # the app has other state now
     try:

@@ -300,7 +300,7 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
-        durable, deadline_seconds, group, tied, base, select, storage_options: as for `save`.
+        durable, deadline_seconds, process_group, tied, base, select, storage_options: as for `save`.
         check_replicas: as for `save`. For "sampled" the samples are copied with the state, at the call; for "all"
             everything that this rank holds is, whoever writes it.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
