@@ -18,7 +18,7 @@ from shardopt.checkpoint.storage import common_storage, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from shardopt.ranks import SharedGroup
 from tests.harness import Fault, run_ranks
-from tests.unit.test_async_failures import Injected, each_call, first_of_each, small_app
+from tests.unit.checkpoint.saving.test_async_failures import Injected, each_call, first_of_each, small_app
 
 RANKS = 2
 NEVER = 300.0  # a deadline that no test waits for

@@ -18,7 +18,7 @@ from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.connections import unauthenticated
 from tests.support.hosts import Hosts, ip, namespaces_are_allowed
-from tests.unit.test_ranks import Group, together
+from tests.unit.ranks.test_ranks import Group, together
 
 CABLES = {"a": "10.80.0.1", "b": "10.80.0.2"}
 _NEW_NETWORK, _NEW_MOUNTS, _BIND, _PRIVATE = 0x40000000, 0x00020000, 0x1000, 0x44000

@@ -138,7 +138,7 @@ def between_rounds(victim, seconds):
 
 
 def test_a_rank_that_is_stopped_between_rounds_is_named():
-    """Where it works there for as long it is not: tests/unit/test_ranks.py."""
+    """Where it works there for as long it is not: tests/unit/ranks/test_ranks.py."""
     texts = run_ranks(2, between_rounds, 1, 1.5)
     assert texts[0].startswith("a call: rank 1 gave no sign of life for 0.5 s")
 

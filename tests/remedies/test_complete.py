@@ -9,7 +9,7 @@ from tests.remedies.collected import NAMES_A_CALL, VARIES, pattern, remedies
 
 STEPS = "a step, its gradients or its scaler reach it, and no load"
 ISLANDS = "the loop of islands reaches it, on several ranks"
-RANKS = "ranks that disagree reach it: tests/distributed and tests/unit/test_reshard.py"
+RANKS = "ranks that disagree reach it: tests/distributed and tests/unit/checkpoint/convert/test_reshard.py"
 LINE = "a line of the log, or a part of a message, and no remedy"
 ELSEWHERE = {
     r"optim/(backward|scaler|gradients/|local/)": STEPS,
@@ -20,14 +20,14 @@ ELSEWHERE = {
     r"checkpoint/run/options.py": "a Manager that is made reaches it, and no load",
     r"checkpoint/run/steps.py": LINE,
     r"sharding/pieces_tensor.py": "arithmetic on a stand-in for a shard, which no load does",
-    r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/test_quantized.py",
+    r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/checkpoint/sources/test_quantized.py",
 }
 TEXTS = {
     "load_state_dict(..., convert_state=True) of another": "tests/numerics/test_low_precision_follows.py",
-    "checkpoint.load(…, app, rename=…": "tests/unit/test_rename_left_in_script.py",
-    "give one of them memory of its own": "tests/unit/test_overlapping.py",
-    "end `with ema.swap():` before": "tests/unit/test_averaging.py",
-    "outside of `with ema.swap():`": "tests/unit/test_averaging.py",
+    "checkpoint.load(…, app, rename=…": "tests/unit/checkpoint/loading/test_rename_left_in_script.py",
+    "give one of them memory of its own": "tests/unit/checkpoint/loading/test_overlapping.py",
+    "end `with ema.swap():` before": "tests/unit/optim/test_averaging.py",
+    "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,
     "what a row is divided by": "a table whose columns lie on several ranks: tests/distributed",

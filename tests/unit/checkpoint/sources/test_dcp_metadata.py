@@ -24,7 +24,7 @@ from shardopt.state.values import encode_value
 from tests.golden.dcp_state import DTYPES, KINDS, VALUES, filled, whole
 from tests.support.torch_files import read_dcp
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "dcp"
+GOLDEN = Path(__file__).parents[3] / "golden" / "dcp"
 OLDER = sorted(GOLDEN.parent.glob("dcp_of_torch_*"))
 FOLDERS = sorted(folder for each in (GOLDEN, *OLDER) for folder in each.iterdir())
 

@@ -15,7 +15,7 @@ from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
 from tests.support.boxes import partitions
-from tests.unit.test_read import at, store
+from tests.unit.checkpoint.sources.test_read import at, store
 
 # An item is the name of an axis, ("(", items) for a product, ("+", items) for sections; ("(", []) is an axis of size 1.
 

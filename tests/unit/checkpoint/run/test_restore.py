@@ -281,7 +281,7 @@ def test_saves_that_are_too_slow_for_a_stop_are_warned_of(tmp_path, monkeypatch,
 
 def test_nothing_is_said_of_a_save_whose_seconds_were_not_noted(tmp_path, caplog):
     for name in ("v4", "base_of_v4"):
-        shutil.copytree(Path(__file__).parents[1] / "golden" / name, tmp_path / name)
+        shutil.copytree(Path(__file__).parents[3] / "golden" / name, tmp_path / name)
     (tmp_path / "v4").rename(tmp_path / "step-00000001")
     with checkpoint.Manager(tmp_path, stop_on=checkpoint.Preemption(signal.SIGUSR2, seconds=0.001)) as manager:
         assert manager.restore({"step": 0}, strict=False) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[3] / "benchmarks"
 SHARED = ("peers", "bounds", "dcp", "agreement_at_scale")  # by several benchmarks, or run by another
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 # What is not run here: these want frameworks that are not installed, or several hosts.

@@ -7,7 +7,7 @@ import pytest
 from shardopt.checkpoint.saving.planning import drift
 from shardopt.errors import StateError
 from shardopt.ranks import as_call
-from tests.unit.test_ranks import Job, stubs_have_no_backend, together
+from tests.unit.ranks.test_ranks import Job, stubs_have_no_backend, together
 
 __all__ = ["stubs_have_no_backend"]
 

@@ -604,7 +604,7 @@ def test_of_two_warm_ups_the_outer_ones_rates_are_used():
 
 
 def test_example_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "warmup.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "warmup.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "dense": torch.nn.Linear(2, 1)})
     given = {"model": model}

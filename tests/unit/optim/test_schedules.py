@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.schedules import orders
 
-OPERATION = "tests.unit.test_schedules:operation"
+OPERATION = "tests.unit.optim.test_schedules:operation"
 
 
 def operation(log, name):

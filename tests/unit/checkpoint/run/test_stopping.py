@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from shardopt import checkpoint, signals
+from shardopt import checkpoint
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.ranks import Ranks
+from shardopt.runtime import signals
 from shardopt.runtime.signals import Listener
 
 ALONE = Ranks(None)
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.harness import (
 )
 from tests.harness.faults import watched
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 # What the ranks do. At module level, since they import it.
@@ -135,7 +135,7 @@ class NetworkDisk(Disk):
     pass
 
 
-DISK = "tests.unit.test_harness:Disk"
+DISK = "tests.unit.project.test_harness:Disk"
 
 
 def use_disk(times=2):
@@ -315,12 +315,14 @@ def test_fault_delays():
 
 
 def test_fault_on_an_inherited_method_leaves_the_base_alone():
-    fault = Fault(0, "tests.unit.test_harness:NetworkDisk.write", action="short")
+    fault = Fault(0, "tests.unit.project.test_harness:NetworkDisk.write", action="short")
     assert run_ranks(1, inherited, faults=[fault], backend=None) == [(1, 2)]
 
 
 def test_operations_are_put_back():
-    names = [f"{DISK}.{name}" for name in ("write", "sync", "name")] + ["tests.unit.test_harness:NetworkDisk.write"]
+    names = [f"{DISK}.{name}" for name in ("write", "sync", "name")] + [
+        "tests.unit.project.test_harness:NetworkDisk.write"
+    ]
     before = dict(vars(Disk)), dict(vars(NetworkDisk))
     with watched([], names) as watch:
         assert use_disk(1) == [(8, "synced", "Disk")]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from shardopt.errors import GradientError
 from tests.support.fake_rank import fake_rank, shard
-from tests.unit.test_gathered import ALGORITHMS, Twins
+from tests.unit.optim.test_gathered import ALGORITHMS, Twins
 
 OPTIONS = [
     *(("lr", value) for value in (0.01, 0.2)),

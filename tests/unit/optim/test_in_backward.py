@@ -171,7 +171,7 @@ def test_peak_memory_of_a_process_is_lower_by_the_gradients_but_those_of_the_lar
 
     def peak(kind):
         run = [sys.executable, "-m", "benchmarks.in_backward", "--child", kind, algorithm, "False"]
-        root = Path(__file__).parents[2]
+        root = Path(__file__).parents[3]
         return json.loads(subprocess.run(run, check=True, capture_output=True, cwd=root).stdout)["peak_bytes"]
 
     block = 2 * 4 * 3072**2

@@ -90,7 +90,7 @@ def test_a_users_own_metrics_are_neither_read_nor_removed(tmp_path):
 def test_metrics_of_before_they_were_in_manifests(tmp_path):
     manager = checkpoint.Manager(tmp_path)
     path = tmp_path / "step-00000001"
-    shutil.copytree(Path(__file__).parents[1] / "golden" / "v1", path)
+    shutil.copytree(Path(__file__).parents[3] / "golden" / "v1", path)
     assert manager.metrics(1) == {}
     (path / "metrics.json").write_text('{"loss": 0.5, "a": NaN}')
     assert manager.metrics(1)["loss"] == 0.5

@@ -50,7 +50,7 @@ from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using, world
 from tests.support.source import ROOT
 from tests.support.wire import Wire
-from tests.unit.test_ranks import Group, Job, together
+from tests.unit.ranks.test_ranks import Group, Job, together
 
 KEY = "6b" * 32
 
@@ -268,7 +268,7 @@ from shardopt.ranks import Ranks, ranks as ranks_module
 from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.files.server import FileServer
-from tests.unit.test_ranks import Group, together
+from tests.unit.ranks.test_ranks import Group, together
 
 ranks_module.accelerator_of = lambda group: None
 ranks_module._members = lambda group: tuple(range(group.size()))
