@@ -284,7 +284,7 @@ def lose_the_other(root, stage):
 
 @pytest.mark.parametrize("stage", [None, "lazy"])
 def test_a_rank_does_not_wait_for_one_that_was_killed_beside_it(tmp_path, stage):
-    killed = Fault(1, "shardopt.checkpoint.save:write_files", at=2)
+    killed = Fault(1, "shardopt.checkpoint.saving.save:write_files", at=2)
     outcomes = run_ranks_outcomes(2, lose_the_other, str(tmp_path), stage, faults=[killed])
     assert outcomes[1].signal == signal.SIGKILL
     assert outcomes[0].value < 20, outcomes  # far from the deadlines, of 60 and 300 seconds

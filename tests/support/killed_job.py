@@ -32,7 +32,10 @@ STORAGE = "shardopt.checkpoint.storage:"
 # The calls before which a rank can die, by what it is at then; the last two are rank 0's alone.
 PHASES = {
     "training": ("tests.support.killed_job:train_step", "shardopt.optim.local.local_step:LocalOptimizer.step"),
-    "staging": ("shardopt.checkpoint.saving.writing.staging:copy_on_host", "shardopt.checkpoint.async_save:Staging"),
+    "staging": (
+        "shardopt.checkpoint.saving.writing.staging:copy_on_host",
+        "shardopt.checkpoint.saving.async_save:Staging",
+    ),
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
     "commit": ("shardopt.checkpoint.saving.commit:publish_checkpoint", STORAGE + "LocalStorage.publish_new", "os:link"),
     "retention": (

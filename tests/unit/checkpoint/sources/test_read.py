@@ -115,13 +115,10 @@ def wanted_boxes(draw, shape):
 def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     """Against slices of the whole. Segments and batches of a few bytes, so that all their borders are met."""
     patch = pytest.MonkeyPatch()
-    for name in (
-        "format.constants",
-        "reading.open_file",
-        "reading.read_plan",
-        "writing.write",
-    ):  # all that take the length of segments
-        patch.setattr(importlib.import_module(f"shardopt.checkpoint.{name}"), "SEGMENT_BYTES", segment)
+    # All that take the length of segments.
+    names = ("format.constants", "sources.reading.open_file", "sources.reading.read_plan", "saving.writing.write")
+    for there in [importlib.import_module(f"shardopt.checkpoint.{name}") for name in names]:
+        patch.setattr(there, "SEGMENT_BYTES", segment)
     patch.setattr(plan_module, "_SMALL_READ_BYTES", min(segment, plan_module._SMALL_READ_BYTES))
     patch.setattr(fetch_module, "_BATCH_BYTES", segment * batch)
     try:
