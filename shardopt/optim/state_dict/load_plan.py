@@ -195,8 +195,12 @@ class LoadPlan:
             return
         # A rank without local tensors may not know their dtype; the others see whether it differs.
         if own and here.dtype != there.dtype and not (self.convert_dtype and _both_floating(here.dtype, there.dtype)):
-            remedy = "convert it first, or pass convert_dtype=True; to a load of a checkpoint Strictness(dtype='cast')"
-            self.problem(key, f"dtype {there.dtype}", f"{here.dtype}", remedy)
+            self.problem(
+                key,
+                f"dtype {there.dtype}",
+                f"{here.dtype}",
+                "convert it first, or pass convert_dtype=True; to a load of a checkpoint Strictness(dtype='cast')",
+            )
         if here.shape != there.shape:
             self.problem(
                 key,

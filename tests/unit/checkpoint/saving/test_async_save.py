@@ -366,7 +366,8 @@ def test_nothing_of_a_save_is_kept_but_host_memory(saver, tmp_path):
         saver.save(tmp_path / str(number), app, SaveTerms(durable=False), stage="lazy")
     saver.wait()
     assert len(optimizer._optimizer_step_pre_hooks) == 0
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardopt")]
+    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("shardopt")}
+    assert threads <= {"shardopt-signals"}  # which stays where something in this process has listened for a signal
     copied = copy.deepcopy(optimizer)  # a copy has no hooks
     saver.save(tmp_path / "last", {"model": model, "optimizer": optimizer}, stage="lazy")
     assert len(copied._optimizer_step_pre_hooks) == 0
