@@ -76,7 +76,7 @@ def everything(path):
     checkpoint.save(f"{path}/a", saved, check_replicas="all")
     for stage in ("now", "lazy"):
         checkpoint.async_save(f"{path}/{stage}", saved, stage=stage).result()
-    for name, choice in (("a", {"transactional": True}), ("now", {"replicas": "exchange"}), ("lazy", {})):
+    for name, choice in (("a", {"transactional": True}), ("now", {"share_reads": "always"}), ("lazy", {})):
         app = make(filled=False)
         checkpoint.load(f"{path}/{name}", app, **choice)
         same(app, saved)

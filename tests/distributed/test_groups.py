@@ -142,11 +142,11 @@ def both(root, mesh, group, which):
             checkpoint.save(url, app, process_group=group, deadline_seconds=SECONDS)
         else:
             checkpoint.async_save(url, app, stage=stage, process_group=group, deadline_seconds=SECONDS).result()
-        for replicas in ("read", "exchange"):
+        for share_reads in ("never", "always"):
             other = app_of(mesh, group, which, value=9.0)
             other["own"] = checkpoint.PerRank(None)
             checkpoint.load(
-                url, other, init_state=True, replicas=replicas, process_group=group, deadline_seconds=SECONDS
+                url, other, init_state=True, share_reads=share_reads, process_group=group, deadline_seconds=SECONDS
             )
             assert state_of(other) == results[1]
     results.append(train(other, group, which, range(3, 5)))

@@ -447,7 +447,7 @@ def test_memory_filesystem_takes_the_same_line():
     run_ranks(1, save_and_load_in_memory)
 
 
-def load_what_one_rank_cannot_hold(path, replicas):
+def load_what_one_rank_cannot_hold(path, share_reads):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.ones(6, 4)
     whole[5, 3] = 70000.0
@@ -459,12 +459,12 @@ def load_what_one_rank_cannot_hold(path, replicas):
         strict = checkpoint.Strictness(dtype="cast")
         if dtype == torch.float16:
             with pytest.raises(MismatchError, match=r"found 70000\.0 in float32; required numbers that float16"):
-                checkpoint.load(path, app, strict=strict, replicas=replicas)
+                checkpoint.load(path, app, strict=strict, share_reads=share_reads)
             assert not any(tensor.to_local().any() for tensor in app.values())
         else:
-            assert len(checkpoint.load(path, app, strict=strict, replicas=replicas).cast) == 2
+            assert len(checkpoint.load(path, app, strict=strict, share_reads=share_reads).cast) == 2
 
 
-@pytest.mark.parametrize("replicas", ["read", "exchange"])
-def test_a_number_that_one_rank_cannot_hold_is_told_by_all(tmp_path, replicas):
-    run_ranks(2, load_what_one_rank_cannot_hold, str(tmp_path / "c"), replicas)
+@pytest.mark.parametrize("share_reads", ["never", "always"])
+def test_a_number_that_one_rank_cannot_hold_is_told_by_all(tmp_path, share_reads):
+    run_ranks(2, load_what_one_rank_cannot_hold, str(tmp_path / "c"), share_reads)

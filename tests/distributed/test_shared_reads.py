@@ -26,7 +26,7 @@ def load_matrix(path, turns):
     for turn in turns:
         state = matrix.make_state(turn, filled=False)
         memory = matrix.held(state)
-        report = checkpoint.load(path, {"state": dict(state)}, replicas="exchange", transactional=turn % 2 == 1)
+        report = checkpoint.load(path, {"state": dict(state)}, share_reads="always", transactional=turn % 2 == 1)
         assert matrix.held(state) == memory
         assert [key for key, tensor in state.items() if not matrix.is_filled(key, tensor)] == []
         read, wanted = read + report.bytes_read, wanted + report.bytes_wanted
@@ -57,9 +57,9 @@ def save_big(path):
     checkpoint.save(path, big(filled=True))
 
 
-def load_big(path, replicas):
+def load_big(path, share_reads):
     state = big(filled=False)
-    report = checkpoint.load(path, state, replicas=replicas)
+    report = checkpoint.load(path, state, share_reads=share_reads)
     for name, tensor in big(filled=True).items():
         loaded = state[name]
         assert torch.equal(*(each.to_local() if name != "plain" else each for each in (loaded, tensor)))
@@ -70,9 +70,9 @@ def test_each_byte_is_read_by_one_rank(tmp_path):
     path = str(tmp_path / "saved")
     run_ranks(4, save_big, path)
     stored = 4 * 12 * MIB
-    apart = run_ranks(4, load_big, path, "read")
+    apart = run_ranks(4, load_big, path, "never")
     assert [read / wanted for read, wanted in apart] == pytest.approx([1, 1, 1, 1], abs=0.1)
-    together = run_ranks(4, load_big, path, "exchange")
+    together = run_ranks(4, load_big, path, "always")
     assert [wanted for _, wanted in together] == [wanted for _, wanted in apart]
     assert sum(read for read, _ in together) <= 1.1 * stored
     assert max(read for read, _ in together) <= 1.1 * stored / 4 + 2 * MIB
@@ -95,7 +95,7 @@ def load_and_list_files(path):
         return open_one(self, number, keys)
 
     OwnSource.open_file = listing
-    report = checkpoint.load(path, replicated(filled=False), replicas="exchange")
+    report = checkpoint.load(path, replicated(filled=False), share_reads="always")
     assert report.bytes_wanted == 12 * MIB
     return opened
 
@@ -112,7 +112,7 @@ def load_without_rows(path):
     value = {"plain": torch.zeros(3 * 1024, 1024)}
     if dist.get_rank() == 0:
         value["replicated"] = torch.zeros(3 * 1024, 1024)
-    report = checkpoint.load(path, dict(value), strict=False, replicas="exchange")
+    report = checkpoint.load(path, dict(value), strict=False, share_reads="always")
     for tensor in value.values():
         assert torch.equal(tensor, torch.arange(3 * MIB, dtype=torch.float32).view(-1, 1024))
     return report.bytes_read >= report.bytes_wanted
@@ -126,7 +126,7 @@ def test_ranks_that_want_other_tensors_read_for_themselves(tmp_path):
 
 def load_damaged(path):
     state = {"plain": torch.zeros(3 * 1024, 1024)}
-    checkpoint.load(path, state, strict=False, replicas="exchange")
+    checkpoint.load(path, state, strict=False, share_reads="always")
 
 
 def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path):
@@ -162,7 +162,7 @@ def load_and_break_on_rank_1(path, broken_method):
         setattr(owner, broken_method, broken)
     weight.grad = torch.ones(3)
     with pytest.raises(RankError) as caught:
-        checkpoint.load(path, {"w": weight, "optimizer": optimizer}, replicas="exchange")
+        checkpoint.load(path, {"w": weight, "optimizer": optimizer}, share_reads="always")
     try:
         optimizer.step()
     except PartialLoadError:
@@ -197,7 +197,7 @@ def load_in_rounds(path):
 
     Ranks.all_to_all = counting
     try:
-        load_big(path, "exchange")
+        load_big(path, "always")
     finally:
         Ranks.all_to_all = all_to_all
     return sent_bytes

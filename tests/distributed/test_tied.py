@@ -49,15 +49,15 @@ def whole(tensor):
 def save_and_load(path, kind):
     for number in range(2):  # the second save goes by the plan of the first
         checkpoint.save(f"{path}/{number}", make(kind, VALUE))
-        for replicas in ("read", "exchange"):
+        for share_reads in ("never", "always"):
             app = make(kind, torch.zeros(5, 3))
-            checkpoint.load(f"{path}/{number}", app, replicas=replicas)
+            checkpoint.load(f"{path}/{number}", app, share_reads=share_reads)
             assert all(torch.equal(whole(t), VALUE) for key, t in app.items() if not key.startswith("own"))
             apart = {
                 key: spread(torch.zeros(5, 3)) if isinstance(t, torch.distributed.tensor.DTensor) else t.clone().zero_()
                 for key, t in app.items()
             }
-            checkpoint.load(f"{path}/{number}", apart, replicas=replicas)
+            checkpoint.load(f"{path}/{number}", apart, share_reads=share_reads)
             assert all(torch.equal(whole(t), VALUE) for key, t in apart.items() if not key.startswith("own"))
 
 

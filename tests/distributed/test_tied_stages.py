@@ -119,9 +119,9 @@ def resume(cases, where):
     """What training goes on to be, of each case: where it was saved, and the names that this process has."""
     results = []
     for root, names in cases:
-        for number, replicas in enumerate(("read", "exchange", "read", "exchange")):
+        for number, share_reads in enumerate(("never", "always", "never", "always")):
             app = app_of(where, value=7.0, names=names)
-            checkpoint.load(f"{root}/{number}", app, init_state=True, tied=TIED, replicas=replicas)
+            checkpoint.load(f"{root}/{number}", app, init_state=True, tied=TIED, share_reads=share_reads)
             assert app["step"] == 3
         results.append((train(app, range(3, 5)), state_of(app)))
     return results

@@ -286,7 +286,7 @@ class RunningJob:
             if job.looks_alone and rank == 0:
                 self._call(rank, "look", self._look_alone, compared=False)
             if job.misfit:
-                self._call(rank, "misfit", lambda: manager.restore({"other": torch.ones(2)}, replicas="read"))
+                self._call(rank, "misfit", lambda: manager.restore({"other": torch.ones(2)}, share_reads="never"))
                 step = self._call(rank, "newest", lambda: max(manager.steps(), default=0), compared=False) or 0
                 step = self.__dict__.setdefault("newest", step)
             else:
@@ -323,7 +323,9 @@ class RunningJob:
             wanted = self.__dict__.setdefault("wanted", first) or None
             if wanted is not None:
                 self.ledger.takes_back(wanted)
-        told = self._call(rank, "restore", lambda: manager.restore(app.state, step=wanted, replicas="read"), ends=True)
+        told = self._call(
+            rank, "restore", lambda: manager.restore(app.state, step=wanted, share_reads="never"), ends=True
+        )
         step = int(told or 0)
         if step:
             self._judge_restored(app, rank, step)

@@ -41,7 +41,7 @@ from shardopt.checkpoint.reports import LoadReport, announce, emit_report
 from shardopt.checkpoint.sources.open import is_remote, opener_of, reading
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.broadcast import Replicas
+from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check, check_all, check_casts, fill
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import Problem, ShardoptError
@@ -70,7 +70,7 @@ class LoadOptions:
     rearrange: Sequence[AnyRule]
     skip: str | None
     transactional: bool
-    replicas: Replicas
+    share_reads: ShareReads
     init_state: bool
     progress: Progress | None
     process_group: Group | None
@@ -89,7 +89,7 @@ def load(
     rearrange: Sequence[AnyRule] = (),
     skip: str | None = None,
     transactional: bool = False,
-    replicas: Replicas = "auto",
+    share_reads: ShareReads = "auto",
     init_state: bool = False,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
@@ -130,9 +130,9 @@ def load(
         skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
             checkpoint's own. In one of another format it is the way around what is not known there.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
-        replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
-            and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
-            "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
+        share_reads: whether a box that several ranks hold is read by one of them, which sends it to the others over
+            the job's process group: "always", or "never". The group's own timeout holds for the sends. "auto" shares
+            where storage is remote: a local disk's cache is faster than what joins processes.
         init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
             `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
             same as none. State that was stepped stays, and does not fit. Without it what is in `app` is what counts,
@@ -164,7 +164,7 @@ def load(
         rearrange=tuple(rearrange),
         skip=skip,
         transactional=transactional,
-        replicas=replicas,
+        share_reads=share_reads,
         init_state=init_state,
         progress=progress,
         process_group=process_group,
@@ -271,17 +271,17 @@ def _load_into(
 
 def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
     """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
-    strictness, select, replicas = options.strictness, options.select, options.replicas
+    strictness, select, share_reads = options.strictness, options.select, options.share_reads
     url = what.removeprefix("loading ")
 
     def agree_on(make: Callable[[], RankPlan]) -> tuple[RankPlan, dict[str, Any]]:
         return ranks.agree(what, make, RankPlan.report, decide=lambda reports: compare_plans(url, reports))
 
-    plan, found = agree_on(lambda: plan_rank(*look(), ranks, strictness, select, replicas))
+    plan, found = agree_on(lambda: plan_rank(*look(), ranks, strictness, select, share_reads))
     if found["may_grow"]:
         growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
         looked = plan.reader, plan.flat, plan.names
-        plan, found = agree_on(lambda: plan_rank(*looked, ranks, strictness, select, replicas, growing))
+        plan, found = agree_on(lambda: plan_rank(*looked, ranks, strictness, select, share_reads, growing))
     if found["with_differences"]:
         reconcile(ranks, what, plan.match, plan.names, strictness, found["with_differences"])
     if not found["is_met"]:

@@ -18,7 +18,7 @@ from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.tied import extent, refuse_overlapping, refuse_unequal
 from shardopt.checkpoint.saving.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
+from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import CheckpointError, MismatchError, Problem
@@ -104,13 +104,13 @@ def plan_rank(
     ranks: Ranks,
     strictness: Strictness,
     select: str | None,
-    replicas: Replicas,
+    share_reads: ShareReads,
     grow: Collection[str] | None = None,
 ) -> RankPlan:
     """Plans what this rank loads; refuses what does not fit, or notes it, to be reconciled with the other ranks.
 
     Args:
-        select, replicas: as for `load`.
+        select, share_reads: as for `load`.
         grow: the keys of containers that are to get what is stored; None where that is not agreed yet.
     """
     growing: Sequence[Growing] = ()
@@ -136,7 +136,7 @@ def plan_rank(
         into = _without_ties(reader, into, names)
     refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
     plan.into = into
-    if ranks.size > 1 and (replicas == "exchange" or (replicas == "auto" and reader.is_remote)):
+    if ranks.size > 1 and (share_reads == "always" or (share_reads == "auto" and reader.is_remote)):
         plan.shared = shared_among(into)
     pieces: dict[str, Sequence[Piece]] = {key: view.pieces for key, view in into.items() if key not in plan.shared}
     if plan.shared:

@@ -41,7 +41,7 @@ from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import Stage
 from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
-from shardopt.checkpoint.sources.reading.broadcast import Replicas
+from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.ranks import Group, SharedGroup
 from shardopt.runtime.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
@@ -276,7 +276,7 @@ class Manager:
         rearrange: Sequence[AnyRule] = (),
         skip: str | None = None,
         transactional: bool = False,
-        replicas: Replicas = "auto",
+        share_reads: ShareReads = "auto",
         progress: Progress | None = None,
     ) -> int:
         """Loads the newest committed checkpoint that is whole into `app`, in place; returns its step.
@@ -308,7 +308,7 @@ class Manager:
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
                 script: unlike those of `rename` they are recorded nowhere, and a square matrix would be transposed
                 again at each start.
-            strict, skip, transactional, replicas, progress: as for `load`.
+            strict, skip, transactional, share_reads, progress: as for `load`.
 
         Returns:
             The step of the checkpoint, or 0 where there is none.
@@ -334,7 +334,7 @@ class Manager:
             rearrange=rearrange,
             skip=skip,
             transactional=transactional,
-            replicas=replicas,
+            share_reads=share_reads,
             init_state=True,
             progress=progress,
             deadline_seconds=run.ranks.deadline_seconds,

@@ -27,7 +27,7 @@ from shardopt.ranks import Ranks
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.sharding.pieces import Piece, View, narrowed
 
-Replicas = Literal["auto", "read", "exchange"]
+ShareReads = Literal["auto", "always", "never"]
 
 _ROUND_BYTES = 16 << 20  # that one rank sends to all others in one round, and gets from them, and takes memory for
 _LEAST_BYTES = 4 << 10  # that a rank sends to another in a round, however many there are

@@ -145,7 +145,7 @@ def _on_ranks(root):
     rank = torch.distributed.get_rank()
     checkpoint.save(f"{root}/c", {"records": filled(), "tables": {f"of {rank}": torch.full((2,), float(rank))}})
     app = {"records": {"best": {}}, "tables": {f"of {rank}": torch.zeros(2)}}
-    for options in ({}, {"replicas": "exchange"}, {"init_state": True}):
+    for options in ({}, {"share_reads": "always"}, {"init_state": True}):
         app["records"] = {"best": {}}
         checkpoint.load(f"{root}/c", app, **options)
         assert same(app["records"], filled())

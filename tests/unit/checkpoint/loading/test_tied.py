@@ -161,9 +161,9 @@ def test_over_a_network():
     """Spans of one file that ask for the same bytes twice."""
     url = "memory://shardopt-tests/tied"
     checkpoint.save(url, {"m": Model(7.0), "step": 1})
-    for replicas in ("read", "exchange"):
+    for share_reads in ("never", "always"):
         model = Model(0.0, tied=False)
-        checkpoint.load(url, {"m": model, "step": 0}, replicas=replicas)
+        checkpoint.load(url, {"m": model, "step": 0}, share_reads=share_reads)
         assert is_loaded(model)
 
 

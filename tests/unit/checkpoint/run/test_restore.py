@@ -165,7 +165,7 @@ def test_it_takes_what_load_takes(tmp_path):
     assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"]["weight"]["exp_avg"])
     done = []
     other = {"model": torch.nn.Linear(3, 3), "old": 0}
-    options = {"select": "^model", "replicas": "read", "progress": lambda *counts: done.append(counts)}
+    options = {"select": "^model", "share_reads": "never", "progress": lambda *counts: done.append(counts)}
     assert manager_of(tmp_path).restore(other, **options, strict=False) == 1
     assert torch.equal(other["model"].weight, model.weight) and other["old"] == 0 and done
 
