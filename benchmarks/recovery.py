@@ -211,7 +211,7 @@ def restores(memory: str, disk: str, s3: dict[str, object], megabytes: float, re
             drop_from_cache(kept["disk"])
             with fresh_group(memory, number), reached(s3):
                 begin, busy = time.perf_counter(), time.process_time()
-                manager = checkpoint.Manager(root, every=1000, tiers=tiers)
+                manager = checkpoint.Manager(root, every=1000, destinations=tiers)
                 assert manager.restore(fresh.app, required=True) == 1
                 seconds, busy = time.perf_counter() - begin, time.process_time() - busy
                 restore_seconds, processor_seconds = slowest(seconds), over_ranks(busy)
@@ -330,7 +330,7 @@ def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[st
         name: checkpoint.Manager(
             f"{memory}/root-{number}",
             every=10**6,
-            tiers=[Tier(f"{memory}/host-{rank}/{number}", every=1, keep_last=1)],
+            destinations=[Tier(f"{memory}/host-{rank}/{number}", every=1, keep_last=1)],
             stage=stage,  # type: ignore[arg-type]  # a str there, of which these are Stages
         )
         for number, (name, stage) in enumerate(STAGES.items())
@@ -420,7 +420,7 @@ def copying_steps(memory: str, megabytes: float, rounds: int, with_free_core: bo
         name: checkpoint.Manager(
             f"{memory}/root-{name}",
             every=10**6,
-            tiers=[Tier(f"{memory}/host-{rank}/{name}", every=1, keep_last=1, copies=copies)],
+            destinations=[Tier(f"{memory}/host-{rank}/{name}", every=1, keep_last=1, copies=copies)],
             stage="lazy",
         )
         for name, copies in (("copied", 2), ("not copied", 1))

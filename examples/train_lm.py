@@ -52,7 +52,7 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     rules = config["checkpoints"]
     manager = checkpoint.Manager(
         out / "checkpoints",
-        tiers=[checkpoint.Tier(**tier) for tier in rules["tiers"]],
+        destinations=[checkpoint.Tier(**tier) for tier in rules["tiers"]],
         every=rules["every"],
         keep=rules["keep"],
         stage="lazy",

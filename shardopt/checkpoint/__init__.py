@@ -13,13 +13,14 @@ from shardopt.checkpoint.reports import LoadReport as LoadReport
 from shardopt.checkpoint.reports import SaveReport as SaveReport
 from shardopt.checkpoint.reports import add_listener as add_listener
 from shardopt.checkpoint.reports import report_metrics as report_metrics
+from shardopt.checkpoint.run.destinations import Mirror as Mirror
+from shardopt.checkpoint.run.destinations import Tier as Tier
 from shardopt.checkpoint.run.export import Export as Export
 from shardopt.checkpoint.run.manager import Manager as Manager
-from shardopt.checkpoint.run.mirror import Mirror as Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier as MirrorCopier
 from shardopt.checkpoint.run.mirror import UploadReport as UploadReport
 from shardopt.checkpoint.run.options import Preemption as Preemption
 from shardopt.checkpoint.run.retention import Retention as Retention
-from shardopt.checkpoint.run.tiers.tier import Tier as Tier
 from shardopt.checkpoint.saving.async_save import async_save as async_save
 from shardopt.checkpoint.saving.save import SaveOptions as SaveOptions
 from shardopt.checkpoint.saving.save import save as save

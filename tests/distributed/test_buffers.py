@@ -81,7 +81,7 @@ def saved_and_restored(folder, how, stage, tiers, channels):
     lines = Lines()
     model, app = trained(how, channels)
     tiers = [checkpoint.Tier(f"{folder}/tier-{dist.get_rank()}", every=1)] if tiers else []
-    options = {"tiers": tiers} if tiers else {"incremental": True}
+    options = {"destinations": tiers} if tiers else {"incremental": True}
     manager = checkpoint.Manager(f"{folder}/run", stage=stage, every=2, **options)
     for step in (1, 2, 3):
         manager.save(step, app, force=step == 1 and not tiers)

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from shardopt import checkpoint
 from tests.distributed.test_hosts import app_of, assert_is, manager_of
 from tests.harness import run_ranks
 
@@ -26,7 +27,7 @@ def live_through(root, me, stage, rounds):
             continue
         dist.init_process_group("gloo", init_method=f"file://{root}/meet-{number}", rank=me, world_size=size)
         if manager is None:
-            manager = manager_of(root, range(4), stage=stage, mirror=f"{root}/mirror")
+            manager = manager_of(root, range(4), stage=stage, mirrors=[checkpoint.Mirror(f"{root}/mirror")])
         app = app_of(0)
         start = manager.restore(app)
         assert_is(app, start)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.errors import LayoutError, MismatchError, OptionError, RankError, ShardoptError, StateError
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import local_tensors
@@ -254,7 +254,7 @@ def refused_everywhere(root, url, group):
         lambda: optimizer.check_agreement(process_group=group),
         lambda: shardopt.GradientClippingOptimizer(optimizer, "norm", 1.0, process_group=group).step(),
         lambda: shardopt.GradScaler("cpu", process_group=group).unscale_(optimizer),
-        lambda: Mirror(root, f"{root}/copies", process_group=group).prepare(),
+        lambda: MirrorCopier(root, f"{root}/copies", process_group=group).prepare(),
     ):
         with pytest.raises(OptionError, match=rf"group: found one that rank {dist.get_rank()} is not in"):
             call()
@@ -277,7 +277,7 @@ def calls_from_outside(root):
             train(app, group, 0, range(2))
             checkpoint.save(url, app, process_group=group)
             with checkpoint.Manager(
-                f"{root}/run {kind}", process_group=group, mirror=f"{root}/copies {kind}"
+                f"{root}/run {kind}", process_group=group, destinations=[checkpoint.Mirror(f"{root}/copies {kind}")]
             ) as manager:
                 manager.save(1, app)
                 assert manager.restore(app) == 1
@@ -562,7 +562,9 @@ def stopped_and_mirrored(root):
     which, rank = APART.index(members), dist.get_rank()
     app = app_of(group, group, which)
     options = {"stop_on": checkpoint.Preemption(signal.SIGUSR2, exit_code=7, seconds=50.0), "process_group": group}
-    manager = checkpoint.Manager(f"{root}/{which}", mirror=f"{root}/copies-{which}", keep=2, **options)
+    manager = checkpoint.Manager(
+        f"{root}/{which}", destinations=[checkpoint.Mirror(f"{root}/copies-{which}")], keep=2, **options
+    )
     left = None
     try:
         for step in range(1, 6):

@@ -38,7 +38,7 @@ def save_often(root, stage):
         Tier(f"{base}/disk", every=10, copies=2),
     ]
     looks = []
-    with checkpoint.Manager(f"{root}/root", tiers=tiers, every=50, keep=2, stage=stage) as manager:
+    with checkpoint.Manager(f"{root}/root", destinations=tiers, every=50, keep=2, stage=stage) as manager:
         app = app_of(0)
         for step in range(1, SAVES + 1):
             for key, after in app_of(step).items():

@@ -59,9 +59,8 @@ def manager_of(root, host, copies, stage):
     tiers = [Tier(f"{base}/memory", every=1, copies=copies), Tier(f"{base}/disk", every=2)]
     return checkpoint.Manager(
         f"{root}/root",
-        tiers=tiers,
+        destinations=[*tiers, checkpoint.Mirror(f"{root}/mirror")],
         every=4,
-        mirror=f"{root}/mirror",
         stage=stage,
         options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS),
     )

@@ -103,8 +103,9 @@ def test_a_place_that_is_taken_and_a_base_are_refused(tmp_path):
 def manager_of(root, hosts, **options):
     host = f"{root}/host-{hosts[dist.get_rank()]}"
     copies = options.pop("copies", 2), options.pop("copies_on_disk", 1)
+    mirrors = options.pop("mirrors", ())
     tiers = [Tier(f"{host}/memory", every=1, copies=copies[0]), Tier(f"{host}/disk", every=2, copies=copies[1])]
-    return checkpoint.Manager(f"{root}/root", tiers=tiers, **({"every": 4} | options))
+    return checkpoint.Manager(f"{root}/root", destinations=[*tiers, *mirrors], **({"every": 4} | options))
 
 
 def train(root, hosts, steps, **options):
@@ -309,7 +310,7 @@ def test_a_run_that_is_taken_back_goes_on_on_its_own_branch(tmp_path):
 
 def save_alone(root):
     for step in (1, 2):
-        manager = checkpoint.Manager(f"{root}/root", tiers=[Tier(f"{root}/memory", every=1, copies=2)], every=2)
+        manager = checkpoint.Manager(f"{root}/root", destinations=[Tier(f"{root}/memory", every=1, copies=2)], every=2)
         app = {"x": torch.zeros(3), "step": 0}
         assert manager.restore(app) == step - 1 == app["step"]
         assert torch.equal(app["x"], torch.full((3,), step - 1.0))
@@ -343,7 +344,7 @@ def in_domains(root, hosts):
     checkpoint.save(url_of(root, hosts, 7), load_first)  # by whom no domain is named
     host = hosts[dist.get_rank()]
     tier = Tier(f"{root}/host-{host}/run", every=1, copies=2, domain=f"rack-{host // 2}")
-    with checkpoint.Manager(f"{root}/root", tiers=[tier], every=9) as manager:
+    with checkpoint.Manager(f"{root}/root", destinations=[tier], every=9) as manager:
         manager.save(1, app_of(1))
         manager.wait()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.async_save import AsyncSaver
 from shardopt.checkpoint.saving.save import SaveTerms
@@ -225,14 +225,19 @@ def with_other_objects(root):
     """Rank 0 has looked at an old run before, and has saved by a saver that others have not."""
     app = {"x": torch.arange(8.0), "step": 1}
     if dist.get_rank() == 0:
-        kept = [checkpoint.Manager(f"{root}/old", mirror=f"{root}/old-copies") for _ in range(2)]
+        kept = [
+            checkpoint.Manager(f"{root}/old", destinations=[checkpoint.Mirror(f"{root}/old-copies")]) for _ in range(2)
+        ]
         assert kept[0].steps() == []
         kept += [AsyncSaver(), AsyncSaver()]
     with checkpoint.Manager(
-        f"{root}/run", mirror=f"{root}/copies", stage="now", options=checkpoint.SaveOptions(deadline_seconds=10)
+        f"{root}/run",
+        destinations=[checkpoint.Mirror(f"{root}/copies")],
+        stage="now",
+        options=checkpoint.SaveOptions(deadline_seconds=10),
     ) as manager:
         manager.save(1, app)
-    with Mirror(f"{root}/run", f"{root}/more", deadline_seconds=10) as mirror:
+    with MirrorCopier(f"{root}/run", f"{root}/more", deadline_seconds=10) as mirror:
         mirror.upload("step-00000001")
     return [checkpoint.Manager(f"{root}/{name}").steps() for name in ("run", "copies", "more")]
 

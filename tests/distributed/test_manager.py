@@ -74,7 +74,13 @@ def told_to_stop_after_a_failure(root, kind, code):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("shardopt").addHandler(handler)
-    options = {"mirror": f"{root}/copies"} if kind == "copy" else {"stage": "now"} if kind == "background" else {}
+    options = (
+        {"destinations": [checkpoint.Mirror(f"{root}/copies")]}
+        if kind == "copy"
+        else {"stage": "now"}
+        if kind == "background"
+        else {}
+    )
     manager = checkpoint.Manager(
         f"{root}/run", stop_on=checkpoint.Preemption(signal.SIGUSR2, exit_code=code, seconds=50.0), **options
     )

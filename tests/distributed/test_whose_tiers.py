@@ -28,9 +28,9 @@ class Job:
         self.path = Path(path)
         self.host = self.path / f"host-{dist.get_rank()}"
 
-    def manager(self, root, **options):
+    def manager(self, root, *, mirrors=(), **options):
         tiers = [Tier(str(self.host / "memory"), every=1, copies=2), Tier(str(self.host / "disk"), every=2)]
-        return checkpoint.Manager(self.path / root, tiers=tiers, every=4, **options)
+        return checkpoint.Manager(self.path / root, destinations=[*tiers, *mirrors], every=4, **options)
 
     def save(self, root, step, **options):
         with self.manager(root, **options) as manager:
@@ -88,14 +88,14 @@ def whose_with_a_mirror(path):
     said = job.refused(job.restored, "root")
     assert "host-0/memory (rank 0)" in said and "host-1" not in said and "no .run" in said
     job.on_rank_0(shutil.copy, job.path / "root/run.json", job.host / "memory" / ".run")
-    job.save("root", 4, mirror=job.path / "mirror")
-    job.save("root", 5, mirror=job.path / "mirror")
+    job.save("root", 4, mirrors=[checkpoint.Mirror(job.path / "mirror")])
+    job.save("root", 5, mirrors=[checkpoint.Mirror(job.path / "mirror")])
     job.on_rank_0((job.path / "root").rename, job.path / "lost")
-    assert job.restored("second", mirror=job.path / "mirror") == 5
+    assert job.restored("second", mirrors=[checkpoint.Mirror(job.path / "mirror")]) == 5
     assert (job.path / "second/run.json").read_bytes() == (job.path / "mirror/run.json").read_bytes()
     job.on_rank_0(shutil.rmtree, job.path / "second")
     job.on_rank_0(another_run, job.path / "second")
-    assert "two runs" in job.refused(job.restored, "second", mirror=job.path / "mirror")
+    assert "two runs" in job.refused(job.restored, "second", mirrors=[checkpoint.Mirror(job.path / "mirror")])
 
 
 def another_run(root):

@@ -166,7 +166,7 @@ def test_steps_are_saved_every_so_much_time(tmp_path):
 def test_what_a_tier_alone_is_due_for_stays_out_of_the_root(tmp_path):
     app = {"step": 0}
     run = TrainingRun(
-        tmp_path / "root", every=4, tiers=[checkpoint.Tier(str(tmp_path / "tier"), every=1)], stop_on=None
+        tmp_path / "root", every=4, destinations=[checkpoint.Tier(str(tmp_path / "tier"), every=1)], stop_on=None
     )
     run.begin(app)
     for step in range(1, 7):

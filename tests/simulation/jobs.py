@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from shardopt.checkpoint.run.destinations import Mirror
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.run.options import Preemption
@@ -272,7 +273,7 @@ class RunningJob:
         app = App(job, self.number, rank, layers=max(each.ranks for each in self.schedule.jobs))
         manager = Manager(
             ROOT,
-            mirror=MIRROR if job.mirror else None,
+            destinations=[Mirror(MIRROR)] if job.mirror else [],
             keep=job.keep_last,
             stop_on=Preemption(signal.SIGTERM, seconds=STOP_SECONDS) if job.stops else None,
             options=SaveOptions(deadline_seconds=DEADLINE_SECONDS),
@@ -312,7 +313,8 @@ class RunningJob:
 
     def _look_alone(self) -> list[int]:
         """Looks at the run, on one rank alone."""
-        return Manager(ROOT, mirror=MIRROR if self.job.mirror else None, process_group=self.processes[0].group).steps()  # type: ignore[attr-defined]
+        destinations = [Mirror(MIRROR)] if self.job.mirror else []
+        return Manager(ROOT, destinations=destinations, process_group=self.processes[0].group).steps()  # type: ignore[attr-defined]
 
     def _restore(self, manager: Manager, app: App, rank: int) -> int:
         wanted = None

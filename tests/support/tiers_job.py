@@ -39,7 +39,7 @@ def main():
     checkpoint.add_listener(note)
     dist.init_process_group("gloo")
     tiers = [Tier(f"{base}/{own_address()}/memory", every=1, copies=2)]
-    job.train(f"{base}/root", "lazy", 2, every=job.STEPS, tiers=tiers, **OPTIONS)  # the root gets the end alone
+    job.train(f"{base}/root", "lazy", 2, every=job.STEPS, destinations=tiers, **OPTIONS)  # the root gets the end alone
     dist.barrier()
     dist.destroy_process_group()
 

@@ -178,6 +178,18 @@ def is_sealed(data: bytes) -> bool:
     return data[-SEAL_BYTES:] == seal(data[:-SEAL_BYTES])[-SEAL_BYTES:]
 
 
+def pack_record(kind: str, **members: Any) -> bytes:
+    """Returns the bytes of a sealed record beside checkpoints: one JSON object with its format and a hash."""
+    return seal(json.dumps({"format": kind, **members})[:-1].encode())
+
+
+def unpack_record(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the members of such a record from untrusted bytes. Raises CorruptionError."""
+    if not is_sealed(data):
+        raise damaged(where, "bytes that fail the seal at their end")
+    return load_json(data, where, without_duplicates)
+
+
 def damaged(where: str, fault: str) -> CorruptionError:
     """Returns the error for stored bytes that are not what was written: `fault` says what is there instead."""
     remedy = "restore from another checkpoint"

@@ -18,8 +18,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from shardopt.checkpoint.format.constants import damaged, read_size
-from shardopt.checkpoint.run.records import pack_record, unpack_record
+from shardopt.checkpoint.format.constants import (
+    damaged,
+    pack_record,
+    read_size,
+    unpack_record,
+)
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointError, Problem
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, Newer, branches_of, merge_records, parse_id
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import Root
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
@@ -120,7 +120,7 @@ class Run:
 
     root: Root
     group: SharedGroup
-    mirror: Mirror | None = None
+    mirror: MirrorCopier | None = None
     every: int | timedelta = 1
     rules: Retention = _KEEP_ALL
 

@@ -15,11 +15,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardopt.checkpoint.format.constants import damaged
+from shardopt.checkpoint.format.constants import (
+    damaged,
+    pack_record,
+    unpack_record,
+)
 from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.records import pack_record, unpack_record
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem

@@ -22,9 +22,10 @@ from shardopt.checkpoint.reports import SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Newer
 from shardopt.checkpoint.run.context import Run
+from shardopt.checkpoint.run.destinations import Destination, refuse_unfit_tiers, tiers_and_mirror
 from shardopt.checkpoint.run.export import Export, Exporter
 from shardopt.checkpoint.run.metrics import metrics_of
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.options import (
     Preemption,
     check_restore_options,
@@ -36,7 +37,6 @@ from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps, summary_of
 from shardopt.checkpoint.run.stopping import Stop
-from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import Stage
 from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
@@ -59,12 +59,13 @@ class Manager:
 
     Args:
         root: a path, or a URL that fsspec knows.
-        tiers: directories that each host has for itself, the fastest first (`Tier`). A save goes to the first that is
-            due, or to the root where none is, and from there in the background to its neighbours' hosts, the other
-            tiers that are due, and the root (`every`). `restore` takes the newest step that is whole anywhere. Not with
-            `incremental`.
-        mirror: a second root, such as "s3://bucket/run", to which committed checkpoints are copied in the background
-            (`Mirror`); `restore` takes the newest of both, and the same rules remove what is not to be kept there.
+        destinations: where checkpoints are beside the root: any number of `Tier`, the fastest first, and after them at
+            most one `Mirror`. `restore` takes the newest step that is whole anywhere.
+            Tiers are directories that each host has for itself. A save goes to the first that is due, or to the root
+            where none is. From there it is copied in the background to neighbours' hosts, to the other tiers that are
+            due, and to the root (`every`). Not with `incremental`.
+            A mirror is a second root, such as "s3://bucket/run". Committed checkpoints are copied there in the
+            background, and removed by the same rules.
         every: `save` writes at steps that are multiples of this; or, a `timedelta`, at the first step after each such
             time by rank 0's clock, the same on all ranks: then `save` or `should_save` is to be called at every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
@@ -83,9 +84,9 @@ class Manager:
             as long as a checkpoint that does, whatever the rules say of their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged, and raised by `close` on that rank.
-        storage_options: arguments of fsspec's file system for root and mirror, such as an endpoint and credentials;
-            whatever this process opens at or below these URLs takes them too. They are stored nowhere, and in no
-            message. A path takes none.
+        storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials; what this
+            process opens at or below its URL takes them too. They are stored nowhere, and in no message. A
+            path takes none.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
@@ -96,8 +97,7 @@ class Manager:
         self,
         root: str | os.PathLike[str],
         *,
-        tiers: Sequence[Tier] = (),
-        mirror: str | os.PathLike[str] | None = None,
+        destinations: Sequence[Destination] = (),
         every: int | timedelta = 1,
         keep: int | Retention | None = None,
         stage: Stage | None = None,
@@ -108,12 +108,15 @@ class Manager:
         export: Export | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        for url in (root, mirror) if storage_options is not None else ():
+        tiers, mirror = tiers_and_mirror(destinations)
+        given = [(root, storage_options)] + ([] if mirror is None else [(mirror.url, mirror.storage_options)])
+        for url, of_url in given:
             if isinstance(url, str | os.PathLike):
-                use_options(url, storage_options)
+                use_options(url, of_url)
         rules, preemption = retention_of(keep), preemption_of(stop_on)
-        check_run_options(root, mirror, every, stage, preemption is not None, options)
-        roots = [storage_of(each) for each in (root, mirror) if each is not None]
+        copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
+        check_run_options(root, copies, every, stage, preemption is not None, options)
+        roots = [storage_of(url) for url, _ in given]
         refuse_unfit_tiers(tiers, roots, incremental)
         terms = SaveTerms(
             **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
@@ -124,7 +127,9 @@ class Manager:
         seconds = options.deadline_seconds
         shared = SharedGroup(process_group, seconds)
         rank = shared.ranks.rank  # refused where it is not in the group
-        copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=seconds, process_group=process_group)
+        copier = None
+        if mirror is not None:
+            copier = MirrorCopier(root, mirror.url, deadline_seconds=seconds, process_group=process_group)
         self._stop: Stop | None = None
         if preemption is not None:
             self._stop = Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)

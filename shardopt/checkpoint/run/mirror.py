@@ -54,7 +54,7 @@ class _Upload:
     afterwards: Callable[[Storage], None]
 
 
-class Mirror(Task):
+class MirrorCopier(Task):
     """Copies committed checkpoints from one root to another, in the background. All ranks must make the same calls.
 
     Args:
@@ -144,7 +144,7 @@ class Mirror(Task):
         """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
         self.close()
 
-    def __enter__(self) -> Mirror:
+    def __enter__(self) -> MirrorCopier:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

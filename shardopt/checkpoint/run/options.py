@@ -19,10 +19,13 @@ from shardopt.world import world
 _REMEDY = "pass it as in stop_on=signal.SIGTERM"
 
 
-def check_run_options(root: Any, mirror: Any, every: Any, stage: Any, stops: bool, options: Any) -> None:
+def check_run_options(
+    root: Any, mirror: tuple[str, Any] | None, every: Any, stage: Any, stops: bool, options: Any
+) -> None:
     """Checks the arguments of the constructor that check nothing themselves. Raises OptionError.
 
     Args:
+        mirror: the name of that argument, and its URL.
         stops: whether there are signals to listen for.
         options: of saves, a `SaveOptions`.
     """
@@ -106,13 +109,11 @@ def _is_no_directory(path: str) -> bool:
         return False
 
 
-def _root_problems(root: Any, mirror: Any) -> list[Problem]:
+def _root_problems(root: Any, mirror: tuple[str, Any] | None) -> list[Problem]:
     """Returns the problems of the two roots."""
     problems = []
     urls = {}
-    for name, path in (("root", root), ("mirror", mirror)):
-        if path is None and name == "mirror":
-            continue
+    for name, path in (("root", root), *(() if mirror is None else (mirror,))):
         if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
             problems.append(Problem(name, repr(path), "a path or a URL", "give where the checkpoints are to be"))
             continue
@@ -124,9 +125,9 @@ def _root_problems(root: Any, mirror: Any) -> list[Problem]:
         urls[name] = storage.url if storage.is_remote else os.path.realpath(storage.url)
         if not storage.is_remote and _is_no_directory(storage.url):
             problems.append(Problem(name, f"{storage.url}, which is no directory", "a directory", "give another path"))
-    if len(urls) == 2 and urls["root"] == urls["mirror"]:
+    if mirror is not None and "root" in urls and urls["root"] == urls.get(mirror[0]):
         remedy = "give the copies a place of their own"
-        problems.append(Problem("mirror", f"{urls['mirror']}, which is the root too", "another place", remedy))
+        problems.append(Problem(mirror[0], f"{urls['root']}, which is the root too", "another place", remedy))
     return problems
 
 

@@ -17,6 +17,8 @@ from shardopt.checkpoint.format.constants import (
     RECORD_NAME,
     damaged,
     is_sealed,
+    pack_record,
+    unpack_record,
     writer_of,
 )
 from shardopt.checkpoint.format.decoding import decode_manifest
@@ -25,7 +27,6 @@ from shardopt.checkpoint.hosts.directory import is_host_directory
 from shardopt.checkpoint.hosts.hosts import PREFIX
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.identity import LABEL_NAME, RunIdentity, run_at
-from shardopt.checkpoint.run.records import pack_record, unpack_record
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.verified_chunks import verify
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors

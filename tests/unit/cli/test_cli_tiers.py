@@ -19,7 +19,9 @@ from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 def run(tmp_path):
     """Steps 1 to 3 on a tier, of which the root has 2; of step 4, which two ranks saved, this host has a half."""
     tier = tmp_path / "tier"
-    with checkpoint.Manager(tmp_path / "root", tiers=[Tier(str(tier), every=1, keep_last=3)], every=2) as manager:
+    with checkpoint.Manager(
+        tmp_path / "root", destinations=[Tier(str(tier), every=1, keep_last=3)], every=2
+    ) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.arange(5000.0), "step": step})
             manager.wait()
@@ -77,7 +79,7 @@ def test_a_root_is_listed_with_what_this_host_has_on_its_tiers(run, capsys):
 
 
 def test_the_tier_of_another_run_is_not_listed_with_a_root(run, capsys):
-    with checkpoint.Manager(run / "other", tiers=[Tier(str(run / "its"), every=1)], every=2) as manager:
+    with checkpoint.Manager(run / "other", destinations=[Tier(str(run / "its"), every=1)], every=2) as manager:
         manager.save(1, {"step": 1})
     (run / "tier").rename(run / "away")
     (run / "its").rename(run / "tier")

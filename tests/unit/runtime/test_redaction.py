@@ -101,7 +101,7 @@ def calls(root):
     for to in ("torch", "dcp", "huggingface", "shardopt"):
         yield lambda to=to: checkpoint.convert(one, f"{root}/{to}", to, drop_per_rank=True)
     yield lambda: manage(root)
-    yield lambda: manage(root, mirror=f"{root}/mirror")
+    yield lambda: manage(root, destinations=[checkpoint.Mirror(f"{root}/mirror")])
     yield lambda: checkpoint.Manager(root).restore(state(), step=77)
     yield lambda: checkpoint.Export(f"{root}/exports")
 

@@ -176,7 +176,7 @@ def test_a_copy_is_made_where_priorities_may_not_be_set(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "setpriority", refuse)
     tier = checkpoint.Tier(str(tmp_path / "memory"), every=1)
     root, mirror = str(tmp_path / "root"), str(tmp_path / "mirror")
-    with checkpoint.Manager(root, every=2, tiers=[tier], mirror=mirror) as manager:
+    with checkpoint.Manager(root, every=2, destinations=[tier, checkpoint.Mirror(mirror)]) as manager:
         app = {"x": torch.ones(3)}
         manager.restore(app)
         manager.save(2, app)

@@ -20,10 +20,10 @@ from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
 from shardopt.checkpoint.run.background import Task
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
+from shardopt.checkpoint.run.destinations import Tier
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import note_tiers, tiers_at
-from shardopt.checkpoint.run.tiers.tier import Tier
 from shardopt.checkpoint.run.tiers.work import Job, TierQueue, TierWork, clear_shares, clear_spares
 from shardopt.errors import CheckpointError, NoSpaceError
 from shardopt.ranks import Ranks, SideRanks

@@ -18,7 +18,7 @@ from shardopt.checkpoint.run.background import Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.copying import copy_over_ranks
-from shardopt.checkpoint.run.tiers.tier import Tier
+from shardopt.checkpoint.run.destinations import Tier
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import NoSpaceError

@@ -175,7 +175,7 @@ def test_who_has_it_open_gets_bytes_that_fail_their_checksums(tmp_path):
 def test_a_run_goes_on_in_the_same_pages_and_gives_them_back(tmp_path):
     tier = checkpoint.Tier(str(tmp_path / "memory"), every=1, keep_last=2)
     seen, app = set(), {"x": torch.arange(5000.0)}
-    with checkpoint.Manager(str(tmp_path / "root"), every=100, tiers=[tier]) as manager:
+    with checkpoint.Manager(str(tmp_path / "root"), every=100, destinations=[tier]) as manager:
         manager.restore(app)
         for step in range(1, 12):
             app["x"] += 1
@@ -185,7 +185,7 @@ def test_a_run_goes_on_in_the_same_pages_and_gives_them_back(tmp_path):
     assert len(seen) <= 4
     assert not list((tmp_path / "memory").glob(".spare-*"))
     found = {"x": torch.zeros(5000)}
-    with checkpoint.Manager(str(tmp_path / "root"), every=100, tiers=[tier]) as manager:
+    with checkpoint.Manager(str(tmp_path / "root"), every=100, destinations=[tier]) as manager:
         assert manager.restore(found) == 11
     assert torch.equal(found["x"], app["x"])
 

@@ -146,7 +146,8 @@ def test_rules_of_a_load_are_applied_to_what_has_no_record(tmp_path):
 
 
 def test_mirrors_tiers_and_conversions_keep_the_record(tmp_path):
-    roots = {"mirror": tmp_path / "mirror", "tiers": [checkpoint.Tier(str(tmp_path / "tier"), every=1)], "every": 2}
+    tier, mirror = checkpoint.Tier(str(tmp_path / "tier"), every=1), checkpoint.Mirror(tmp_path / "mirror")
+    roots = {"destinations": [tier, mirror], "every": 2}
     start(tmp_path / "root", app_of("first", "second"), 2, **roots)
     for step in (3, 4, 5):
         app = app_of("second", "first")

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.cli import main
 from shardopt.errors import MismatchError
 from shardopt.sharding.layout import Layout
@@ -136,7 +136,7 @@ def test_resharded_with_its_ties(saved, tmp_path):
 
 
 def test_mirrored(saved, tmp_path):
-    with Mirror(tmp_path, tmp_path / "copies") as mirror:
+    with MirrorCopier(tmp_path, tmp_path / "copies") as mirror:
         mirror.upload("c")
     assert is_stored_once(tmp_path / "copies" / "c")
 

@@ -8,7 +8,7 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 
 
@@ -28,13 +28,11 @@ def test_tasks_are_begun_in_one_order(tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, "begin", noting)
 
-    for task, owner in (("tiers", Tiers), ("mirror", Mirror), ("export", Exporter), ("retention", Keeper)):
+    for task, owner in (("tiers", Tiers), ("mirror", MirrorCopier), ("export", Exporter), ("retention", Keeper)):
         note(task, owner)
-    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    destinations = [checkpoint.Tier(str(tmp_path / "tier"), every=1), checkpoint.Mirror(tmp_path / "copies")]
     export = checkpoint.Export(tmp_path / "export", best=("loss", "min"))
-    with checkpoint.Manager(
-        tmp_path / "root", tiers=tiers, mirror=tmp_path / "copies", every=2, keep=1, export=export
-    ) as manager:
+    with checkpoint.Manager(tmp_path / "root", destinations=destinations, every=2, keep=1, export=export) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step), metrics={"loss": 1.0 / step}, force=step == 3)
             manager.wait()

@@ -374,7 +374,7 @@ def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, m
 
 def test_both_roots_know_of_it(tmp_path):
     root, copies = tmp_path / "local", tmp_path / "copies"
-    with checkpoint.Manager(root, mirror=copies) as manager:
+    with checkpoint.Manager(root, destinations=[checkpoint.Mirror(copies)]) as manager:
         for step in (100, 200, 300):
             save(manager, step)
             manager._run.mirror.wait()
@@ -383,7 +383,7 @@ def test_both_roots_know_of_it(tmp_path):
     assert checkpoint.Manager(copies).steps() == [100, 200, 250]
     assert restored(checkpoint.Manager(copies)) == (250, -250)
     # The local disk is gone; a new one learns of it from the copies.
-    other = checkpoint.Manager(tmp_path / "new", mirror=copies)
+    other = checkpoint.Manager(tmp_path / "new", destinations=[checkpoint.Mirror(copies)])
     assert restored(other) == (250, -250)
     save(other, 300, -300)
     other.close()
@@ -395,12 +395,12 @@ def test_both_roots_know_of_it(tmp_path):
 def test_a_record_that_came_to_one_root_alone_comes_to_the_other(tmp_path):
     for first, second in ((0, 1), (1, 0)):
         roots = [tmp_path / f"{first}-{number}" for number in range(2)]
-        with checkpoint.Manager(roots[0], mirror=roots[1]) as manager:
+        with checkpoint.Manager(roots[0], destinations=[checkpoint.Mirror(roots[1])]) as manager:
             for step in (1, 2):
                 save(manager, step)
                 manager._run.mirror.wait()
         (roots[first] / "branch-00001.json").write_bytes(Branch(1, 0, 1).pack())
-        manager = checkpoint.Manager(roots[0], mirror=roots[1])
+        manager = checkpoint.Manager(roots[0], destinations=[checkpoint.Mirror(roots[1])])
         assert restored(manager) == (1, 1)
         assert (roots[second] / "branch-00001.json").read_bytes() == Branch(1, 0, 1).pack()
         manager.close()
@@ -411,12 +411,12 @@ def test_records_that_contradict_each_other(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "branch-00001.json").write_bytes(Branch(1, 0, number).pack())
     with pytest.raises(CheckpointError, match=r"branch-00001.json: found .* one run in both roots"):
-        checkpoint.Manager(tmp_path / "a", mirror=tmp_path / "b").restore(app_of())
+        checkpoint.Manager(tmp_path / "a", destinations=[checkpoint.Mirror(tmp_path / "b")]).restore(app_of())
 
 
 def test_copies_that_were_to_be_removed_are_removed(tmp_path):
     root, copies = tmp_path / "local", tmp_path / "copies"
-    with checkpoint.Manager(root, mirror=copies) as manager:
+    with checkpoint.Manager(root, destinations=[checkpoint.Mirror(copies)]) as manager:
         for step in (100, 200, 300):
             save(manager, step)
             manager._run.mirror.wait()
@@ -473,7 +473,7 @@ def histories(draw):
 def live_through(root, mirror, history):
     """The same through a Manager; whether all that is restored is what the reference has."""
     reference, step, value = Reference(), 0, 0
-    options = {"mirror": mirror} if mirror else {}
+    options = {"destinations": [checkpoint.Mirror(mirror)] if mirror else []}
     manager = checkpoint.Manager(root, **options)
     for kind, number, other, remove in history:
         if kind == "save":
@@ -527,7 +527,7 @@ def test_on_a_store():
     for newer, aside in (("abandon", {0: [300]}), ("remove", {})):
         where = f"{root}/{newer}"
         three_steps(where)
-        with checkpoint.Manager(where, mirror=f"{copies}/{newer}", keep=1) as manager:
+        with checkpoint.Manager(where, destinations=[checkpoint.Mirror(f"{copies}/{newer}")], keep=1) as manager:
             assert restored(manager, step=200, newer=newer) == (200, 200)
             save(manager, 300, -300)
             assert manager.steps() == [200, 300] and manager.abandoned_steps() == aside

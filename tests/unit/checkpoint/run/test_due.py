@@ -44,7 +44,7 @@ def test_a_step_is_saved_after_so_much_time(tmp_path):
 def test_what_a_tier_has_goes_to_the_root_where_it_is_time(tmp_path):
     clock, app = Clock(), {"x": torch.ones(1)}
     tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
-    with using(clock), checkpoint.Manager(tmp_path / "root", tiers=tiers, every=timedelta(minutes=3)) as manager:
+    with using(clock), checkpoint.Manager(tmp_path / "root", destinations=tiers, every=timedelta(minutes=3)) as manager:
         saved_by_time(manager, clock, app, range(1, 6))
         manager.wait()
         assert manager.steps() == [3]

@@ -5,6 +5,7 @@ import gc
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -326,7 +327,7 @@ WRONG = {
     "options": [None, {"durable": False}],
     "stage": ["background", "NOW", 1, True],
     "stop_on": ["SIGTERM", 0, 4000, True, signal.SIGKILL, 15.0, (), (signal.SIGTERM, "SIGINT")],
-    "mirror": ["", 5, b"copies"],
+    "destinations": [None, "s3://bucket/run", checkpoint.Mirror("copies"), {checkpoint.Mirror("copies")}],
 }
 WRONG_RETENTION = {
     "last": [0, "3", 1.0, False],
@@ -374,6 +375,28 @@ def test_a_wrong_option_is_refused_by_name(tmp_path, name, value):
     assert [problem.key for problem in caught.value.problems] == [name]
 
 
+TIER, MIRROR = checkpoint.Tier("/dev/shm/run", every=1), checkpoint.Mirror("copies")
+
+
+@pytest.mark.parametrize(
+    ("destinations", "found"),
+    [
+        ([MIRROR, TIER], {"[1]": "a Tier after a Mirror"}),
+        ([MIRROR, TIER, MIRROR], {"[1]": "a Tier after a Mirror", "[2]": "a Mirror after a Mirror"}),
+        ([TIER, "s3://bucket/run", 3], {"[1]": "'s3://bucket/run'", "[2]": "3"}),
+        ([TIER, TIER, MIRROR], {"": "one path twice"}),
+        ([TIER, checkpoint.Mirror("")], {"[1].url": "''"}),
+        ([checkpoint.Mirror(b"copies")], {"[0].url": "b'copies'"}),
+        ([checkpoint.Tier("/dev/shm/run", every=0), MIRROR], {"[0].every": "0"}),
+    ],
+)
+def test_destinations_that_are_none_or_in_another_order_are_refused(tmp_path, destinations, found):
+    with pytest.raises(OptionError) as caught:
+        checkpoint.Manager(tmp_path, destinations=destinations)
+    assert {problem.key.removeprefix("destinations"): problem.found for problem in caught.value.problems} == found
+    assert all(problem.required and problem.remedy for problem in caught.value.problems)
+
+
 def test_all_wrong_options_are_told_at_once(tmp_path):
     (tmp_path / "a file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
@@ -382,8 +405,10 @@ def test_all_wrong_options_are_told_at_once(tmp_path):
         checkpoint.Manager(tmp_path / "a file", every="50", stage="background", options=3)
     assert [problem.key for problem in caught.value.problems] == ["root", "every", "stage", "options"]
     for mirror in (tmp_path, f"{tmp_path}/", tmp_path / "link"):
-        with pytest.raises(OptionError, match=r"mirror: found .*, which is the root too; required another place"):
-            checkpoint.Manager(tmp_path, mirror=mirror, stop_on=signal.SIGTERM)
+        with pytest.raises(
+            OptionError, match=r"destinations\[0\]\.url: found .*, which is the root too; required another place"
+        ):
+            checkpoint.Manager(tmp_path, destinations=[checkpoint.Mirror(mirror)], stop_on=signal.SIGTERM)
     with pytest.raises(OptionError, match="root: found None; required a path or a URL"):
         checkpoint.Manager(None)
     assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == before
@@ -442,7 +467,7 @@ def test_a_wrong_stage_of_async_save(tmp_path, stage):
     checkpoint.async_save(tmp_path / "c", app_of()).result(30)
 
 
-@pytest.mark.parametrize("argument", ["root", "mirror"])
+@pytest.mark.parametrize("argument", ["root", "destinations[0].url"])
 def test_no_run_is_kept_in_an_archive(argument, tmp_path):
     with checkpoint.Manager(tmp_path / "run") as manager:
         manager.save(1, {"x": torch.ones(2)})
@@ -453,9 +478,11 @@ def test_no_run_is_kept_in_an_archive(argument, tmp_path):
         "tar://a::s3://b/c",
     ):
         with pytest.raises(
-            OptionError, match=rf"{argument}: found \w+://[^\n]*, in an archive, which cannot be written"
+            OptionError, match=rf"{re.escape(argument)}: found \w+://[^\n]*, in an archive, which cannot be written"
         ):
-            checkpoint.Manager(**{"root": tmp_path / "run", argument: url})
+            if argument == "root":
+                checkpoint.Manager(url)
+            checkpoint.Manager(tmp_path / "run", destinations=[checkpoint.Mirror(url)])
     read = {"x": torch.zeros(2)}
     checkpoint.load(f"zip://run/step-00000001::file://{tmp_path}/runs.zip", read)
     assert read["x"].tolist() == [1.0, 1.0]

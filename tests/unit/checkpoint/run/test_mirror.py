@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint.run import copying
 from shardopt.checkpoint.run import mirror as mirror_module
-from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.saving import removal
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
@@ -49,7 +49,7 @@ def restore(mirror):
 
 def test_copies_are_whole(roots):
     local, remote = roots
-    with Mirror(local, remote) as mirror:
+    with MirrorCopier(local, remote) as mirror:
         name = save(local, 1)
         (storage_of(local).child(name)).publish("metrics.json", b"{}")
         mirror.upload(name)
@@ -66,7 +66,7 @@ def test_copies_are_whole(roots):
 
 def test_the_newest_whole_one_is_found_in_either_root(roots):
     local, remote = roots
-    with Mirror(local, remote) as mirror:
+    with MirrorCopier(local, remote) as mirror:
         assert restore(mirror) == (0, None)
         for step in (1, 2):
             mirror.upload(save(local, step))
@@ -101,7 +101,7 @@ def test_what_is_damaged_is_not_copied(roots, caplog):
     local, remote = roots
     first, second = save(local, 1), save(local, 2)
     flip(f"{local}/{first}")
-    mirror = Mirror(local, remote)
+    mirror = MirrorCopier(local, remote)
     mirror.upload(first)
     mirror.finish()
     with pytest.raises(CorruptionError, match="checksum"):
@@ -163,7 +163,7 @@ def test_one_that_waits_is_left_out_for_a_newer_one(roots, monkeypatch):
         return sound(*args)
 
     monkeypatch.setattr(copying, "upload_files", slow)
-    with Mirror(local, remote) as mirror:
+    with MirrorCopier(local, remote) as mirror:
         mirror.upload(names[0])
         while not storage_of(remote).exists(f"{names[0]}/none") and not mirror.uploading():
             pass
@@ -182,7 +182,7 @@ def test_remains_of_a_dead_upload_are_cleared_and_a_copy_is_made_once(roots):
     name = save(local, 1)
     there = storage_of(remote).child(name)
     there.publish("dead0-r00000.safetensors", b"remains")
-    with Mirror(local, remote) as mirror:
+    with MirrorCopier(local, remote) as mirror:
         mirror.upload(name)
         mirror.wait()
         assert "dead0-r00000.safetensors" not in there.names()
@@ -193,7 +193,7 @@ def test_remains_of_a_dead_upload_are_cleared_and_a_copy_is_made_once(roots):
 
 
 def test_a_checkpoint_that_is_gone_is_told(roots):
-    mirror = Mirror(*roots)
+    mirror = MirrorCopier(*roots)
     mirror.upload("step-00000001")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         mirror.close()
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_gone_is_told(roots):
 
 def mirrored(local, remote, steps):
     names = [save(local, step) for step in steps]
-    with Mirror(local, remote, deadline_seconds=4) as mirror:
+    with MirrorCopier(local, remote, deadline_seconds=4) as mirror:
         for name in names:
             mirror.upload(name)
             mirror.wait()
@@ -213,7 +213,7 @@ def mirrored(local, remote, steps):
 
 
 def restored(local, remote):
-    return restore(Mirror(local, remote))
+    return restore(MirrorCopier(local, remote))
 
 
 def test_each_rank_uploads_what_it_wrote(tmp_path):
@@ -229,12 +229,12 @@ def test_each_rank_uploads_what_it_wrote(tmp_path):
 
 def seen_by_all(local, remote):
     """Of disks that each rank has for itself, here."""
-    return Mirror(local if dist.get_rank() == 0 else local + "-other", remote).committed()
+    return MirrorCopier(local if dist.get_rank() == 0 else local + "-other", remote).committed()
 
 
 def test_a_local_copy_counts_only_where_every_rank_sees_it(tmp_path):
     local, remote = str(tmp_path / "a"), str(tmp_path / "b")
-    with Mirror(local, remote) as mirror:
+    with MirrorCopier(local, remote) as mirror:
         mirror.upload(save(local, 1))
         mirror.wait()
         save(local, 2)
@@ -264,7 +264,10 @@ def test_a_rank_that_dies_in_an_upload_leaves_no_copy(tmp_path):
 def run_with_mirror(local, remote, last):
     """Saves steps 1 to `last` through a Manager with a second root."""
     with checkpoint.Manager(
-        local, mirror=remote, keep=checkpoint.Retention(last=2, best=("loss", "min", 1)), stage="now"
+        local,
+        destinations=[checkpoint.Mirror(remote)],
+        keep=checkpoint.Retention(last=2, best=("loss", "min", 1)),
+        stage="now",
     ) as manager:
         for step in range(1, last + 1):
             manager.save(step, {"x": value(step), "step": step}, metrics={"loss": abs(step - 2)})
@@ -279,7 +282,7 @@ def steps_at(root):
 
 def restored_by_manager(local, remote):
     app = {"x": torch.zeros(300_000), "step": 0}
-    with checkpoint.Manager(local, mirror=remote) as manager:
+    with checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)]) as manager:
         step = manager.restore(app)
     assert not step or torch.equal(app["x"], value(step))
     return step
@@ -310,7 +313,7 @@ def test_a_manager_restores_from_whichever_is_whole(roots):
 
 def fail_to_copy(local, remote):
     """Returns the steps of saves that raised after a copy had failed; the one after that goes well."""
-    manager = checkpoint.Manager(local, mirror=remote)
+    manager = checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)])
     copy = mirror_module.copy_over_ranks
     mirror_module.copy_over_ranks = lambda *args: (_ for _ in ()).throw(CheckpointError("the store is full"))
     try:
@@ -339,7 +342,7 @@ def test_a_copy_that_failed_is_raised_by_the_manager_on_all_ranks_and_training_m
 
 
 def uploaded(local, remote, *names):
-    with Mirror(local, remote) as mirror:
+    with MirrorCopier(local, remote) as mirror:
         for name in names:
             mirror.upload(name)
             mirror.wait()
@@ -349,9 +352,9 @@ def test_the_newest_is_the_one_with_the_greatest_number(roots):
     local, _ = roots
     save(local, 99_999_999)
     save(local, 100_000_000)
-    mirror = Mirror(*roots)
+    mirror = MirrorCopier(*roots)
     assert [name for name, _ in mirror.committed()] == ["step-100000000", "step-99999999"]
-    manager = checkpoint.Manager(local, mirror=local + "-copies")
+    manager = checkpoint.Manager(local, destinations=[checkpoint.Mirror(local + "-copies")])
     app = {"x": torch.zeros(300_000), "step": 0, "mine": checkpoint.PerRank(0)}
     assert manager.restore(app) == app["step"] == 100_000_000
     manager.close()
@@ -382,7 +385,7 @@ def test_a_copy_that_did_not_fit_is_made_when_there_is_room(tmp_path, monkeypatc
     if killed:  # and had no time to clear up
         monkeypatch.setattr(copying, "discard", lambda *unused: None)
     for _ in range(2):
-        mirror = Mirror(local, remote)
+        mirror = MirrorCopier(local, remote)
         mirror.upload(name)
         with pytest.raises(CheckpointError, match="No space left"):
             mirror.close()
@@ -427,7 +430,7 @@ def test_a_copy_of_another_checkpoint_is_refused_by_name_and_left(roots):
     other = save(local + "-other", 1)
     uploaded(local + "-other", remote, other)
     before = {each: storage_of(remote).child(name).read(each) for each in storage_of(remote).child(name).names()}
-    mirror = Mirror(local, remote)
+    mirror = MirrorCopier(local, remote)
     mirror.upload(name)
     with pytest.raises(CheckpointExistsError, match=r"step-00000001: found another checkpoint, of save \w+, where"):
         mirror.close()
@@ -450,7 +453,7 @@ def test_after_a_restart_it_catches_up(tmp_path, restores):
     with checkpoint.Manager(local) as manager:  # as if it had ended before it copied
         for step in (1, 2):
             manager.save(step, {"x": value(step)})
-    manager = checkpoint.Manager(local, mirror=remote, every=10)
+    manager = checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)], every=10)
     if restores:
         assert manager.restore({"x": value(0)}) == 2
     else:
@@ -465,7 +468,7 @@ def test_a_damaged_newest_is_not_what_it_catches_up_with(tmp_path):
         for step in (1, 2):
             manager.save(step, {"x": value(step)})
     flip(f"{local}/step-00000002")
-    with checkpoint.Manager(local, mirror=remote) as manager:
+    with checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)]) as manager:
         assert manager.restore({"x": value(0)}) == 1
         manager._run.mirror.wait()
         assert checkpoint.Manager(remote).steps() == [1]
@@ -475,13 +478,13 @@ def test_a_damaged_newest_is_not_what_it_catches_up_with(tmp_path):
 
 def test_a_step_that_is_damaged_in_both_roots_is_saved_again_in_both(tmp_path):
     local, remote = str(tmp_path / "a"), str(tmp_path / "b")
-    with checkpoint.Manager(local, mirror=remote) as manager:
+    with checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)]) as manager:
         for step in (1, 2):
             manager.save(step, {"x": value(step)})
             manager._run.mirror.wait()
     flip(f"{local}/step-00000002")
     flip(f"{remote}/step-00000002")
-    with checkpoint.Manager(local, mirror=remote) as manager:
+    with checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)]) as manager:
         assert manager.restore({"x": value(0)}) == 1
         manager.save(2, {"x": value(7)})
     for root in (local, remote):

@@ -32,7 +32,7 @@ def test_everything_that_is_done_is_told(tmp_path, events, caplog):
     resharded = checkpoint.reshard(a, b, world_size=2)
     pending = checkpoint.async_save(str(tmp_path / "c"), app())
     beside = pending.result()
-    with checkpoint.Mirror(tmp_path, "memory://shardopt-told") as mirror:
+    with checkpoint.MirrorCopier(tmp_path, "memory://shardopt-told") as mirror:
         mirror.upload("c")
     assert [event for event, _ in events] == ["save", "load", "verify", "reshard", "save", "upload"]
     assert [report for _, report in events][:4] == [saved, loaded, verified, resharded]

@@ -81,9 +81,9 @@ def test_metrics_of_an_earlier_save_of_the_step_do_not_count(tmp_path, caplog):
 @pytest.mark.parametrize("kind", ["mirror", "tiers"])
 def test_added_metrics_are_with_all_copies_and_go_with_them(tmp_path, kind):
     root, other = tmp_path / "root", tmp_path / "other"
-    options = {"mirror": other} if kind == "mirror" else {"tiers": [checkpoint.Tier(str(other), every=1)], "every": 2}
+    at = checkpoint.Mirror(other) if kind == "mirror" else checkpoint.Tier(str(other), every=1)
     keep = checkpoint.Retention(last=1, best=("loss", "min", 1))
-    with checkpoint.Manager(root, keep=keep, **options) as manager:
+    with checkpoint.Manager(root, keep=keep, destinations=[at], every=1 if kind == "mirror" else 2) as manager:
         for step in range(1, 7):
             manager.save(step, app_of(step))
             manager.add_metrics(step, {"loss": abs(step - 2.0)})
@@ -166,7 +166,9 @@ def test_storage_options_reach_all_that_is_opened_below_and_are_told_nowhere(tmp
         checkpoint.save("guarded://no/c", app)
     for stage in (None, "now"):
         root = f"guarded://run-{stage}"
-        with checkpoint.Manager(tmp_path / str(stage), mirror=root, stage=stage, storage_options=options) as manager:
+        mirror = checkpoint.Mirror(root, storage_options=options)
+        assert "secret" not in repr(mirror)
+        with checkpoint.Manager(tmp_path / str(stage), destinations=[mirror], stage=stage) as manager:
             manager.save(1, app)
         with checkpoint.Manager(root, stage=stage, storage_options=options, incremental=True) as manager:
             assert manager.restore(app) == 1

@@ -18,7 +18,8 @@ def app_of(step):
 
 
 def manager(path, mirror="mirror"):
-    return checkpoint.Manager(path / "root", tiers=[Tier(str(path / "tier"), every=1)], every=4, mirror=path / mirror)
+    destinations = [Tier(str(path / "tier"), every=1), checkpoint.Mirror(path / mirror)]
+    return checkpoint.Manager(path / "root", every=4, destinations=destinations)
 
 
 def restored(path, **options):
@@ -100,7 +101,7 @@ def test_a_host_whose_label_is_lost_is_told_how_it_gets_one(run, change, found):
 
 def test_a_tier_that_a_job_has_no_more_is_told_of(run, caplog):
     """What it has may be newer than all that the job goes on to save, and would be restored before that."""
-    with checkpoint.Manager(run / "root", mirror=run / "mirror") as made:
+    with checkpoint.Manager(run / "root", destinations=[checkpoint.Mirror(run / "mirror")]) as made:
         assert made.restore(app_of(0)) == 0
     (told,) = [each.message for each in caplog.records]
     assert f"the run had a tier at {run}/tier" in told and "newer there than step 0" in told
@@ -114,7 +115,7 @@ def test_a_process_alone_looks_once_whose_its_tiers_are(tmp_path, monkeypatch):
         call = getattr(tiers, name)
         monkeypatch.setattr(tiers, name, lambda *args, name=name, call=call: [looks.append(name), call(*args)][1])
     both = [Tier(str(tmp_path / "memory"), every=1), Tier(str(tmp_path / "disk"), every=2)]
-    with checkpoint.Manager(tmp_path / "root", tiers=both, every=4) as made:
+    with checkpoint.Manager(tmp_path / "root", destinations=both, every=4) as made:
         made.restore(app_of(0))
         for step in range(1, 7):
             made.save(step, app_of(step))
@@ -134,10 +135,9 @@ def test_a_process_alone_marks_a_directory_that_it_makes_anew(run):
 
 @pytest.mark.parametrize("place", ["root", "mirror"])
 def test_a_tier_at_the_root_itself_is_refused(tmp_path, place):
-    with pytest.raises(OptionError, match=r"tiers\[0\]\.path: found .*another path than the root's"):
-        checkpoint.Manager(
-            tmp_path / "root", mirror=tmp_path / "mirror", tiers=[Tier(str(tmp_path / "a/.." / place), every=1)]
-        )
+    tier = Tier(str(tmp_path / "a/.." / place), every=1)
+    with pytest.raises(OptionError, match=r"destinations\[0\]\.path: found .*another path than the root's"):
+        checkpoint.Manager(tmp_path / "root", destinations=[tier, checkpoint.Mirror(tmp_path / "mirror")])
 
 
 def test_a_checkpoint_that_somebody_put_into_a_tier_stays(run):

@@ -165,7 +165,11 @@ def test_a_run_is_not_kept_in_a_checkpoint(tmp_path, run, kind):
         path, parent = "memory:///no-root/last", "give Manager another directory"
         checkpoint.save(path, app)
     before = sorted(tmp_path.rglob("*"))
-    manager = checkpoint.Manager(path) if kind != "mirror" else checkpoint.Manager(tmp_path / "other", mirror=path)
+    manager = (
+        checkpoint.Manager(path)
+        if kind != "mirror"
+        else checkpoint.Manager(tmp_path / "other", destinations=[checkpoint.Mirror(path)])
+    )
     for call in (lambda: manager.restore(app), lambda: manager.save(1, app)):
         with pytest.raises(CheckpointError, match="a run cannot be kept in a checkpoint") as caught:
             call()

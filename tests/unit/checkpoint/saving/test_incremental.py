@@ -375,14 +375,14 @@ def test_saves_in_the_background_refer_too(tmp_path, stage):
 
 def test_copies_refer_to_copies(tmp_path):
     local, mirror = tmp_path / "local", tmp_path / "mirror"
-    with checkpoint.Manager(local, keep=1, incremental=True, mirror=mirror) as manager:
+    with checkpoint.Manager(local, keep=1, incremental=True, destinations=[checkpoint.Mirror(mirror)]) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
             manager._run.mirror.wait()
     shutil.rmtree(local)
     assert [each.parent.name for each in mirror.glob("*/manifest.json")] == ["step-00000003"]
     assert is_as_saved(mirror / "step-00000003", app_of(3))
-    with checkpoint.Manager(local, keep=1, incremental=True, mirror=mirror) as manager:
+    with checkpoint.Manager(local, keep=1, incremental=True, destinations=[checkpoint.Mirror(mirror)]) as manager:
         app = app_of(0)
         assert manager.restore(app) == 3 and torch.equal(app["table"], app_of(3)["table"])
         assert manager.save(4, app_of(4)).bytes_unchanged == 0  # its base is a copy, under another root
@@ -397,7 +397,7 @@ def test_a_copy_takes_along_what_it_refers_to_whichever_is_copied_first(tmp_path
     for step in (1, 2, 3):
         save(local, step, base=step - 1 or None)
     names = [f"step-{step:08d}" for step in (first, 4 - first, 2)]
-    with checkpoint.Mirror(local, there) as mirror:
+    with checkpoint.MirrorCopier(local, there) as mirror:
         for name in names:
             mirror.upload(name)
             mirror.wait()

@@ -77,7 +77,7 @@ def test_chains_are_read(here):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_urls_are_made_absolute_in_the_call(here):
     pending = checkpoint.async_save("in background", app(1.0))
-    manager = Manager("root", mirror="mirror", tiers=[Tier("tier", every=1)], every=2)
+    manager = Manager("root", destinations=[Tier("tier", every=1), checkpoint.Mirror("mirror")], every=2)
     written = checkpoint.save("first", app(2.0)).url
     reader, writer = StorageReader("first"), StorageWriter("of dcp")
     os.chdir("../there")

@@ -1,13 +1,16 @@
-"""The options of one tier of a run, and what keeps tiers from being used."""
+"""The destinations of a run's checkpoints beside its root, and what keeps them from being used."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import OptionError, Problem
+
+_DESTINATIONS = "tiers, the fastest first, and after them at most one Mirror"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,48 @@ class Tier:
         object.__setattr__(self, "path", os.path.abspath(self.path))  # whatever directory the process changes to
 
 
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A second root of a run, to which its `Manager` copies committed checkpoints in the background.
+
+    Args:
+        url: a path, or a URL that fsspec knows, such as "s3://bucket/run"; another one than the root's.
+        storage_options: as for `save`, for this URL. The repr does not have them.
+    """
+
+    url: str | os.PathLike[str]
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+Destination = Tier | Mirror
+
+
+def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None]:
+    """Splits the destinations of a run. Raises OptionError where they are others, or in another order."""
+    remedy = "give it as in destinations=[Tier(path, every=1), Mirror(url)]"
+    if isinstance(destinations, str | bytes) or not isinstance(destinations, Sequence):
+        problems = [Problem("destinations", repr(destinations), f"a list of {_DESTINATIONS}", remedy)]
+        raise OptionError("arguments that cannot be meant", problems)
+    problems = []
+    for number, each in enumerate(destinations):
+        if not isinstance(each, Tier | Mirror):
+            found = repr(each)
+        elif any(isinstance(before, Mirror) for before in destinations[:number]):
+            found = f"a {type(each).__name__} after a Mirror"
+        else:
+            continue
+        problems.append(Problem(f"destinations[{number}]", found, _DESTINATIONS, remedy))
+    if problems:
+        raise OptionError("arguments that cannot be meant", problems)
+    mirror = destinations[-1] if destinations and isinstance(destinations[-1], Mirror) else None
+    return tuple(each for each in destinations if isinstance(each, Tier)), mirror
+
+
 def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremental: bool) -> None:
     """Raises OptionError where tiers cannot be used; all of it is listed.
 
     Args:
+        tiers: which come first of all destinations.
         roots: of the run and its mirror.
     """
     problems = []
@@ -55,10 +96,10 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremen
         if not isinstance(tier.domain, str | None):
             wrong["domain"] = "a name, or None"
         for name, required in wrong.items():
-            key, found = f"tiers[{number}].{name}", repr(getattr(tier, name))
+            key, found = f"destinations[{number}].{name}", repr(getattr(tier, name))
             problems.append(Problem(key, found, required, "mend this argument of Tier"))
     if len({tier.path for tier in tiers}) < len(tiers):
-        problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
+        problems.append(Problem("destinations", "one path twice", "a path for each", "mend it"))
     if tiers and incremental:
         remedy = "leave out one of the two"
         problems.append(Problem("incremental", "True, with tiers", "False: what hosts have refers to nothing", remedy))
