@@ -126,13 +126,10 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
     ):
         present = f"a {type(given).__name__} of {[type(argument).__name__ for argument in arguments]}"
         raise _refusal(table, present, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
-    for argument in arguments:
-        if argument is not None and (
-            argument.layout is not torch.strided or not any(local is argument for local in local_tensors(argument))
-        ):
-            raise _refusal(
-                table, f"a {argument.layout} {type(argument).__name__}", "plain tensors", "pass what this rank has"
-            )
+    strange = [argument for argument in arguments if argument is not None and not _is_plain(argument)]
+    if strange:
+        kind = type(strange[0]).__name__
+        raise _refusal(table, f"a {strange[0].layout} {kind}", "plain tensors", "pass what this rank has")
     ids, offsets, weights = first, *[*others, None, None][:2]
     for name, tensor in (("ids", ids), ("offsets", offsets)):
         if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != like.device):
@@ -159,6 +156,10 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
         required = "[L] and [B], with include_last_offset [B + 1]; or ids [B, L] alone"
         raise _refusal(table, shapes, required, "pass the ids of all bags one after the other, and where each begins")
     return Bags(table, ids.long(), offsets.long(), weights, ends)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and any(local is tensor for local in local_tensors(tensor))
 
 
 def _out_of_range(ids: Tensor, table: Table) -> Tensor:

@@ -61,17 +61,22 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
     if grad.shape != param.shape:
         raise _bad_gradient(param, grad, "give the parameter a gradient of its own global shape")
     if have.placements != want.placements:
-        if grad._local_tensor.layout is not torch.strided:
-            raise _bad_gradient(param, grad, "make the sparse gradient with the parameter's placements")
-        try:
-            with torch.no_grad():
-                grad = grad.redistribute(placements=want.placements)
-        except ValueError as error:  # torch knows no way, as to some _StridedShards
-            raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
+        grad = _redistributed(param, grad)
     gradients = tuple(awaited(local) for local in local_tensors(grad))
     if [local.shape for local in gradients] != [local.shape for local in tensors]:
         raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
     return gradients
+
+
+def _redistributed(param: DTensor, grad: DTensor) -> DTensor:
+    """Gives a gradient the placements of its parameter. All ranks of the mesh must call."""
+    if grad._local_tensor.layout is not torch.strided:
+        raise _bad_gradient(param, grad, "make the sparse gradient with the parameter's placements")
+    try:
+        with torch.no_grad():
+            return grad.redistribute(placements=param._spec.placements)
+    except ValueError as error:  # torch knows no way, as to some _StridedShards
+        raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
 
 
 class GradientReader:

@@ -153,12 +153,6 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         state = numbered.named(state)
     target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
 
-    def replace_state(value: dict[str, Any]) -> None:
-        own = {name: part for part, name in plain.items()}
-        target.state.clear()
-        for part, child in value.items():
-            target.state[own.get(part, part)] = child
-
     is_partial = target.held_names() is not None
     groups = target.state.get(PARAM_GROUPS)
     if are_named(groups) and (is_partial or any(group[PARAMS] for group in groups)):
@@ -176,7 +170,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
                 at = (*path, plain.get(part, part))
                 _descend(child, at, partial(setitem, target.state, part), True, flat)
     else:
-        _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, replace_state)
+        _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, target.replace_state)
     flat.targets.append(target)  # after those within: an object gets its state back whole
 
 

@@ -165,6 +165,12 @@ class RestoreTarget:
         """The key under which the state of an optimizer stands in an app."""
         return join((*self.path, STATE))
 
+    def replace_state(self, value: Mapping[str, Any]) -> None:
+        """Replaces the whole state by one whose names are those of paths."""
+        own = {name: part for part, name in self.plain_names.items()}
+        self.state.clear()
+        self.state.update({own.get(part, part): child for part, child in value.items()})
+
     def filled_state(self) -> dict[str, Any]:
         """Returns the state to hand back, with groups made of the options that a load has for their members."""
         if self.numbered is not None:

@@ -88,16 +88,22 @@ def _encode(value: Any, key: str, depth: int) -> Any:
         return _text(value, key)
     if kind is list:
         return [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"tuple": [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]}
+    if kind is dict or kind is Counter:
+        return {"dict" if kind is dict else "counter": [_encode_item(k, v, key, depth) for k, v in value.items()]}
+    return _encode_rare(value, key, depth)
+
+
+def _encode_rare(value: Any, key: str, depth: int) -> Any:
+    """Encodes a value that groups and counters do not have."""
+    kind = type(value)
     if kind is OnAnyRank:
         return {_ANY: value.value}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
-    if kind is tuple:
-        return {"tuple": [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]}
     if kind is set:
         return {"set": sorted((_encode(item, f"{key}{{}}", depth + 1) for item in value), key=repr)}
-    if kind is dict or kind is Counter:
-        return {"dict" if kind is dict else "counter": [_encode_item(k, v, key, depth) for k, v in value.items()]}
     if _is_numpy(value):
         shape = list(value.shape) if kind is np.ndarray else None
         return {"numpy": [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
@@ -223,6 +229,11 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
             refuse_slow_keys(keys)
         pairs = dict(zip(keys, (decode_value(v, depth + 1) for _, v in body), strict=True))
         return pairs if kind == "dict" else Counter(pairs)
+    return _decode_array(kind, body)
+
+
+def _decode_array(kind: str, body: Any) -> Any:
+    """Decodes what holds numbers: a NumPy scalar, array, or tensor. Nothing else is left to be known."""
     if kind == "numpy":
         name, shape, raw = body
         if _NUMPY_DTYPE.fullmatch(name):

@@ -65,14 +65,12 @@ def strong_wolfe(
     def high(trial: Trial) -> bool:
         return not trial.loss <= start.loss + c1 * trial.step * start.slope  # so is a loss that is no number
 
-    def flat(trial: Trial) -> bool:
-        return abs(trial.slope) <= -c2 * start.slope
-
+    flat = -c2 * start.slope  # the greatest slope, up or down, that is taken
     previous, trial = start, evaluate(first)
     for count in range(most):
         if high(trial) or (count > 1 and trial.loss >= previous.loss):
             break
-        if flat(trial):
+        if abs(trial.slope) <= flat:
             return trial, count + 1
         if trial.slope >= 0:
             break
@@ -102,7 +100,7 @@ def strong_wolfe(
             ends[1 - low] = trial
             low = _lower(ends)
             continue
-        if flat(trial):
+        if abs(trial.slope) <= flat:
             return trial, count + 1
         if trial.slope * (ends[1 - low].step - ends[low].step) >= 0:
             ends[1 - low] = ends[low]

@@ -101,55 +101,30 @@ class _Writer:
     def put(self, value: Any, place: str, depth: int) -> None:
         if depth > _DEPTH_LIMIT:
             raise self._refused(place, f"a value nested deeper than {_DEPTH_LIMIT}")
-        kind, code = type(value), self.codes.append
-        if value is None:
-            code(b"N")
-        elif kind is bool:
-            code(b"\x88" if value else b"\x89")
-        elif kind is int:
-            code(self._int(value, place))
-        elif kind is float:
-            code(b"G" + struct.pack(">d", value))
-        elif kind is str:
-            code(_text(value))
-        elif kind is bytes:
-            self._call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1"), place, depth)
-        elif kind is list:
-            code(b"](")
-            for i, item in enumerate(value):
-                self.put(item, f"{place}[{i}]", depth + 1)
-            code(b"e")
-        elif kind is tuple:
-            code(b"(")
-            for i, item in enumerate(value):
-                self.put(item, f"{place}[{i}]", depth + 1)
-            code(b"t")
-        elif kind is dict or kind is Pairs:
-            code(b"}(")
-            for name, item in value.items if kind is Pairs else value.items():
-                self.put(name, f"{place} (a key)", depth + 1)
-                self.put(item, f"{place}[{name!r}]", depth + 1)
-            code(b"u")
-        elif kind is Counter:
-            self._call(Global("collections", "Counter"), (dict(value),), place, depth)
-        elif kind is set:
-            self._call(Global("__builtin__", "set"), (sorted(value, key=repr),), place, depth)
-        elif kind is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided:
-            self.put(_stored(value, self._record_of(value)), place, depth)
-        elif kind is StoredElsewhere:
-            self._put_tensor(value, place, depth)
-        elif kind is Global:
-            self._global(value)
-        elif kind is Call:
-            self._call(value.function, value.arguments, place, depth)
-        elif kind is Instance:
-            self._global(value.kind)
-            code(b")\x81")
-            if value.state:
-                self.put(value.state, place, depth + 1)
-                code(b"b")
-        else:
-            raise self._refused(place, f"a value of type {kind.__module__}.{kind.__qualname__}")
+        put = _PUT.get(type(value))
+        if put is None:
+            raise self._refused(place, f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+        put(self, value, place, depth)
+
+    def _items(self, value: Sequence[Any], place: str, depth: int) -> None:
+        self.codes.append(b"(" if type(value) is tuple else b"](")
+        for i, item in enumerate(value):
+            self.put(item, f"{place}[{i}]", depth + 1)
+        self.codes.append(b"t" if type(value) is tuple else b"e")
+
+    def _pairs(self, value: Mapping[Any, Any] | Pairs, place: str, depth: int) -> None:
+        self.codes.append(b"}(")
+        for name, item in value.items if isinstance(value, Pairs) else value.items():
+            self.put(name, f"{place} (a key)", depth + 1)
+            self.put(item, f"{place}[{name!r}]", depth + 1)
+        self.codes.append(b"u")
+
+    def _instance(self, value: Instance, place: str, depth: int) -> None:
+        self._global(value.kind)
+        self.codes.append(b")\x81")
+        if value.state:
+            self.put(value.state, place, depth + 1)
+            self.codes.append(b"b")
 
     def _int(self, value: int, place: str) -> bytes:
         if 0 <= value < 256:
@@ -174,7 +149,12 @@ class _Writer:
         self.put(arguments, place, depth + 1)
         self.codes.append(b"R")
 
-    def _put_tensor(self, tensor: StoredElsewhere, place: str, depth: int) -> None:
+    def _tensor(self, value: Tensor, place: str, depth: int) -> None:
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            raise self._refused(place, "a value of type torch.Tensor")
+        self._stored_elsewhere(_stored(value, self._record_of(value)), place, depth)
+
+    def _stored_elsewhere(self, tensor: StoredElsewhere, place: str, depth: int) -> None:
         legacy = _LEGACY_STORAGES.get(tensor.dtype.name)
         numel, strides = prod(tensor.shape), _strides(tensor.shape)
         kind = Global("torch", f"{legacy}Storage") if legacy else Global("torch.storage", "UntypedStorage")
@@ -195,6 +175,30 @@ class _Writer:
         required = "plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, Counter) and tensors"
         problem = Problem(self._key + place, found, required, "leave it out with skip=")
         return StateError("a value cannot be written in torch's format", [problem])
+
+
+_PUT: dict[type, Callable[[_Writer, Any, str, int], None]] = {
+    type(None): lambda writer, *_: writer.codes.append(b"N"),
+    bool: lambda writer, value, *_: writer.codes.append(b"\x88" if value else b"\x89"),
+    int: lambda writer, value, place, _: writer.codes.append(writer._int(value, place)),
+    float: lambda writer, value, *_: writer.codes.append(b"G" + struct.pack(">d", value)),
+    str: lambda writer, value, *_: writer.codes.append(_text(value)),
+    bytes: lambda writer, value, *at: writer._call(
+        Global("_codecs", "encode"), (value.decode("latin1"), "latin1"), *at
+    ),
+    list: _Writer._items,
+    tuple: _Writer._items,
+    dict: _Writer._pairs,
+    Pairs: _Writer._pairs,
+    Counter: lambda writer, value, *at: writer._call(Global("collections", "Counter"), (dict(value),), *at),
+    set: lambda writer, value, *at: writer._call(Global("__builtin__", "set"), (sorted(value, key=repr),), *at),
+    Tensor: _Writer._tensor,
+    StoredElsewhere: _Writer._stored_elsewhere,
+    Global: lambda writer, value, *_: writer._global(value),
+    Call: lambda writer, value, *at: writer._call(value.function, value.arguments, *at),
+    Instance: _Writer._instance,
+}
+"""How a value of each type is written; of no other type one is."""
 
 
 def _stored(tensor: Tensor, record: str) -> StoredElsewhere:

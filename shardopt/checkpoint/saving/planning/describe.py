@@ -136,17 +136,15 @@ def describe(
                     view = view.known_in_part()  # others may lie on other meshes
                 views[key] = view
                 tensors[key] = path, STORED_DTYPES.get(view.dtype) or stored_dtype(view.dtype, key), view.layout
-                addresses[key] = view.pieces[0].tensor.data_ptr() if view.pieces else 0
-                for piece in view.pieces:
-                    if not piece.tensor.data_ptr():
-                        _refuse_without_memory(key, view)
+                pointers = [piece.tensor.data_ptr() for piece in view.pieces]
+                addresses[key] = pointers[0] if pointers else 0
+                if 0 in pointers:
+                    _refuse_without_memory(key, view)
             elif isinstance(value, PerRank):
                 per_rank[key] = path
                 own_values[key] = encode_value(value.value, key)
             elif type(value) is dict:
-                if id(value) not in shared:
-                    shared[id(value)] = encode_value(value, key)
-                values[key] = path, shared[id(value)]
+                values[key] = path, shared.get(id(value)) or shared.setdefault(id(value), encode_value(value, key))
             else:
                 values[key] = path, encode_value(value, key)
         except (StateError, LayoutError) as error:
