@@ -107,11 +107,11 @@ def choose(
         return bool(wanted.search(new_key[key]))
 
     keys = [key for key in manifest.tensors if is_chosen(key)]
-    values = [key for key in manifest.values if is_chosen(key) and not tensors_of_models_alone]
+    values = {key: each for key, each in manifest.values.items() if is_chosen(key) and not tensors_of_models_alone}
     per_rank = [key for key in manifest.per_rank if is_chosen(key) and not tensors_of_models_alone]
     chosen = {*keys, *values, *per_rank}
     if own_choice:
-        _warn_of_training_weights(reader.url, [manifest.values[key] for key in manifest.values])
+        _warn_of_training_weights(reader.url, manifest.values.values())
     refuse_collisions((key, name) for key, name in new_key.items() if key in chosen)
     if not keys and not values:
         names = ", ".join(sorted(new_key.values())[:20])
@@ -136,10 +136,7 @@ def choose(
     return Choice(
         reader,
         tensors,
-        {
-            new_key[key]: (renamed_path(manifest.values[key][0], new_key[key]), manifest.values[key][1])
-            for key in values
-        },
+        {new_key[key]: (renamed_path(path, new_key[key]), value) for key, (path, value) in values.items()},
         {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
         tuple(sorted(every.difference(stored_as.get(key, key) for key in chosen))),
         {new_key[key]: key for key in per_rank},

@@ -119,8 +119,7 @@ def convert(
 
     Tensors are streamed: some 40 MiB of them are in a process's memory at a time, more where they are cast. Processes
     share the files, by bytes. Nothing at `dst` is a checkpoint before all of it is durable; if a process fails, all
-    raise the same error. What was killed goes on when it is called again with the same arguments: files that are whole,
-    to the last byte, are not written again.
+    raise the same error. Called again with the same arguments it resumes: whole files are not written again.
 
     Args:
         src: of a committed checkpoint.
@@ -134,7 +133,7 @@ def convert(
               of weights (EMA, SWA, AveragedModel) where there is no `select`.
             - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes
               it.
-        rearrange: rules by which tensors are joined, split, stacked, transposed, … on their way (as for `load`); first.
+        rearrange: rules by which tensors are joined, split, stacked, … on their way (as for `load`); first.
         rename: regex → replacement, applied in turn, as by `re.sub`, to stored keys: `{r"^model\\.": ""}` takes the
             app's prefix away. Options of a parameter are renamed as its state is.
         select: a regex; only keys, as `rename` has made them, in which it is found are converted.
@@ -156,8 +155,7 @@ def convert(
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: as for `open`; with `check`, what was written is damaged.
         CheckpointExistsError: there is a checkpoint at `dst` already.
-        MismatchError: names collide, nothing is left to convert, `weights` names no averages, or values per rank have
-            no place.
+        MismatchError: names collide, nothing is left, `weights` names no averages, or values per rank have no place.
         StateError: a value or dtype has no form in the format.
         CheckpointError: a number cannot be cast, or files cannot be written.
         RankError: a process died, or did not make the call.

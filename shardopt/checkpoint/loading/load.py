@@ -33,7 +33,7 @@ from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_
 from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
 from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
-from shardopt.checkpoint.loading.strictness import Strictness, log_passed_over, strictness_of
+from shardopt.checkpoint.loading.strictness import STRICT, Strictness, log_passed_over, strictness_of
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
@@ -53,7 +53,6 @@ from shardopt.state.flatten import flatten
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
 from shardopt.world import world
 
-_STRICT = Strictness()
 _log = logging.getLogger("shardopt.checkpoint")
 
 Look = Callable[[], tuple[CheckpointReader, FlatState, Names]]
@@ -73,12 +72,13 @@ class LoadOptions:
     share_reads: ShareReads
     init_state: bool
     progress: Progress | None
+    deadline_seconds: float
     process_group: Group | None
     tied: Tied | None
-    base_root: str | os.PathLike[str] | None
+    base_root: str | None = None
+    storage_options: Mapping[str, Any] | None = None
 
 
-@is_part_of(LOADING)
 def load(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
@@ -100,65 +100,50 @@ def load(
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
-    Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app` that hold them;
-    objects get their state through `load_state_dict`. What does not fit is found before a byte is changed. A container
-    or value under a key of `app`, without a tensor, object or `PerRank` in it on any rank, is replaced whole by what is
-    stored: an empty dict by the records that it got later, their tensors on the CPU in the stored dtype and shape.
+    Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app`; objects get their
+    state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` with
+    no tensor, object or `PerRank` in it on any rank is replaced whole: an empty dict by the records that it got later,
+    with tensors on the CPU in the stored dtype and shape.
 
     Args:
         url: of a committed checkpoint.
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
-            False passes over such differences also in the groups of keyed optimizers, and takes the state that fits
-            from an optimizer of another algorithm, but none of its options: a warning in the log names it. A key of
-            the checkpoint may be left to other ranks; it is unexpected if no rank has a place for it.
+            False also takes what fits of the state of another algorithm, but none of its options, with a warning in the
+            log. A stored key is unexpected if no rank has a place for it.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
         rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
-            Parameters in the groups of keyed optimizers, nested in any way, are renamed as their state is:
-            "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
-            alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
-            which two keys get one name. Names within plain values stay. Rules that the checkpoint's names have been
-            through already are passed by (`Manager.restore`; spelled otherwise, a rule is another one). Without a
-            rule among these, rules by which it does not fit are passed by where all of it fits as it is. Rank 0 says
-            what was renamed. Only a `Manager` records rules; what `save` writes after such a load has no record of any.
+            Names in groups go with state; those within plain values stay. Two keys must not get one name. Rules that a
+            `Manager` has recorded with the names are passed by, and all where the checkpoint fits only without them.
         rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
-            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
-            tensor is held in memory for it. Options and counters of parameters that become one must be equal; state of
-            another layout than its parameter is refused. What rules leave out is listed in the report. No checkpoint
-            records them: given again for one in the new form, they are applied again wherever they fit it.
-        skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
-            checkpoint's own. In one of another format it is the way around what is not known there.
+            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys. No
+            checkpoint records them: they are applied again to one in the new form wherever they fit it.
+        skip: a regex; stored keys in which it is found are left out, as if they were not there, or not known.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         share_reads: whether a box that several ranks hold is read by one of them, which sends it to the others over
-            the job's process group: "always", or "never". The group's own timeout holds for the sends. "auto" shares
-            where storage is remote: a local disk's cache is faster than what joins processes.
-        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
-            `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
-            same as none. State that was stepped stays, and does not fit. Without it what is in `app` is what counts,
-            and state on one side alone is refused: a load is asked for what is there, and where an optimizer is empty
-            that should have state, or has state that nobody saved, it may be the wrong app or the wrong checkpoint.
-            `Manager.restore` begins a run, whose optimizers are new: it makes what is missing.
+            the job's process group, whose own timeout holds: "always", "never", or "auto", where storage is remote.
+        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, and lose
+            state that was never stepped where it has none; state that was stepped does not fit. Without it state on one
+            side alone is refused: it may be the wrong app, or the wrong checkpoint. `Manager.restore`, which begins a
+            run with new optimizers, makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
-        process_group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others
-            make no call. It need not be the group that saved.
+        process_group, storage_options: as for `save`; it need not be the group that saved.
         tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
         base_root: as for `open`.
-        storage_options: as for `save`.
 
     Raises:
         OptionError: this rank is not in `process_group`.
         CheckpointNotFoundError, FormatError: there is nothing here to load.
-        MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
-            every difference is listed, and nothing was changed.
-        StateError: averages stand in a tensor that would be loaded (`EMA.swap`). Nothing was changed.
-        CorruptionError: stored bytes are not what was written. Its message says whether anything was changed by then:
-            where that is met in the middle, the optimizers of `app` refuse to step until a load is whole.
+        MismatchError: the checkpoint does not fit, or has numbers that a cast would lose. All of it is listed.
+        StateError: averages stand in a tensor that would be loaded (`EMA.swap`). Nothing was changed by these two.
+        CorruptionError: stored bytes are not what was written. The message says whether anything was changed by then:
+            if so, the optimizers of `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
     options = LoadOptions(
-        strictness=_STRICT if strict is True else strictness_of(strict),
+        strictness=STRICT if strict is True else strictness_of(strict),
         select=select,
         rename=rename,
         rearrange=tuple(rearrange),
@@ -167,23 +152,31 @@ def load(
         share_reads=share_reads,
         init_state=init_state,
         progress=progress,
+        deadline_seconds=deadline_seconds,
         process_group=process_group,
         tied=tied,
         base_root=None if base_root is None else absolute_url(base_root),
+        storage_options=storage_options,
     )
+    return load_with(url, app, options)
+
+
+@is_part_of(LOADING)
+def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions) -> LoadReport:
+    """Loads a checkpoint as `load` does. Collective."""
     url = absolute_url(url)
     # Around a call, so that the collector finds the plan gone when it wakes.
     refuse_within(f"loading {url}", but=[LOADING])
-    if storage_options is not None:
-        use_options(url, storage_options)
-    ranks = ranks_of(process_group, deadline_seconds)
+    if options.storage_options is not None:
+        use_options(url, options.storage_options)
+    ranks = ranks_of(options.process_group, options.deadline_seconds)
     with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused():
         report, differences = _load(ranks, url, app, options)
     emit_report("load", report)
     if report.missing or report.unexpected:
         log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
     for difference in differences:
-        warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
+        warnings.warn(f"loading {report.url}: {difference}", stacklevel=3)
     return report
 
 

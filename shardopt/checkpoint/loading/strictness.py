@@ -60,6 +60,9 @@ class Strictness:
         object.__setattr__(self, "lets_objects_differ", self.missing != "raise" and self.unexpected != "raise")
 
 
+STRICT = Strictness()
+
+
 def strictness_of(strict: bool | Strictness) -> Strictness:
     """Returns the choices of `load(..., strict=...)`: True raises for everything, False ignores one-sided keys."""
     if isinstance(strict, Strictness):

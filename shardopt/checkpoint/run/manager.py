@@ -13,9 +13,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.loading.load import load
+from shardopt.checkpoint.loading.load import LoadOptions, load_with
 from shardopt.checkpoint.loading.rules_due import LeftInScript
-from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import SaveReport, announce
@@ -284,13 +284,12 @@ class Manager:
         share_reads: ShareReads = "auto",
         progress: Progress | None = None,
     ) -> int:
-        """Loads the newest committed checkpoint that is whole into `app`, in place; returns its step.
+        """Loads the newest committed checkpoint that is whole into `app`, in place; returns its step, or 0.
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
         damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
-        for the parameters that the checkpoint has state for, as by `load(..., init_state=True)`: those of a run that
-        is started again are new, and have none; `load` alone takes that for a mistake. Rank 0 reports what was
-        restored: in the log at INFO, and on stderr in a program that has configured no logging.
+        as by `load(..., init_state=True)`: those of a run that is started again are new, and have none; `load` alone
+        takes that for a mistake. Rank 0 logs what was restored at INFO, or prints it where no logging is configured.
 
         Args:
             step: takes the run back to this step, which must be whole: what was saved after it is no longer part of
@@ -302,21 +301,15 @@ class Manager:
                 of the way of the run and of its rules; "remove" removes them, once this one is loaded.
             required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
                 has not begun: give True wherever one must have been saved.
-            select: as for `load`: other keys of the app stay as they are. Left in the script it holds at every start:
-                a job that is started again comes back with these keys alone, and with a new optimizer's state and a
-                step of 0 where it does not find them. The line about the restore says so. To begin with some weights
-                of another run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
-            rename: as for `load`. Rules may stay in the script: the run's checkpoints tell which rules their names have
-                been through, and these are not applied again. Rules may be added; each is applied once. A checkpoint
-                without such a record (by an earlier version, or `checkpoint.save`) that fits as it is is taken as it
-                is: a line tells the call that applies the rules all the same.
+            select: as for `load`. Left in the script it holds at every start: a job that is started again comes back
+                with these keys alone, and the line about the restore says so. To begin with some weights of another
+                run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
+            rename: as for `load`. Rules may stay in the script, and be added: each is applied once, as the run's
+                checkpoints record which rules their names have been through. One without such a record (by an earlier
+                version, or `checkpoint.save`) that fits as it is is taken as it is, and a line says how to apply them.
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
-                script: unlike those of `rename` they are recorded nowhere, and a square matrix would be transposed
-                again at each start.
+                script: no checkpoint records them, and a square matrix would be transposed again at each start.
             strict, skip, transactional, share_reads, progress: as for `load`.
-
-        Returns:
-            The step of the checkpoint, or 0 where there is none.
 
         Raises:
             OptionError: an argument is none.
@@ -330,13 +323,11 @@ class Manager:
         if step is not None or branch is not None or newer != "abandon":
             check_restore_options(step, branch, newer)
         run, rename = self._run, rename or {}
-        load_from = partial(
-            load,
-            app=app,
-            strict=strict,
+        options = LoadOptions(
+            strictness=STRICT if strict is True else strictness_of(strict),
             select=select,
             rename=LeftInScript(rename),
-            rearrange=rearrange,
+            rearrange=tuple(rearrange),
             skip=skip,
             transactional=transactional,
             share_reads=share_reads,
@@ -346,6 +337,7 @@ class Manager:
             process_group=run.group.process_group,
             tied=self._tied,
         )
+        load_from = partial(load_with, app=app, options=options)
         with run.ranks.beating():
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:

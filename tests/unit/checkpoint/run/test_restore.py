@@ -122,7 +122,7 @@ def test_one_that_another_process_removes_meanwhile_is_gone_around(tmp_path, mon
     """A process of the job, not dead yet, commits a newer one and clears the one that is being restored."""
     manager = saved(tmp_path / "run", 5)
     saved(tmp_path / "other", 6)
-    load = manager_module.load
+    load = manager_module.load_with
 
     def meanwhile(url, *args, **options):
         if url.endswith("5"):
@@ -130,7 +130,7 @@ def test_one_that_another_process_removes_meanwhile_is_gone_around(tmp_path, mon
             shutil.rmtree(url)
         return load(url, *args, **options)
 
-    monkeypatch.setattr(manager_module, "load", meanwhile)
+    monkeypatch.setattr(manager_module, "load_with", meanwhile)
     assert restored(manager) == 6
 
 
