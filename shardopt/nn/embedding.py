@@ -21,7 +21,7 @@ from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed
 from shardopt.ranks import ranks_of
-from shardopt.runtime.torch_private import gradient_hooks
+from shardopt.runtime.torch_gradients import gradient_hooks
 from shardopt.sharding.view import assemble, device_of, local_tensors
 
 

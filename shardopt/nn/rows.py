@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardopt.nn.route import Route
-from shardopt.runtime.torch_private import at_end_of_backward, backward_under_way
+from shardopt.runtime.torch_gradients import at_end_of_backward, backward_under_way
 from shardopt.sharding.view import local_tensors
 
 RowGradients = Mapping[int, tuple[Tensor, Tensor]]

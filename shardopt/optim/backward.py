@@ -24,7 +24,7 @@ from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.ranks import Group
 from shardopt.runtime.accelerator import module_in_use
-from shardopt.runtime.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
+from shardopt.runtime.torch_gradients import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import local_tensors
 from shardopt.state.param_groups import PARAMS

@@ -28,13 +28,13 @@ from shardopt.optim.state_dict.groups import refuse_unknown
 from shardopt.optim.state_dict.offered import with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
 from shardopt.ranks import SharedGroup
+from shardopt.runtime.torch_gradients import scaler_that_steps
 from shardopt.runtime.torch_private import (
     after_state_dict,
     before_state_dict,
     before_step,
     is_torchs,
     is_torchs_getter_asking,
-    scaler_that_steps,
     take_torchs_attributes,
 )
 from shardopt.state.param_groups import PARAM_GROUPS, STATE, renamed_group

@@ -17,7 +17,7 @@ from shardopt.errors import GradientError, Problem
 from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
-from shardopt.runtime.torch_private import ScalerStages, inverse_scale, scale_and_look
+from shardopt.runtime.torch_gradients import ScalerStages, inverse_scale, scale_and_look
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import local_tensors
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.rearrange.geometry import Place
-from shardopt.checkpoint.rearrange.notation import Axes, Found, infer, size_of
+from shardopt.checkpoint.rearrange.notation import Axes, Found, infer, renamed_path, size_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Drop, Rule
 from shardopt.errors import MismatchError, Problem
-from shardopt.state.state import Path, join
+from shardopt.state.state import Path
 from shardopt.state.values import encode_value
 
 
@@ -392,20 +392,3 @@ def unequal(key: str, other: str, rule: str) -> Problem:
     """Returns the problem of values that are joined and differ."""
     remedy = "make them equal before saving, or load them in the arrangement that they were saved in"
     return Problem(key, f"another value than {other}", f"the same, as {rule} joins them", remedy)
-
-
-def renamed_path(path: Path, begin: int, length: int, name: str) -> Path:
-    """Returns the path of a key in which a name, of so many characters from `begin` on, is replaced by another.
-
-    The name stays one part of the path where it was one, as in the state of modules and optimizers.
-    """
-    at, end = 0, begin + length
-    for i, part in enumerate(path):
-        text = str(part)
-        if begin <= at + len(text):
-            if isinstance(part, str) and end <= at + len(text):
-                return (*path[:i], text[: begin - at] + name + text[end - at :], *path[i + 1 :])
-            key = join(path)
-            return (*path[:i], *(key[at:begin] + name + key[end:]).split("."))
-        at += len(text) + 1
-    raise AssertionError("a name that is not within its key")

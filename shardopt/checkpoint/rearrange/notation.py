@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardopt.checkpoint.rearrange.geometry import Digit
-from shardopt.state.state import Path
+from shardopt.state.state import Path, join
 
 PAD = "_"
 """Begins the names of axes that only one side has: zeros where they are made, left out where they are stored."""
@@ -313,3 +313,20 @@ def _begins(key: str, path: Path) -> list[int]:
         begins.append(at)
         at += len(str(part)) + 1
     return begins
+
+
+def renamed_path(path: Path, begin: int, length: int, name: str) -> Path:
+    """Returns the path of a key in which a name, of so many characters from `begin` on, is replaced by another.
+
+    The name stays one part of the path where it was one, as in the state of modules and optimizers.
+    """
+    at, end = 0, begin + length
+    for i, part in enumerate(path):
+        text = str(part)
+        if begin <= at + len(text):
+            if isinstance(part, str) and end <= at + len(text):
+                return (*path[:i], text[: begin - at] + name + text[end - at :], *path[i + 1 :])
+            key = join(path)
+            return (*path[:i], *(key[at:begin] + name + key[end:]).split("."))
+        at += len(text) + 1
+    raise AssertionError("a name that is not within its key")

@@ -9,8 +9,8 @@ import torch
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.rearrange.binding import bind, first_match, renamed_path, unequal
-from shardopt.checkpoint.rearrange.notation import Name
+from shardopt.checkpoint.rearrange.binding import bind, first_match, unequal
+from shardopt.checkpoint.rearrange.notation import Name, renamed_path
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
 from shardopt.checkpoint.rearrange.zeros import Zeros

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardopt.errors import GradientError
 from shardopt.optim.state_dict.groups import listed
-from shardopt.runtime.torch_private import scale_and_look
+from shardopt.runtime.torch_gradients import scale_and_look
 from shardopt.sharding.gradients import local_gradients, requires_gradient, takes_gradient
 from shardopt.sharding.pieces import elements_overlap
 from shardopt.sharding.view import assemble, is_held, local_tensors

@@ -28,7 +28,8 @@ from shardopt.optim.local.shards import Shards
 from shardopt.optim.local.state import Group, LocalState
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.ranks import SharedGroup
-from shardopt.runtime.torch_private import free_unsharded_parameters, gathers_as_torch, step_without_hooks
+from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.sharding.gradients import zero_gradients
 from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import empty_local_tensor, local_tensors

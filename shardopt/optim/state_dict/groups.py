@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.ranks import ranks_of
-from shardopt.runtime.torch_private import is_flattened
+from shardopt.runtime.torch_gradients import is_flattened
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
 from shardopt.state.names import before_all, plain_name

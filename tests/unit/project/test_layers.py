@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,7 @@ PRIVATE_PLACES = {
     "sharding/reduced.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "runtime/torch_private.py": "the lazy state of torch's optimizers, made without a step",
+    "runtime/torch_gradients.py": "hooks of backward, stages of a GradScaler, what reduces gradients",
     "integrations/accelerate.py": "what an Accelerator was given to prepare and to save",
     "integrations/trainer.py": "the loss since a Trainer's last log, and the step of that",
 }
@@ -404,6 +406,28 @@ def test_every_file_has_a_floor():
     assert [source.path for source in sources() if room_of(source.module) is None] == []
     rooms = {room_of(source.module) for source in sources()}
     assert [room for room in FLOORS if room not in rooms] == []
+
+
+def too_long(path: Path, text: str) -> list[str]:
+    """The file if it has more than 400 lines, and its functions that have more than 80, docstrings included."""
+    long = [str(path)] if len(text.splitlines()) > 400 else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80:
+            long.append(f"{path}: {node.name}")
+    return long
+
+
+def test_files_and_functions_are_short():
+    long = [each for path in PACKAGE.rglob("*.py") for each in too_long(path, path.read_text())]
+    assert long == []
+
+
+def test_what_is_too_long_is_caught():
+    body = "    pass\n" * 79
+    assert too_long(Path("a.py"), f"def f():\n{body}") == []
+    assert too_long(Path("a.py"), f"def f():\n    pass\n{body}") == ["a.py: f"]
+    assert too_long(Path("a.py"), "pass\n" * 400) == []
+    assert too_long(Path("a.py"), "pass\n" * 401) == ["a.py"]
 
 
 def test_no_room_is_crowded():

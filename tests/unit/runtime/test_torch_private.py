@@ -7,25 +7,27 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.algorithms import StepsOn, algorithms
-from shardopt.runtime.torch_private import (
-    BatchNorm,
+from shardopt.runtime.torch_gradients import (
     ScalerStages,
     at_end_of_backward,
     backward_under_way,
+    gradient_hooks,
+    in_forward_of_ddp,
+    inverse_scale,
+    is_flattened,
+    reduced_by_ddp,
+    scale_and_look,
+    scaler_that_steps,
+)
+from shardopt.runtime.torch_private import (
+    BatchNorm,
     before_step,
     can_make_lazy_state,
     gather_lists,
     gathers_as_torch,
-    gradient_hooks,
     has_modes,
-    in_forward_of_ddp,
-    inverse_scale,
-    is_flattened,
     is_torchs_getter_asking,
     lazy_state,
-    reduced_by_ddp,
-    scale_and_look,
-    scaler_that_steps,
     step_with_lists,
     step_without_hooks,
     take_torchs_attributes,

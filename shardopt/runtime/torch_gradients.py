@@ -1,0 +1,145 @@
+"""The private API of torch.autograd, torch.amp and what reduces gradients that shardopt uses, all of it here.
+
+Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+
+def backward_under_way() -> int:
+    """Returns a number that no other backward of the process has; -1 outside of backwards.
+
+    `fully_shard` finishes some gradients in a callback at the end of backward, which has the number of that backward.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Returns the hooks of `register_post_accumulate_grad_hook`, which torch's autograd and `fully_shard` call."""
+    hooks: Mapping[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether FullyShardedDataParallel (FSDP1) has taken a parameter up: it then is, or is a piece of, a flat one."""
+    # Not by getattr: what a ShardedTensor does not have goes through `__torch_function__`, which warns.
+    return vars(parameter).get("_fsdp_flattened", False) is True
+
+
+def in_forward_of_ddp() -> bool:
+    """Whether DistributedDataParallel is running the forward of a module."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
+def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
+    """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters.
+
+    Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
+    knows are looked at, which takes a tenth of a second where there are a million.
+    """
+    wanted = set(map(id, parameters))
+
+    def is_reduced() -> bool:
+        every = gc.get_objects()
+        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, DistributedDataParallel)}
+        reducing = (each for each in every if type(each) in kinds) if kinds else ()
+        return any(
+            id(parameter) in wanted for each in reducing for parameter in vars(each).get("_module_parameters", ())
+        )
+
+    if not is_reduced():
+        return False
+    gc.collect()  # one that nobody has any more
+    return is_reduced()
+
+
+def free_unsharded_parameters() -> None:
+    """Makes all modules of `fully_shard` in this process have their sharded parameters. Local.
+
+    A forward without a backward leaves unsharded copies (the root's always), which the next forward would take although
+    the shards have changed since. Parameters do not know their modules: all objects that the garbage collector knows
+    are looked at.
+    """
+    every = gc.get_objects()
+    kinds = {kind for kind in set(map(type, every)) if issubclass(kind, FSDPModule)}
+    for module in [each for each in every if type(each) in kinds] if kinds else ():
+        module.reshard()
+
+
+class ScalerStages:
+    """The stages of optimizers in a torch.amp.GradScaler since its last update: ready, unscaled, stepped.
+
+    Args:
+        scaler: torch's, or a subclass.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._states = scaler._per_optimizer_states
+
+    def stage(self, optimizer: object) -> OptState:
+        """Returns the stage of an optimizer; READY of one of which it knows nothing."""
+        state = self._states.get(id(optimizer))  # which does not make one, as looking up would
+        return OptState.READY if state is None else state["stage"]
+
+    def found_inf(self, optimizer: object) -> dict[torch.device, Tensor]:
+        """Returns, by device, whether something was not finite: above 0."""
+        found_inf: dict[torch.device, Tensor] = self._states[id(optimizer)]["found_inf_per_device"]
+        return found_inf
+
+    def set(self, optimizer: object, stage: OptState, found_inf: Mapping[torch.device, Tensor] | None = None) -> None:
+        """Records in the scaler that an optimizer was unscaled or stepped."""
+        state = self._states[id(optimizer)]
+        state["stage"] = stage
+        if found_inf is not None:
+            state["found_inf_per_device"] = dict(found_inf)
+
+
+def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
+    """Returns the factor that unscales gradients: fp32, one element, on the device of the scale, which must be made."""
+    scale = scaler._scale
+    assert scale is not None
+    return scale.double().reciprocal().float()
+
+
+def scaler_that_steps() -> torch.amp.GradScaler | None:
+    """Returns the GradScaler within whose `step` an attribute of an optimizer is looked up; for that property alone.
+
+    torch hands an optimizer no scaler, so that it has to be taken from the caller's caller.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    if frame is None or frame.f_code is not torch.amp.GradScaler.step.__code__:
+        return None
+    scaler = frame.f_locals.get("self")
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+    """Multiplies tensors in place, and sets `found_inf` to 1 where an element was not finite. No device is waited for.
+
+    The product is taken in fp32 and rounded once, so that bf16 and fp16 tensors get the whole of `factor`.
+
+    Args:
+        tensors: strided, of one floating dtype, on one device.
+        factor: fp32, one element, on that device.
+        found_inf: fp32, one element, on that device; left as it is where all elements are finite.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Runs `call` when the backward that is under way has done all else; what it raises, that backward raises.
+
+    It is not run if that backward fails before.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
