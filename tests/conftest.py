@@ -1,5 +1,6 @@
 """Options of the whole test suite."""
 
+import gc
 import os
 import signal
 
@@ -29,3 +30,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what has been made so far, some million objects, out of every later garbage collection, which looks at each."""
+    gc.collect()
+    gc.freeze()

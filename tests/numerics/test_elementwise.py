@@ -31,23 +31,34 @@ DTYPES = (*EXACT, torch.bfloat16)
 ALONE = "alone"
 
 
+def without_implementation(case):
+    name, options = case.values
+    return name, *sorted((key, str(value)) for key, value in options.items() if key not in ("foreach", "fused"))
+
+
 def rows():
     """Algorithm, options, dtype, number of ranks, layouts, and the ranks that look; what is not `usual` is exhaustive.
 
-    Usually every case is seen on four ranks in fp32, all layouts under one optimizer; the first options of every
-    algorithm and implementation also on fewer ranks and in the other dtypes. All means each layout by itself too.
+    Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
+    other; the first options of every algorithm and implementation in every dtype, and those of every algorithm on
+    fewer ranks. All means each layout by itself too.
     """
-    met = set()
-    for case in (*ELEMENTWISE_CASES, *EXTRA_CASES):
+    met, cases = set(), (*ELEMENTWISE_CASES, *EXTRA_CASES)
+    by_options = {}
+    for case in cases:
+        by_options.setdefault(without_implementation(case), []).append(case)
+    turns = [implementations[i % len(implementations)] for i, implementations in enumerate(by_options.values())]
+    for case in cases:
         name, options = case.values
         kind = (name, options.get("foreach"), options.get("fused"))
-        first = kind not in met
-        met.add(kind)
+        first, plainest = kind not in met, name not in met
+        met |= {kind, name}
+        in_turn = case in turns
         for dtype in DTYPES:
             for ranks in RANKS:
                 for layouts in (MIXED, ALONE) if dtype == torch.float32 else (MIXED,):
-                    usual = layouts is MIXED and ranks == 4 and (dtype == torch.float32 or first)
-                    usual = usual or (layouts is MIXED and dtype == torch.float32 and first)
+                    usual = layouts is MIXED and ranks == 4 and (first or (dtype == torch.float32 and in_turn))
+                    usual = usual or (layouts is MIXED and dtype == torch.float32 and plainest)
                     if name in OWN_OPTIONS:  # which share their bookkeeping
                         usual = layouts is MIXED and ranks == 4 and dtype in (torch.float32, torch.bfloat16) and first
                         usual = usual and not options.get("foreach")
