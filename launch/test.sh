@@ -8,6 +8,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 python=.venv/bin/python
 
+# Some environments keep Python from writing bytecode: then each of the hundreds of processes that tests start would
+# compile shardopt again.
+unset PYTHONDONTWRITEBYTECODE
+
 echo "test: ruff"
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
