@@ -162,7 +162,15 @@ class SmallReads:
         """Reads, verifies and copies; to be called once."""
         buffer = acquire_buffer(self._scratch, self._limit)
         memory, address = memoryview(buffer), address_of(buffer)
-        read(self._spans(memory))
+        spans = []  # one for all boxes that follow one another in the file
+        at = begin = offset = 0
+        end = -1  # before any entry, also one that begins where its file does
+        for entry, _ in self._members:
+            if entry.begin != end:
+                spans.append(Span(offset, memory[begin:at]))
+                begin, offset = at, entry.begin
+            at, end = at + entry.end - entry.begin, entry.end
+        read([*spans[1:], Span(offset, memory[begin:at])])
         at = 0
         for entry, target in self._members:
             nbytes = entry.end - entry.begin
@@ -171,18 +179,6 @@ class SmallReads:
             move_bytes(target.data_ptr(), address + at, nbytes)
             at += nbytes
         self._scratch.append(buffer)
-
-    def _spans(self, memory: memoryview) -> list[Span]:
-        """Returns the spans to read: one for all boxes that follow one another in the file."""
-        spans = []
-        at = begin = offset = 0
-        end = -1  # before any entry, also one that begins where its file does
-        for entry, _ in self._members:
-            if entry.begin != end:
-                spans.append(Span(offset, memory[begin:at]))
-                begin, offset = at, entry.begin
-            at, end = at + entry.end - entry.begin, entry.end
-        return [*spans[1:], Span(offset, memory[begin:at])]
 
 
 def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
