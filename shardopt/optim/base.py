@@ -37,7 +37,7 @@ from shardopt.runtime.torch_private import (
     out_of_inference_mode,
 )
 from shardopt.sharding.view import is_held
-from shardopt.state.param_groups import ALGORITHM, PARAM_GROUPS, PARAMS, STATE
+from shardopt.state.param_groups import ALGORITHM, NAMES_OF_TORCH, PARAM_GROUPS, PARAMS, STATE, are_named
 from shardopt.state.state import Tied
 
 __all__ = ["KeyedOptimizer", "StateDict"]
@@ -285,7 +285,9 @@ class KeyedOptimizer(Node):
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         """Plans to load a state dict that the hooks have seen."""
-        offered = with_named_groups(offered)
+        form = offered.get(PARAM_GROUPS)
+        if not are_named(form) or any(NAMES_OF_TORCH in group for group in form):
+            offered = with_named_groups(offered)
         state = offered.get(STATE)
         elsewhere = self._names_elsewhere()
         if elsewhere and isinstance(state, Mapping):

@@ -73,7 +73,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         if len({file.path for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
         tensors = _decode_tensors(body["tensors"], layouts)
-        _add_tied(tensors, body.get("tied", {}))
+        if "tied" in body:
+            _add_tied(tensors, body["tied"])
         values = decode_each(unpack(body))
         if body.get("version", 1) < 3:
             values, new_keys = with_options_by_member(values, tensors)

@@ -146,12 +146,11 @@ def plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> N
         return
     names = [name for group in groups for name in group.saved[PARAMS]]
     plan.unmatched_names(f"{section}.", names, by_member, _GROUPS_REMEDY)
-    elsewhere = options_elsewhere(offered)
     theirs = [group for group in offered if not group.get(ELSEWHERE)]
     for position, group in enumerate(groups):
         members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
         if not group.saved[PARAMS]:  # no member here decides
-            others = {name: options for name, options in elsewhere.items() if group.has(name)}
+            others = {name: options for name, options in options_elsewhere(offered).items() if group.has(name)}
             trial = LoadPlan()
             if others and not plan.strict:
                 _common_options(trial, "", others, (*IMPLEMENTATION_OPTIONS, GIVEN, UNTOUCHED))
