@@ -8,6 +8,7 @@ scratch.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
@@ -20,7 +21,6 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import (
     TORCH_DTYPES,
-    address_of,
     bytes_of,
     dtype_name,
     move_bytes,
@@ -161,7 +161,7 @@ class SmallReads:
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Reads, verifies and copies; to be called once."""
         buffer = acquire_buffer(self._scratch, self._limit)
-        memory, address = memoryview(buffer), address_of(buffer)
+        memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         spans = []  # one for all boxes that follow one another in the file
         at = begin = offset = 0
         end = -1  # before any entry, also one that begins where its file does
