@@ -27,7 +27,7 @@ from shardopt.optim.state_dict.groups import (
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.offered import with_named_groups
 from shardopt.optim.state_dict.options import saved_options, warn_of
-from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_all
+from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_groups, plan_keys, plan_state
 from shardopt.ranks import Group, SharedGroup, ranks_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_private import (
@@ -37,7 +37,7 @@ from shardopt.runtime.torch_private import (
     out_of_inference_mode,
 )
 from shardopt.sharding.view import is_held
-from shardopt.state.param_groups import ALGORITHM, PARAM_GROUPS, PARAMS, STATE
+from shardopt.state.param_groups import ALGORITHM, NAMES_OF_TORCH, PARAM_GROUPS, PARAMS, STATE, are_named
 from shardopt.state.state import Tied
 
 __all__ = ["KeyedOptimizer", "StateDict"]
@@ -285,13 +285,19 @@ class KeyedOptimizer(Node):
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         """Plans to load a state dict that the hooks have seen."""
-        offered = with_named_groups(offered)
+        form = offered.get(PARAM_GROUPS)
+        if not are_named(form) or any(NAMES_OF_TORCH in group for group in form):
+            offered = with_named_groups(offered)
         state = offered.get(STATE)
         elsewhere = self._names_elsewhere()
         if elsewhere and isinstance(state, Mapping):
             offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in elsewhere}}
-        groups = self._own_groups()
-        plan_all(plan, self._own_state(), groups, offered)
+        groups, live = self._own_groups(), self._own_state()
+        plan_keys(plan, groups is not None, offered, has_state=bool(live))
+        if STATE in offered:
+            plan_state(plan, live, offered[STATE])
+        if groups is not None and PARAM_GROUPS in offered:
+            plan_groups(plan, groups, offered[PARAM_GROUPS])
         filled: dict[int, Any] = {}
         for group in groups or ():
             plan.then(partial(group.take, filled))

@@ -157,7 +157,7 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     """
     inside, misfits = _sound(shape, boxes)
     if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None or _corners_cancel(shape, inside):
-        return _listed(misfits)
+        return _listed(misfits) if misfits else []
     work = _Work(max(_MOST_VISITS, _VISITS_PER_BOX * len(inside)))
     faults = _overlaps(inside, MOST_FAULTS, work)
     if faults or sum(box.numel for box in inside) != prod(shape):

@@ -148,9 +148,10 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if isinstance(node, torch.nn.Module) and may_have_wrappers(names := [part for part in state if type(part) is str]):
         plain = plain_names_in(node, names)
         _refuse_one_name(plain, state, path)
-    numbered = _numbered(node, state, flat.names) if isinstance(node, Optimizer) else None
-    if numbered is not None:
-        state = numbered.named(state)
+    numbered = None
+    if isinstance(node, Optimizer) and not are_named(state.get(PARAM_GROUPS)):
+        numbered = _numbered(node, state, flat.names)
+        state = state if numbered is None else numbered.named(state)
     target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
 
     is_partial = target.held_names() is not None

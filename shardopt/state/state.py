@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -212,7 +212,9 @@ class FlatState:
     def schedules(self) -> list[tuple[RestoreTarget, LRScheduler]]:
         """Returns the objects that are schedules of torch's, or of a library's own class that has one within."""
         within = [(each, (each.object, getattr(each.object, "scheduler", None))) for each in self.targets]
-        found = ((each, next(filter(_is_schedule, objects), None)) for each, objects in within)
+        found = (
+            (each, next((own for own in objects if isinstance(own, LRScheduler)), None)) for each, objects in within
+        )
         return [(each, schedule) for each, schedule in found if schedule is not None]
 
     def selected(self, regex: str | None) -> FlatState:
@@ -236,10 +238,6 @@ class FlatState:
             if isinstance(each.object, GroupedStateful)
             for problem in each.object.unmatched_patterns()
         ]
-
-
-def _is_schedule(value: Any) -> TypeGuard[LRScheduler]:
-    return isinstance(value, LRScheduler)
 
 
 def refuse_no_regex(name: str, regex: str | None) -> None:

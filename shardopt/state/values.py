@@ -63,16 +63,15 @@ class OnAnyRank:
     value: bool
 
 
-def encode_value(value: Any, key: str = "value") -> Any:
+def encode_value(value: Any, key: str = "value", depth: int = 0) -> Any:
     """Encodes a value as typed JSON.
+
+    Args:
+        depth: in how many others it is.
 
     Raises:
         StateError: a value within `value` has a type that has no form; `key` and the place within it are named.
     """
-    return _encode(value, key, 0)
-
-
-def _encode(value: Any, key: str, depth: int) -> Any:
     if depth > _DEPTH_LIMIT:
         raise _refused(key, f"a value nested deeper than {_DEPTH_LIMIT}")
     kind = type(value)
@@ -87,9 +86,9 @@ def _encode(value: Any, key: str, depth: int) -> Any:
     if kind is str:
         return _text(value, key)
     if kind is list:
-        return [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [encode_value(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
     if kind is tuple:
-        return {"tuple": [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]}
+        return {"tuple": [encode_value(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]}
     if kind is dict or kind is Counter:
         return {"dict" if kind is dict else "counter": [_encode_item(k, v, key, depth) for k, v in value.items()]}
     return _encode_rare(value, key, depth)
@@ -103,7 +102,7 @@ def _encode_rare(value: Any, key: str, depth: int) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is set:
-        return {"set": sorted((_encode(item, f"{key}{{}}", depth + 1) for item in value), key=repr)}
+        return {"set": sorted((encode_value(item, f"{key}{{}}", depth + 1) for item in value), key=repr)}
     if _is_numpy(value):
         shape = list(value.shape) if kind is np.ndarray else None
         return {"numpy": [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
@@ -127,7 +126,7 @@ def _is_numpy(value: Any) -> bool:
 def _encode_item(k: Any, v: Any, key: str, depth: int) -> list[Any]:
     if type(k) is not str and type(k) is not int:
         raise _refused(f"{key}[{k!r}]", f"a dict key of type {type(k).__qualname__}")
-    return [_encode(k, f"{key} (a dict key)", depth + 1), _encode(v, f"{key}[{k!r}]", depth + 1)]
+    return [encode_value(k, f"{key} (a dict key)", depth + 1), encode_value(v, f"{key}[{k!r}]", depth + 1)]
 
 
 def _text(value: str, key: str) -> str:

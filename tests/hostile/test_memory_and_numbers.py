@@ -11,7 +11,7 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.data_file import parse_header
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.read_plan import ReadRequest

@@ -13,7 +13,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.removal import remove_checkpoint
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptionError
 from shardopt.world import using, world

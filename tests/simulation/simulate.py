@@ -12,7 +12,7 @@ from unittest import mock
 
 from shardopt import checkpoint
 from shardopt.checkpoint.saving import agree_plan
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.world import world as current_world
 from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports, judge_order
 from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule

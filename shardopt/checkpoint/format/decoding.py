@@ -43,6 +43,7 @@ from shardopt.state.state import Path, join
 from shardopt.state.values import decode_value
 
 
+@gc_paused()  # objects by the hundred thousand, none of them garbage
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """Decodes a manifest from untrusted bytes.
 
@@ -50,29 +51,6 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         CorruptionError: it is torn, fails its seal, or contradicts itself.
         FormatError: it is none of shardopt, or needs a newer reader.
     """
-    with gc_paused():  # objects by the hundred thousand, none of them garbage
-        return _decode(data, where)
-
-
-def references_in(data: bytes, where: str) -> frozenset[tuple[str, str]]:
-    """Returns directory and name of each file of other directories that a manifest names; reads nothing else of it.
-
-    Raises:
-        CorruptionError: the bytes are no manifest.
-    """
-    if not is_sealed(data):
-        raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
-    if b'"' + BESIDE.encode() not in data:
-        return frozenset()
-    try:
-        paths = [str(name) for name, *_ in load_json(data, where)["files"]]
-    except (LookupError, TypeError, ValueError) as error:
-        raise damaged(where, f"no list of files ({error})") from None
-    beside = (path.removeprefix(BESIDE).partition("/") for path in paths if path.startswith(BESIDE))
-    return frozenset((directory, name) for directory, _, name in beside)
-
-
-def _decode(data: bytes, where: str) -> Manifest:
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
     if not is_sealed(data):
@@ -95,7 +73,8 @@ def _decode(data: bytes, where: str) -> Manifest:
         if len({file.path for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
         tensors = _decode_tensors(body["tensors"], layouts)
-        _add_tied(tensors, body.get("tied", {}))
+        if "tied" in body:
+            _add_tied(tensors, body["tied"])
         values = decode_each(unpack(body))
         if body.get("version", 1) < 3:
             values, new_keys = with_options_by_member(values, tensors)
@@ -119,6 +98,24 @@ def _decode(data: bytes, where: str) -> Manifest:
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
+
+
+def references_in(data: bytes, where: str) -> frozenset[tuple[str, str]]:
+    """Returns directory and name of each file of other directories that a manifest names; reads nothing else of it.
+
+    Raises:
+        CorruptionError: the bytes are no manifest.
+    """
+    if not is_sealed(data):
+        raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
+    if b'"' + BESIDE.encode() not in data:
+        return frozenset()
+    try:
+        paths = [str(name) for name, *_ in load_json(data, where)["files"]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise damaged(where, f"no list of files ({error})") from None
+    beside = (path.removeprefix(BESIDE).partition("/") for path in paths if path.startswith(BESIDE))
+    return frozenset((directory, name) for directory, _, name in beside)
 
 
 def _decode_renamed(wire: Sequence[Any]) -> RenameRules:

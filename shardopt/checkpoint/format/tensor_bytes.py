@@ -66,11 +66,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def address_of(buffer: bytearray) -> int:
-    """Returns the address of the first byte of a buffer, valid as long as the buffer lives."""
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
-
-
 # Not `ctypes.memmove`, which releases the interpreter's lock: threads that copy a few bytes would wait for one another.
 move_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
 """Copies bytes: destination address, source address, number of bytes. The caller answers for both addresses."""

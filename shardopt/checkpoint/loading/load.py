@@ -265,16 +265,16 @@ def _load_into(
 def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
     """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
-    url = what.removeprefix("loading ")
-
-    def agree_on(make: Callable[[], RankPlan]) -> tuple[RankPlan, dict[str, Any]]:
-        return ranks.agree(what, make, RankPlan.report, decide=lambda reports: compare_plans(url, reports))
-
-    plan, found = agree_on(lambda: plan_rank(*look(), ranks, strictness, select, share_reads))
+    decide = partial(compare_plans, what.removeprefix("loading "))
+    plan, found = ranks.agree(
+        what, lambda: plan_rank(*look(), ranks, strictness, select, share_reads), RankPlan.report, decide
+    )
     if found["may_grow"]:
         growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
         looked = plan.reader, plan.flat, plan.names
-        plan, found = agree_on(lambda: plan_rank(*looked, ranks, strictness, select, share_reads, growing))
+        plan, found = ranks.agree(
+            what, lambda: plan_rank(*looked, ranks, strictness, select, share_reads, growing), RankPlan.report, decide
+        )
     if found["with_differences"]:
         reconcile(ranks, what, plan.match, plan.names, strictness, found["with_differences"])
     if not found["is_met"]:

@@ -142,7 +142,7 @@ class StateOfObject:
         malformed = [each for each in options.values() if not isinstance(each, Mapping)]
         if malformed:
             return malformed
-        elsewhere = groups_elsewhere(self._target.elsewhere)
+        elsewhere = groups_elsewhere(self._target.elsewhere) if self._target.elsewhere else []
         if may_lack or not any(group[PARAMS] for group in groups):
             return with_options(groups, options) + elsewhere if options or elsewhere else groups
         return groups_of(options) + elsewhere if options else None

@@ -89,7 +89,7 @@ class RankPlan:
             self.reader.digest,
             fingerprint(self.shared) if self.shared else "",
             differences_of(match, self.names) if match.problems or match.unexpected else None,
-            self.has_casts_to_check,
+            bool(match.cast) and self.has_casts_to_check,
             self.flat.unmatched_patterns(),
             dict(self.flat.tied),
             bool(match.tensors or match.values or match.per_rank) or is_met(self.flat, self.names),

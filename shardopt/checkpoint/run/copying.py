@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGME
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.saving.commit import publish_checkpoint
 from shardopt.checkpoint.saving.removal import discard, remove_checkpoint
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.sources.referred import directory_of, referred_in

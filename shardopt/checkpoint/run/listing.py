@@ -14,7 +14,7 @@ from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.retention import Retention, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.fetch import threads_for
 from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors

@@ -196,7 +196,7 @@ class Manager:
         check_step(step)
         refuse_within(f"adding metrics to step {step} of {self._run.root.url}")
         with self._run.ranks.beating():
-            self._steps.background.wait()
+            self._steps.wait_for_save()
             self._after.add_metrics(self._steps.branches().id_of(int(step)), metrics)
 
     @is_part_of(SAVING)

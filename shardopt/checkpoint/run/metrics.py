@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError
 

@@ -18,7 +18,7 @@ from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.copying import copy_over_ranks
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
 from shardopt.world import world

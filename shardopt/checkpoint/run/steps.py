@@ -46,6 +46,11 @@ class Steps:
         """Saves in the background; made at first use, as a run that is only looked at needs none."""
         return AsyncSaver()
 
+    def wait_for_save(self) -> None:
+        """Waits for a save in the background, where there was one. Collective where it has failed."""
+        if "background" in vars(self):  # it is made by the first that needs it, on all ranks
+            self.background.wait()
+
     def branches(self) -> Branches:
         """Returns the branches as all ranks know them. Collective the first time."""
         if not self._run.is_agreed:
@@ -191,7 +196,7 @@ class Steps:
             rename: rules of names; those of the names in a run that begins.
         """
         run = self._run
-        self.background.wait()
+        self.wait_for_save()
         if self._tiers is not None:
             self._tiers.finish()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
@@ -206,7 +211,9 @@ class Steps:
             if step is not None or branch is not None:
                 self._take_back(restored.id.step, seen_from, newer)
             renamed = restored.report.rename_rules or ()
-        self._last, self._terms = None, replace(self._terms, renamed=renamed)
+        self._last = None
+        if renamed != self._terms.renamed:
+            self._terms = replace(self._terms, renamed=renamed)
         self._after.restored(restored)
         return restored
 
@@ -228,7 +235,7 @@ class Steps:
 
     def wait(self) -> None:
         """Waits for saves and copies in the background, and raises their failures. Collective."""
-        self.background.wait()
+        self.wait_for_save()
         self._after.finish()
         if self._after.copying:
             self._raise_failure_of_copy()

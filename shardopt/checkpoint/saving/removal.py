@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.referred import References, references_under, referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointNotFoundError

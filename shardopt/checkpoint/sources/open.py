@@ -19,9 +19,8 @@ import xxhash
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, FILE_NAME
 from shardopt.checkpoint.sources.dcp import METADATA_NAME, DcpSource
 from shardopt.checkpoint.sources.hugging_face import HuggingFaceSource, safetensors_files
-from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.own import OwnSource, manifest_bytes, not_found
 from shardopt.checkpoint.sources.quantized import with_weights
-from shardopt.checkpoint.sources.read_manifest import manifest_bytes, not_found
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.sources.torch_files import TorchSource, is_torch_file, torch_files

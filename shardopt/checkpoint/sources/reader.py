@@ -54,7 +54,7 @@ class _Overlap(NamedTuple):
     `entry` is what the file has, of which the stored box is all or some.
     """
 
-    file: OpenFile
+    number: int  # of the file
     entry: StoredEntry
     form: Form
     sizes: tuple[int, ...]
@@ -90,8 +90,6 @@ class CheckpointReader:
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
-        self._numbers: dict[tuple[StoredLayout, Box], tuple[int, ...]] = {}
-        self._numbers_kept = 0
         checked: set[tuple[tuple[int, ...], int]] = set()
         for key, tensor in self.manifest.tensors.items():
             layout = tensor.layout
@@ -200,7 +198,11 @@ class CheckpointReader:
         _, dtype, layout, *_ = self.manifest.tensors[key]
         name = self.key_in_files(key)
         for box, tensor in pieces:
-            for file, entry, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
+            overlaps = self._overlaps_with(layout, dtype, box)
+            for number, entry, form, sizes, stored, wanted in overlaps:
+                if number not in self._files:
+                    self._open_all(dict.fromkeys([each.number for each in overlaps]))
+                file = self._files[number]
                 target = tensor if wanted is None else narrowed(tensor, wanted)
                 key = entry.key(name) if entry.is_patch else name
                 for request in file.requests(key, form, dtype, sizes, stored, target):
@@ -215,8 +217,6 @@ class CheckpointReader:
         self._files.clear()
         self._overlaps.clear()
         self._overlaps_kept = 0
-        self._numbers.clear()
-        self._numbers_kept = 0
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -234,10 +234,11 @@ class CheckpointReader:
         """
         keys_in: defaultdict[int, set[str]] = defaultdict(set)
         for key, pieces in wanted.items():
-            layout, name = self.manifest.tensors[key].layout, self.key_in_files(key)
+            _, dtype, layout, *_ = self.manifest.tensors[key]
+            name = self.key_in_files(key)
             for box, _ in pieces:
-                for i in self._overlapping(layout, box):
-                    keys_in[layout.files[i]].add(layout.entry(i).key(name) if layout.entries else name)
+                for number, entry, *_ in self._overlaps_with(layout, dtype, box):
+                    keys_in[number].add(entry.key(name) if entry.is_patch else name)
         self._open_all(keys_in)
 
     def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:
@@ -265,29 +266,23 @@ class CheckpointReader:
             raise errors[0]
         self._files |= {number: opened for number, each in opening if (opened := each.result()) is not None}
 
-    def _overlapping(self, layout: StoredLayout, box: Box) -> tuple[int, ...]:
-        """Returns the numbers of the stored boxes that have elements of `box`; kept, for layouts are few."""
-        found = self._numbers.get((layout, box))
-        if found is None:
-            found = tuple(i for i, stored in enumerate(layout.boxes) if stored.intersect(box) is not None)
-            self._numbers_kept = _make_room(self._numbers, self._numbers_kept, 1 + len(found))
-            self._numbers[layout, box] = found
-        return found
-
     def _overlaps_with(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
         """Returns the overlaps of the stored boxes with `box`; kept, for layouts are few."""
         overlaps = self._overlaps.get((layout, dtype.name, box))
         if overlaps is None:
-            overlaps, numbers = [], self._overlapping(layout, box)
-            self._open_all(dict.fromkeys([layout.files[i] for i in numbers]))
-            for i in numbers:
-                common = layout.boxes[i].intersect(box)
-                assert common is not None
+            overlaps = []
+            for i, stored in enumerate(layout.boxes):
+                common = stored.intersect(box)
+                if common is None:
+                    continue
                 wanted = None if common == box else common.within(box)
                 entry = layout.entry(i)
                 form, within = form_of(dtype, entry.box), common.within(entry.box)
-                overlaps.append(_Overlap(self._files[layout.files[i]], entry, form, entry.box.sizes, within, wanted))
-            self._overlaps_kept = _make_room(self._overlaps, self._overlaps_kept, 1 + len(overlaps))
+                overlaps.append(_Overlap(layout.files[i], entry, form, entry.box.sizes, within, wanted))
+            if self._overlaps_kept + 1 + len(overlaps) > _MOST_OVERLAPS:  # of one who reads it all box by box
+                self._overlaps.clear()
+                self._overlaps_kept = 0
+            self._overlaps_kept += 1 + len(overlaps)
             self._overlaps[layout, dtype.name, box] = overlaps
         return overlaps
 
@@ -296,11 +291,3 @@ class CheckpointReader:
         listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
         problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
         return MismatchError("no such key", [problem])
-
-
-def _make_room(kept: dict[Any, Any], count: int, more: int) -> int:
-    """Empties what is kept where there is too much, as of one who reads through a checkpoint box by box."""
-    if count + more > _MOST_OVERLAPS:
-        kept.clear()
-        return more
-    return count + more

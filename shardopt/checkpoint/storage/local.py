@@ -147,7 +147,10 @@ class LocalStorage(Storage):
         return total + self._write_batch(fd, total, batch)
 
     def _write_batch(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
-        nbytes = _write_all(fd, buffers)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        buffers = [buffer for buffer in buffers if buffer.nbytes]
+        while buffers:
+            buffers = _skip(buffers, os.writev(fd, buffers))
         if self._durable and _sync_file_range is not None and nbytes:
             # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes them durable,
             # and reports errors.
@@ -299,14 +302,6 @@ def _link_exclusively(temporary: str, path: str) -> bool:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     os.replace(temporary, path)
     return False
-
-
-def _write_all(fd: int, buffers: list[memoryview]) -> int:
-    total = sum(buffer.nbytes for buffer in buffers)
-    buffers = [buffer for buffer in buffers if buffer.nbytes]
-    while buffers:
-        buffers = _skip(buffers, os.writev(fd, buffers))
-    return total
 
 
 def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:

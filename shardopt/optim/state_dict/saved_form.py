@@ -94,24 +94,6 @@ def as_saved(value: Any) -> Any:
     return like(value, map(as_saved, value)) if isinstance(value, list | tuple) else value
 
 
-def plan_all(
-    plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], groups: Collection[KeyedGroup] | None, offered: Any
-) -> None:
-    """Plans to load a whole saved form into an optimizer.
-
-    Args:
-        plan: gets the changes and problems.
-        state: live state by name.
-        groups: the optimizer's groups, or None if it saves none.
-        offered: the saved form.
-    """
-    plan_keys(plan, groups is not None, offered, has_state=bool(state))
-    if STATE in offered:
-        _plan_state(plan, state, offered[STATE])
-    if groups is not None and PARAM_GROUPS in offered:
-        _plan_groups(plan, [*groups], offered[PARAM_GROUPS])
-
-
 def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:
     """Compares the outermost keys of a saved form with those of an optimizer that does or does not save groups.
 
@@ -126,7 +108,8 @@ def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], ha
         plan.unexpected(plan.section(key), "drop it; for param_groups, call save_param_groups(True) before loading")
 
 
-def _plan_state(plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], offered: Any) -> None:
+def plan_state(plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], offered: Any) -> None:
+    """Plans to load state by name into live state."""
     if isinstance(offered, Mapping):
         offered = {name: value for name, value in offered.items() if not isinstance(value, Mapping) or value}
         if offered and not state:
@@ -149,7 +132,8 @@ def _plan_state(plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], offe
     plan.mapping(plan.section(STATE), state, offered, _STATE_REMEDY)
 
 
-def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> None:
+def plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> None:
+    """Plans to load the options of groups."""
     section = plan.section(PARAM_GROUPS)
     if not are_named(offered):
         remedy = "load what state_dict() of a keyed optimizer gave"
@@ -162,12 +146,11 @@ def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> 
         return
     names = [name for group in groups for name in group.saved[PARAMS]]
     plan.unmatched_names(f"{section}.", names, by_member, _GROUPS_REMEDY)
-    elsewhere = options_elsewhere(offered)
     theirs = [group for group in offered if not group.get(ELSEWHERE)]
     for position, group in enumerate(groups):
         members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
         if not group.saved[PARAMS]:  # no member here decides
-            others = {name: options for name, options in elsewhere.items() if group.has(name)}
+            others = {name: options for name, options in options_elsewhere(offered).items() if group.has(name)}
             trial = LoadPlan()
             if others and not plan.strict:
                 _common_options(trial, "", others, (*IMPLEMENTATION_OPTIONS, GIVEN, UNTOUCHED))

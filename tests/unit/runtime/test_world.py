@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from shardopt import checkpoint
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, common_storage
 from shardopt.checkpoint.storage.retry import Requests, RetryPolicy
 from shardopt.errors import CheckpointError, RankError

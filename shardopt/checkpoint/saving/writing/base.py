@@ -18,8 +18,7 @@ import xxhash
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
-from shardopt.checkpoint.sources.own import OwnSource
-from shardopt.checkpoint.sources.read_manifest import manifest_bytes
+from shardopt.checkpoint.sources.own import OwnSource, manifest_bytes
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader, form_of
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, OptionError, Problem

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 
 import torch
@@ -84,11 +85,11 @@ def fetch(
     batches = _Batches(requests, use)
     nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
     done = None if progress is None else Counter(nbytes, progress)
-    streams = CallersStreams(request.target for _, request in requests)
     to_check = [each for each in requests if each[0].checks_first]
     if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
-        batches.read_all(done, streams)
+        batches.read_all(done)
     else:
+        streams = CallersStreams(request.target for _, request in requests)
         _read_in_threads(batches, to_check, done, streams)
     return batches.nbytes
 
@@ -115,7 +116,7 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
     Raises:
         CorruptionError: as `fetch`.
     """
-    _Batches(requests, copy_into).read_all(None, CallersStreams(()))
+    _Batches(requests, copy_into).read_all(None)
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
@@ -166,10 +167,14 @@ class _Batches:
         """Ends the iteration for all threads."""
         self._stopped = True
 
-    def read_all(self, done: Counter | None, streams: CallersStreams) -> None:
-        """Reads batches until there are none; the loop of one thread. An error ends all threads."""
+    def read_all(self, done: Counter | None, streams: CallersStreams | None = None) -> None:
+        """Reads batches until there are none; the loop of one thread. An error ends all threads.
+
+        Args:
+            streams: of the caller, in whose place another thread reads; None where it is the caller's own.
+        """
         try:
-            with streams.entered():
+            with nullcontext() if streams is None else streams.entered():
                 taken = self.take()
                 while taken is not None:
                     file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)

@@ -8,6 +8,7 @@ scratch.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
@@ -20,7 +21,6 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import (
     TORCH_DTYPES,
-    address_of,
     bytes_of,
     dtype_name,
     move_bytes,
@@ -161,8 +161,16 @@ class SmallReads:
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Reads, verifies and copies; to be called once."""
         buffer = acquire_buffer(self._scratch, self._limit)
-        memory, address = memoryview(buffer), address_of(buffer)
-        read(self._spans(memory))
+        memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+        spans = []  # one for all boxes that follow one another in the file
+        at = begin = offset = 0
+        end = -1  # before any entry, also one that begins where its file does
+        for entry, _ in self._members:
+            if entry.begin != end:
+                spans.append(Span(offset, memory[begin:at]))
+                begin, offset = at, entry.begin
+            at, end = at + entry.end - entry.begin, entry.end
+        read([*spans[1:], Span(offset, memory[begin:at])])
         at = 0
         for entry, target in self._members:
             nbytes = entry.end - entry.begin
@@ -171,18 +179,6 @@ class SmallReads:
             move_bytes(target.data_ptr(), address + at, nbytes)
             at += nbytes
         self._scratch.append(buffer)
-
-    def _spans(self, memory: memoryview) -> list[Span]:
-        """Returns the spans to read: one for all boxes that follow one another in the file."""
-        spans = []
-        at = begin = offset = 0
-        end = -1  # before any entry, also one that begins where its file does
-        for entry, _ in self._members:
-            if entry.begin != end:
-                spans.append(Span(offset, memory[begin:at]))
-                begin, offset = at, entry.begin
-            at, end = at + entry.end - entry.begin, entry.end
-        return [*spans[1:], Span(offset, memory[begin:at])]
 
 
 def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:

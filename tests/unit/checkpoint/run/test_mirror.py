@@ -13,7 +13,7 @@ from shardopt.checkpoint.run import copying
 from shardopt.checkpoint.run import mirror as mirror_module
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.saving import removal
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes

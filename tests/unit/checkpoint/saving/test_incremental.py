@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES, seal
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import encode_manifest
 from shardopt.checkpoint.saving.removal import remove_checkpoint
-from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import (
     CheckpointExistsError,
