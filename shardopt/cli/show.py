@@ -115,7 +115,7 @@ def _show_all(
     stored = reader.manifest
     if not any(map(wanted, (*stored.tensors, *stored.values, *stored.per_rank))) and (stored.tensors or stored.values):
         problem = Problem(reader.url, "no key that matches", "some", "see all by `shardopt show`")
-        raise MismatchError("there is nothing to show", [problem])
+        raise MismatchError("there is nothing to show", [problem], code="nothing-selected")
     if output.as_json:
         output.data(document(reader, wanted))
         return

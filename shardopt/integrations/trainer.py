@@ -194,7 +194,9 @@ class ShardoptCallback(TrainerCallback):
         elif not args.ignore_data_skip:
             problems += _unfit_for_skipping(loader, args.gradient_accumulation_steps)
         if problems:
-            raise OptionError("training could not be gone on with in the middle of an epoch", problems)
+            raise OptionError(
+                "training could not be gone on with in the middle of an epoch", problems, code="framework"
+            )
 
     def _check_batch(self, saved: dict[str, Any]) -> None:
         if saved["samples"] != self._samples:
@@ -202,7 +204,7 @@ class ShardoptCallback(TrainerCallback):
             problem = Problem(
                 "samples of a step", str(self._samples), f"{saved['samples']}, as in the checkpoint", remedy
             )
-            raise MismatchError("training cannot go on with another global batch", [problem])
+            raise MismatchError("training cannot go on with another global batch", [problem], code="framework")
         size = saved.get("order", {}).get("size")
         if self._order and size not in (None, self._order["size"]):
             another = Problem(
@@ -211,7 +213,7 @@ class ShardoptCallback(TrainerCallback):
                 required=f"{size}, as the data set of the checkpoint has",
                 remedy="pass the same data set, or ignore_data_skip=True to see this one from its begin",
             )
-            raise MismatchError("a position in another data set", [another])
+            raise MismatchError("a position in another data set", [another], code="data-position")
 
 
 class _GoesOn:

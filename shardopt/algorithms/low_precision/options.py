@@ -87,7 +87,7 @@ def refuse_bad_values(options: Mapping[str, Any], spec: AlgorithmSpec) -> None:
         found = f"{CODES!r}, whose noise {spec.name}'s steps gather in its state"
         problems.append(Problem("state_dtype", found, "'bfloat16' or None", _COMPOUNDS_REMEDY))
     if problems:
-        raise AlgorithmError(f"{spec.name} cannot store its state in this way", problems)
+        raise AlgorithmError(f"{spec.name} cannot store its state in this way", problems, code="low-precision")
 
 
 def warn_of_lost_changes(spec: AlgorithmSpec, options: Options) -> None:
@@ -137,7 +137,9 @@ def refuse_algorithm(spec: AlgorithmSpec) -> None:
         required="an elementwise algorithm with dense gradients",
         remedy=f"leave these options out for {spec.name}",
     )
-    raise AlgorithmError(f"{spec.name} does not store state or parameters in fewer bits", [problem])
+    raise AlgorithmError(
+        f"{spec.name} does not store state or parameters in fewer bits", [problem], code="low-precision"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,9 @@ def _names_by_order(
         number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
         found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
         remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
-        raise MismatchError("numbers of parameters", [Problem(join(target.path), found, "one meaning", remedy)])
+        raise MismatchError(
+            "numbers of parameters", [Problem(join(target.path), found, "one meaning", remedy)], code="by-position"
+        )
     if orders and len(stored.groups) > 1:
         text = "%s: numbers of parameters are taken for the order of the app's groups; nothing stored says so"
         _log.warning(text, join(target.path))
@@ -126,7 +128,9 @@ def _doubt(key: str, found: str, names: Collection[str]) -> MismatchError:
         f"for i, name in enumerate([{listed(names)}])}}; "
         'or leave the optimizer out of the app, and load with Strictness(unexpected="ignore")'
     )
-    return MismatchError("numbers of parameters", [Problem(f"{key}.state", found, "a name for each number", remedy)])
+    return MismatchError(
+        "numbers of parameters", [Problem(f"{key}.state", found, "a name for each number", remedy)], code="by-position"
+    )
 
 
 def _parameters_of(target: RestoreTarget) -> Mapping[str, Tensor]:

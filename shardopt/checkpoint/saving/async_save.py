@@ -247,7 +247,7 @@ class AsyncSaver:
         if in_flight:
             assert last is not None
             problem = Problem(last.url, "a save in flight", "one at a time", 'save later, or with in_flight="wait"')
-            raise CheckpointError(f"{call} was refused", [problem])
+            raise CheckpointError(f"{call} was refused", [problem], code="save-in-flight")
 
 
 _default = AsyncSaver()

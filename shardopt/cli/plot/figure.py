@@ -10,7 +10,7 @@ try:
     from matplotlib.patches import Rectangle
 except ModuleNotFoundError:
     _missing = Problem("matplotlib", "no such package", "matplotlib 3.8 or newer", "pip install 'shardopt[plot]'")
-    raise ShardoptError("there is nothing to draw with", [_missing]) from None
+    raise ShardoptError("there is nothing to draw with", [_missing], code="missing-package") from None
 
 __all__ = ["Axes", "Figure", "Rectangle", "check_output", "rank_color", "save_figure"]
 

@@ -38,7 +38,7 @@ def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...
         gradients = local_gradients(parameter)
     except GradientError as error:
         problems = [replace(problem, key=f"{name}.grad") for problem in error.problems]
-        raise GradientError(error.message, problems) from None
+        raise GradientError(error.message, problems, code=error.code) from None
     whole = parameter.grad if takes_gradient(parameter) else None
     standing = tuple(local.grad for local in local_tensors(parameter)) if whole is None else local_tensors(whole)
     sparse = any(map(_is_sparse, gradients))

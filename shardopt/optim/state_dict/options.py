@@ -59,7 +59,7 @@ def refuse_bad_options(
             remedy = f"did you mean {meant!r}?" if meant else "mend its spelling or drop it"
             problems.append(Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", remedy))
     if problems:
-        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
+        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems, code="bad-options")
     wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
     problems = [
         Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
@@ -67,7 +67,7 @@ def refuse_bad_options(
         if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
     ]
     if problems:
-        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
+        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems, code="bad-options")
 
 
 def known_options(optimizer: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not _storable(value)
     ]
     if problems:
-        raise StateError("a group has an option that cannot be stored", problems)
+        raise StateError("a group has an option that cannot be stored", problems, code="bad-options")
     return options
 
 

@@ -141,5 +141,7 @@ def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
                 problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
     if problems:
         raise StateError(
-            "replicas have drifted apart", sorted(problems.values(), key=lambda each: (each.key, each.found))
+            "replicas have drifted apart",
+            sorted(problems.values(), key=lambda each: (each.key, each.found)),
+            code="replicas-differ",
         )
