@@ -196,9 +196,10 @@ def _span(cell: Cell) -> Span:
 
 
 def _with_verb(error: ShardoptError) -> str:
-    """Returns an error, one of one problem as one line, and the verb that explains it in the place of its code."""
-    one_line = f"{error.message}: {error.problems[0]}" if len(error.problems) == 1 else str(error)
-    return f"{one_line.replace(f' [{error.code}]', '', 1)}\nmore: shardopt explain {error.code}"
+    """Returns an error, one of one problem as one line, with the verb that explains it in the place of its code."""
+    code = f"[{error.code}]"
+    text = f"{error.message}: {error.problems[0]} {code}" if len(error.problems) == 1 else str(error)
+    return text.replace(code, f"[shardopt explain {error.code}]", 1)
 
 
 def _encodable(text: str, stream: TextIO) -> str:

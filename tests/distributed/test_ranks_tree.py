@@ -89,7 +89,7 @@ def check(victim, how, when):
     assert len(texts) == 1, texts
     (text,) = texts
     if how == "killed" and (victim, when) != (0, "at first"):
-        assert text == f"second: rank {victim} died, or ended before this call"
+        assert text == f"second: rank {victim} died, or ended before this call [rank-lost]"
     else:
         assert text.startswith(f"second: rank {victim} gave no sign of life for 1 s")
     if how == "stopped" and when != "at first":
@@ -176,7 +176,7 @@ def test_a_forked_child_does_not_hide_its_parents_death():
     outcomes = run_ranks_outcomes(3, one_dies_and_leaves_a_child)
     for rank in (0, 2):
         text, seconds = outcomes[rank].value
-        assert text == "second: rank 1 died, or ended before this call" and seconds < 5
+        assert text == "second: rank 1 died, or ended before this call [rank-lost]" and seconds < 5
 
 
 def rank_0_leaves(nbytes):
@@ -213,7 +213,7 @@ def test_who_is_late_has_its_section_and_hears_why_the_others_left(late):
     for rank in set(range(SIZE)) - {1}:
         got, text = outcomes[rank].value
         assert got == [b"a", b"b", b"c"][rank // 2] and "rank 1 died" in text
-        assert rank == late or text == "y: rank 1 died, or ended before this call"
+        assert rank == late or text == "y: rank 1 died, or ended before this call [rank-lost]"
 
 
 def many_sessions(count, settled):

@@ -293,7 +293,8 @@ def test_different_failures_are_all_told(job):
     )
     text = alike(outcomes, MismatchError)
     assert text.startswith(
-        "x failed on rank 1: one does not fit (and on rank 2: no space left; on rank 3: ZeroDivisionError: a bug)\n"
+        "x failed on rank 1: one does not fit (and on rank 2: no space left; on rank 3: ZeroDivisionError: a bug) "
+        "[does-not-fit]\n"
     )
     assert [problem.key for problem in outcomes[0].problems] == ["shared", "a", "b"]
 
@@ -345,7 +346,7 @@ def test_an_interrupt_stays_one_and_the_others_are_told(job, rank, kind):
 
     outcomes = together(job.start(), lambda here: then_once_more(here, call))
     assert type(outcomes.pop(rank)) is kind
-    assert alike(outcomes, RankError) == f"x failed on rank {rank}: {kind.__name__}: stop"
+    assert alike(outcomes, RankError) == f"x failed on rank {rank}: {kind.__name__}: stop [rank-failed]"
 
 
 def test_an_interrupted_decision_is_told(job):
@@ -402,7 +403,7 @@ def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
 
     outcomes = together(ranks, call)
     assert type(outcomes.pop(0)) is KeyboardInterrupt
-    assert alike(outcomes, RankError) == "x failed on rank 0: KeyboardInterrupt: "
+    assert alike(outcomes, RankError) == "x failed on rank 0: KeyboardInterrupt:  [rank-failed]"
 
 
 # Ranks that are in different calls.
@@ -444,7 +445,7 @@ def test_nobody_is_waited_for_where_two_are_in_different_calls(job):
     # Rank 2 comes late, to an answer that is there.
     assert set(outcomes) == {
         "ranks are in different calls: loading on rank 0; saving on rank 1; "
-        "all must make the same ones, in the same order"
+        "all must make the same ones, in the same order [different-calls]"
     }
     keys = job.store().num_keys()
     for _ in range(3):
