@@ -156,7 +156,7 @@ def test_where_a_rank_is_that_is_not_in_the_call_is_told_by_all(absent):
     del outcomes[absent]
     (text,) = {text for text, _ in outcomes}
     assert text.startswith(f"second: rank {absent} gave no sign of life for 1 s: dead, cut off, or not in this call")
-    assert f"rank {absent} is elsewhere:\n" in text and "in_a_function_of_its_own" in text
+    assert f"rank {absent} is elsewhere: [rank-lost]\n" in text and "in_a_function_of_its_own" in text
     assert len(text.splitlines()) <= 25
 
 

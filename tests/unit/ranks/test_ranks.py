@@ -271,7 +271,7 @@ def test_the_failing_ranks_are_named_by_all(any_job, bad):
     )
     text = alike(outcomes, StateError)
     where = {1: f" on rank {bad[0]}", 2: " on ranks 1, 2", 3: ""}[len(bad)]
-    assert text.startswith(f"loading x failed{where}: it does not fit\n")
+    assert text.startswith(f"loading x failed{where}: it does not fit [cannot-store]\n")
     assert all(error.problems == (problem,) for error in outcomes)
     for rank, error in enumerate(outcomes):  # a rank that failed by itself keeps its own error as the cause
         assert isinstance(error.__cause__, StateError) == (rank in bad)
@@ -319,7 +319,9 @@ def test_a_decision_that_fails_is_everybodys_error(any_job):
         any_job.start(),
         lambda here: then_once_more(here, lambda here: here.agree("saving p", lambda: None, decide=decide)),
     )
-    assert alike(outcomes, CheckpointExistsError).startswith("saving p failed on rank 0: the path is taken\n")
+    assert alike(outcomes, CheckpointExistsError).startswith(
+        "saving p failed on rank 0: the path is taken [path-taken]\n"
+    )
 
 
 @pytest.mark.parametrize("where", ["report", "decide"])
@@ -419,7 +421,7 @@ def test_ranks_in_different_calls_are_told_at_once_by_all(any_job):
     outcomes = together(any_job.start(), in_calls("saving /a/b", "loading /c", "saving /a/b"))
     assert alike(outcomes, RankError) == (
         "ranks are in different calls: saving on ranks 0, 2; loading on rank 1; "
-        "all must make the same ones, in the same order"
+        "all must make the same ones, in the same order [different-calls]"
     )
     assert time.monotonic() - start < 10  # not the deadline
 
