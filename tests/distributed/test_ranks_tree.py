@@ -93,7 +93,7 @@ def check(victim, how, when):
     else:
         assert text.startswith(f"second: rank {victim} gave no sign of life for 1 s")
     if how == "stopped" and when != "at first":
-        assert text.endswith("; its process does not answer: stopped, or cut off")
+        assert text.endswith("; its process does not answer: stopped, or cut off [rank-lost]")
     # At once; or after the deadline, and the time in which the others are asked where they are.
     assert max(seconds for _, seconds in survivors) < (10 if deadline_seconds == 30 else 1 + 1 + 6)
 
@@ -127,7 +127,9 @@ def test_a_leader_that_dies_before_its_members_have_come():
     outcomes = run_ranks_outcomes(SIZE, first_round_of_six, 2.0, faults=[fault])
     assert outcomes[LEADER].signal == signal.SIGKILL
     survivors = {outcome.rank: outcome.value for outcome in outcomes if outcome.rank != LEADER}
-    assert {text for text, _ in survivors.values()} == {f"first: rank {LEADER} died, or ended before this call"}
+    assert {text for text, _ in survivors.values()} == {
+        f"first: rank {LEADER} died, or ended before this call [rank-lost]"
+    }
     assert max(seconds for rank, (_, seconds) in survivors.items() if rank != MEMBER) < 1.8
     assert survivors[MEMBER][1] < 2 + 5
 
