@@ -176,7 +176,7 @@ class ShardoptCallback(TrainerCallback):
         if -size % own > -size % order["filled_to"]:
             _log.warning(
                 "the last batch of each epoch had fewer samples than others, and has as many from here on: a Trainer "
-                "on several ranks fills it with the first samples of the epoch; its losses are others"
+                "on several ranks fills it with the first samples of the epoch; its losses are others [framework]"
             )
         self._order["filled_to"] = max(own, order["filled_to"])
         sampler = _inner(loader.batch_sampler).sampler

@@ -14,7 +14,7 @@ CLASSES = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.ShardoptError)
 }
-_IN_TEXT = re.compile(r" \[([a-z0-9-]+)\]$")
+_IN_TEXT = re.compile(r" \[([a-z0-9-]+)\](?=$|:\n)")
 
 
 @cache
@@ -37,7 +37,7 @@ def raised() -> dict[tuple[str, str], str]:
 
 @cache
 def logged() -> dict[str, str]:
-    """Each code at the end of a text that is logged or warned of, and the first such place."""
+    """Each code in brackets at the end of a text, as lines of the log have it, and the first such place."""
     found: dict[str, str] = {}
     for source in sources():
         for node in ast.walk(source.tree):

@@ -113,7 +113,7 @@ def _least_change(options: Options) -> float:
 def _log_lost_changes(algorithm: str, stored: str, slowest: float) -> None:
     _log.warning(
         '%s with rounding="nearest": a step changes some of its state by a share of %.2g, and state in %s loses '
-        "changes below %.2g. It stays behind the gradients; leave rounding out to let it follow",
+        "changes below %.2g. It stays behind the gradients; leave rounding out to let it follow [low-precision]",
         algorithm,
         slowest,
         stored,

@@ -189,7 +189,7 @@ def _warn_of_training_weights(url: str, values: Iterable[tuple[Path, Any]]) -> N
     ):
         _log.warning(
             "%s has the weights that a Schedule-Free optimizer trains, and not their averages, which are what is "
-            "released: save between optimizer.eval() and optimizer.train() for these",
+            "released: save between optimizer.eval() and optimizer.train() for these [averages]",
             url,
         )
 

@@ -86,7 +86,7 @@ def _names_by_order(
             "numbers of parameters", [Problem(join(target.path), found, "one meaning", remedy)], code="by-position"
         )
     if orders and len(stored.groups) > 1:
-        text = "%s: numbers of parameters are taken for the order of the app's groups; nothing stored says so"
+        text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
         _log.warning(text, join(target.path))
     return orders[0] if orders else {}
 
@@ -114,7 +114,8 @@ def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, s
         raise _doubt(key, f"parameters {[number for number, _ in rest]} without a name or state", own)
     if names:
         _log.warning(
-            "%s: stored by position, without names; shapes alone tell which parameter is which", join(target.path)
+            "%s: stored by position, without names; shapes alone tell which parameter is which [by-position]",
+            join(target.path),
         )
     return names
 

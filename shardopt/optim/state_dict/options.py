@@ -209,7 +209,7 @@ def warn_of(plan: LoadPlan) -> None:
         ]
         names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in plan.overridden))
         _log.warning(
-            "options of the checkpoint replace those that the code gives:\n%s\n"
+            "options of the checkpoint replace those that the code gives [optimizer-state]:\n%s\n"
             "to go on with those of the code, call optimizer.keep_options(%s) before loading",
             "\n".join(_first(lines, "  ")),
             names,
@@ -217,12 +217,15 @@ def warn_of(plan: LoadPlan) -> None:
     if plan.rounded_anew:
         _log.warning(
             'state in fewer bits was saved with rounding="nearest", and is rounded at random from here on, as the code '
-            'gives no rounding; rounding="nearest" goes on as before: %s%s',
+            'gives no rounding; rounding="nearest" goes on as before: %s%s [low-precision]',
             plan.rounded_anew[0],
             f" and {len(plan.rounded_anew) - 1} more" if len(plan.rounded_anew) > 1 else "",
         )
     if plan.algorithms:
-        _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(_first(plan.algorithms)))
+        _log.warning(
+            "loaded with strict=False from another algorithm [optimizer-state]:\n  %s",
+            "\n  ".join(_first(plan.algorithms)),
+        )
     errors: dict[tuple[str, Any, Any], list[float]] = {}
     for entry, then, now, error in plan.conversions:
         errors.setdefault((entry, then, now), []).append(error)
@@ -232,7 +235,7 @@ def warn_of(plan: LoadPlan) -> None:
         for (entry, then, now), each in errors.items()
     ]
     if lines:
-        _log.warning("state was converted:\n  %s", "\n  ".join(lines))
+        _log.warning("state was converted [low-precision]:\n  %s", "\n  ".join(lines))
 
 
 def _first(lines: Sequence[str], indent: str = "") -> list[str]:

@@ -119,7 +119,7 @@ def _tell(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
         _told.update(keys)
         _log.warning(
             "buffers have other values on other ranks, as running statistics do; those of the first rank that holds "
-            "each are saved, and restored on all: %s",
+            "each are saved, and restored on all: %s [replicas-differ]",
             ", ".join(sorted(keys)),
         )
 

@@ -174,7 +174,10 @@ def open_found(found: FoundBase, section: bytes, target: Storage) -> Base | None
         _log.warning("all that this rank has is written again: %s", error)
         return None
     if base.digest != found.digest:
-        _log.warning("all that this rank has is written again: it sees another checkpoint at %s than rank 0", found.url)
+        _log.warning(
+            "all that this rank has is written again: it sees another checkpoint at %s than rank 0 [bad-base]",
+            found.url,
+        )
         return None
     return base
 
