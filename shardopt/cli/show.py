@@ -98,7 +98,7 @@ def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> C
         pattern = re.compile(regex or "")
     except re.error as error:
         problem = Problem(option, repr(regex), "a regular expression", str(error))
-        raise OptionError("arguments that cannot be meant", [problem]) from None
+        raise OptionError("invalid arguments", [problem]) from None
     matches = re.compile(fnmatch.translate("*" if glob is None else glob))
     return lambda key: bool(matches.match(key) and pattern.search(key))
 

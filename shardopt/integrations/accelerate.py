@@ -141,7 +141,9 @@ class Accelerator(accelerate.Accelerator):
         if not self.project_configuration.automatic_checkpoint_naming:
             remedy = "pass a path, or a ProjectConfiguration with automatic_checkpoint_naming"
             raise OptionError(
-                "no place for a state", [Problem("output_dir", "None", "a path or URL", remedy)], code="framework"
+                "there is no path to save the state to",
+                [Problem("output_dir", "None", "a path or URL", remedy)],
+                code="framework",
             )
         return os.path.join(self.project_dir, "checkpoints", name).rstrip("/")
 
@@ -166,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
         if hooks:
             problems.append(Problem(f"hooks of {call}", f"{len(hooks)}", "none", remedy))
         if problems:
-            raise OptionError("what is for Accelerate's own format", problems, code="framework")
+            raise OptionError("options of Accelerate's own format", problems, code="framework")
 
 
 class _State(FrameworkState):
@@ -182,7 +184,7 @@ class _State(FrameworkState):
             required = f"{saved['processes']}, as in the checkpoint"
             remedy = "pass DataLoaderConfiguration(split_batches=True), and a step is one on any number of ranks"
             raise MismatchError(
-                "the schedule would not go on", [Problem("schedule", found, required, remedy)], code="framework"
+                "the schedule would not resume", [Problem("schedule", found, required, remedy)], code="framework"
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -194,9 +194,7 @@ class ShardoptCallback(TrainerCallback):
         elif not args.ignore_data_skip:
             problems += _unfit_for_skipping(loader, args.gradient_accumulation_steps)
         if problems:
-            raise OptionError(
-                "training could not be gone on with in the middle of an epoch", problems, code="framework"
-            )
+            raise OptionError("training could not resume in the middle of an epoch", problems, code="framework")
 
     def _check_batch(self, saved: dict[str, Any]) -> None:
         if saved["samples"] != self._samples:
@@ -204,7 +202,7 @@ class ShardoptCallback(TrainerCallback):
             problem = Problem(
                 "samples of a step", str(self._samples), f"{saved['samples']}, as in the checkpoint", remedy
             )
-            raise MismatchError("training cannot go on with another global batch", [problem], code="framework")
+            raise MismatchError("training cannot resume with another global batch", [problem], code="framework")
         size = saved.get("order", {}).get("size")
         if self._order and size not in (None, self._order["size"]):
             another = Problem(

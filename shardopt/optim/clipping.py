@@ -216,7 +216,7 @@ def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: obj
     if not order > 0:
         problems.append(Problem("norm_type", repr(norm_type), "a number above 0", 'pass 1.0, 2.0 or "inf"'))
     if problems:
-        raise StateError("gradients cannot be clipped so", problems, code="clipping")
+        raise StateError("invalid arguments of gradient clipping", problems, code="clipping")
 
 
 def _number(value: object) -> float:

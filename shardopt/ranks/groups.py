@@ -44,7 +44,7 @@ class SharedGroup:
         if isinstance(self.process_group, dist.ProcessGroup):
             remedy = "pass a device mesh, which can be pickled, or save through shardopt.checkpoint"
             problem = Problem("process_group", "a process group, which is nothing in another process", "none", remedy)
-            raise StateError("what was made for a group cannot be pickled", [problem], code="process-group")
+            raise StateError("an object of a process group cannot be pickled", [problem], code="process-group")
         return vars(self)
 
 

@@ -248,9 +248,7 @@ def refuse_no_regex(name: str, regex: str | None) -> None:
         if regex is not None:
             re.compile(regex)
     except (re.error, TypeError) as error:
-        raise OptionError(
-            "arguments that cannot be meant", [Problem(name, repr(regex), "a regex", str(error))]
-        ) from None
+        raise OptionError("invalid arguments", [Problem(name, repr(regex), "a regex", str(error))]) from None
 
 
 def refuse_chains(tied: Tied) -> None:

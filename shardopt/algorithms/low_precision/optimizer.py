@@ -123,7 +123,9 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
                 problems.append(Problem(f"{name}: state_dtype", found, "a DTensor, or ShardedTensor", remedy))
         if problems:
             raise AlgorithmError(
-                f"{self.algorithm.name} cannot store these parameters or their state so", problems, code="low-precision"
+                f"{self.algorithm.name} cannot store these parameters or their state in fewer bits",
+                problems,
+                code="low-precision",
             )
 
     def waits_for_others(self, group: Options, parameter: Tensor) -> bool:

@@ -365,4 +365,4 @@ def _refuse_options(to: str, max_file_bytes: float, world_size: int | None) -> N
     if world_size is not None and to != "shardopt":
         problems.append(Problem("world_size", str(world_size), 'to="shardopt"', "leave it out"))
     if problems:
-        raise OptionError("a checkpoint cannot be converted so", problems, code="cannot-convert")
+        raise OptionError("invalid arguments of a conversion", problems, code="cannot-convert")

@@ -83,7 +83,9 @@ def _names_by_order(
         found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
         remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
         raise MismatchError(
-            "numbers of parameters", [Problem(join(target.path), found, "one meaning", remedy)], code="by-position"
+            "parameters are numbered, and not by what names",
+            [Problem(join(target.path), found, "one meaning", remedy)],
+            code="by-position",
         )
     if orders and len(stored.groups) > 1:
         text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
@@ -130,7 +132,9 @@ def _doubt(key: str, found: str, names: Collection[str]) -> MismatchError:
         'or leave the optimizer out of the app, and load with Strictness(unexpected="ignore")'
     )
     return MismatchError(
-        "numbers of parameters", [Problem(f"{key}.state", found, "a name for each number", remedy)], code="by-position"
+        "parameters are numbered, and not by what names",
+        [Problem(f"{key}.state", found, "a name for each number", remedy)],
+        code="by-position",
     )
 
 

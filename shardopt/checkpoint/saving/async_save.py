@@ -333,4 +333,4 @@ def _optimizers_in(app: Any) -> list[Optimizer]:
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         problem = Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")
-        raise OptionError("an argument that cannot be meant", [problem])
+        raise OptionError("an invalid argument", [problem])

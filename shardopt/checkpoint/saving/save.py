@@ -82,7 +82,7 @@ class SaveOptions:
         if not isinstance(self.durable, bool):
             problems.append(Problem("durable", repr(self.durable), "one of True, False", "pass one of them"))
         if problems:
-            raise OptionError("arguments that cannot be meant", problems)
+            raise OptionError("invalid arguments", problems)
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,10 @@ class SemiSync(CombinedOptimizer):
         schedule = SyncSchedule(every, fragments, delay)
         if not isinstance(alpha, int | float) or not 0 <= alpha < 1:
             problem = Problem("alpha", repr(alpha), "0, or more and below 1", "pass what weights keep of themselves")
-            raise OptionError("islands cannot be synchronized so", [problem], code="semi-sync")
+            raise OptionError("invalid arguments of a semi-synchronous optimizer", [problem], code="semi-sync")
         if not isinstance(inner, KeyedOptimizer):
             problem = Problem("inner", f"a {type(inner).__name__}", "a KeyedOptimizer", "build it with shardopt.keyed")
-            raise StateError("islands cannot be synchronized so", [problem], code="semi-sync")
+            raise StateError("invalid arguments of a semi-synchronous optimizer", [problem], code="semi-sync")
         refuse_unfit(inner, "inner")
         islands = Islands(process_group, SharedGroup(inner.process_group))
         make_outer = partial(_make_outer, outer, outer_options, inner.process_group)

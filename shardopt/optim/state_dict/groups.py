@@ -240,7 +240,7 @@ def named_in_groups(
     if groups:
         both = "groups by pattern beside groups with parameters"
         raise StateError(
-            "groups are not as they have to be", [Problem("groups", both, "one of them", "drop one")], code="bad-groups"
+            "invalid parameter groups", [Problem("groups", both, "one of them", "drop one")], code="bad-groups"
         )
     members = [[*(each.items() if isinstance(each, Mapping) else each)] for each in (e[PARAMS] for e in entries)]
     params = named([pair for pairs in members for pair in pairs], alone=alone, tied=tied)
@@ -302,7 +302,7 @@ def by_pattern(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str,
     """
     if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
         problem = Problem("groups", repr(groups), "a list of dicts", 'write [{"match": r"norm|bias", ...}]')
-        raise StateError("groups are not as they have to be", [problem], code="bad-groups")
+        raise StateError("invalid parameter groups", [problem], code="bad-groups")
     patterns = tuple(_pattern(position, group) for position, group in enumerate(groups))
     members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
     first_name = first_names(parameters)
