@@ -43,7 +43,7 @@ def test_the_table_has_each_class_with_the_codes_that_it_is_raised_with():
     assert rows == {name: [code for code in CODES if (name, code) in pairs] for name in CLASSES}
 
 
-@pytest.mark.parametrize(("name", "code"), sorted(raised()), ids=" ".join)
+@pytest.mark.parametrize(("name", "code"), sorted(raised()))
 def test_an_error_ends_its_first_line_with_its_code_wherever_it_goes(name, code):
     problem = errors.Problem("key", "this", "that", "mend it")
     error = CLASSES[name]("it failed", [problem], code=code)
