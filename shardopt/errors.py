@@ -15,10 +15,12 @@
         ├── CheckpointExistsError    (FileExistsError)     a committed checkpoint stands at this path already
         ├── CorruptionError                                bytes that are not what was written
         │   └── UnreadableError                            bytes that a disk does not give back
-        └── FormatError                                    a checkpoint that this version cannot read
+        ├── FormatError                                    a checkpoint that this version cannot read
+        └── NoSpaceError                                   no room where a checkpoint was to go
 
-Errors and problems say no secrets of URLs (`redaction.py`). Every error can cross the wire as JSON (`to_json`,
-`from_json`), so that all ranks raise the same one.
+Each error has a code (`codes.py`), in brackets at the end of its first line: that of its class, or a finer one that
+is given where it is raised. Errors and problems say no secrets of URLs (`redaction.py`). Every error can cross the wire
+as JSON (`to_json`, `from_json`), so that all ranks raise the same one.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
+from shardopt.codes import CODES, Code
 from shardopt.redaction import redacted
 
 
@@ -66,20 +69,33 @@ class ShardoptError(Exception):
         left_out: how many more there are by what is to be done about them, where the error came from other ranks,
             of very many, which send no more than the first ones. What several of them have alike may count more than
             once.
+        code: the cause, for `shardopt explain CODE`; None for that of the class.
+
+    Attributes:
+        code: the cause, one of `shardopt.codes.CODES`.
     """
 
+    code: Code = "internal"
     most_problems_in_message = 200
 
     def __init__(
-        self, message: str, problems: Iterable[Problem] = (), left_out: Mapping[str, int] = MappingProxyType({})
+        self,
+        message: str,
+        problems: Iterable[Problem] = (),
+        left_out: Mapping[str, int] = MappingProxyType({}),
+        *,
+        code: Code | None = None,
     ) -> None:
+        self.code = code or type(self).code
         self.message = redacted(message)
         super().__init__(self.message)
         self.problems = tuple(problems)
         self.left_out = dict(left_out)
 
     def __str__(self) -> str:
-        lines = [self.message, *(f"  - {problem}" for problem in self.problems[: self.most_problems_in_message])]
+        first, *others = self.message.split("\n")
+        lines = [f"{first} [{self.code}]", *others]
+        lines += [f"  - {problem}" for problem in self.problems[: self.most_problems_in_message]]
         left_out = len(self.problems) - self.most_problems_in_message
         if left_out > 0:
             lines.append(f"  ... and {left_out} more (see .problems)")
@@ -87,76 +103,112 @@ class ShardoptError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.message, self.problems, self.left_out))
+        return (type(self), (self.message, self.problems, self.left_out), {"code": self.code})
 
     def to_json(self) -> dict[str, Any]:
-        wire = {"type": type(self).__name__, "message": self.message, "problems": [asdict(p) for p in self.problems]}
+        wire = {
+            "type": type(self).__name__,
+            "code": self.code,
+            "message": self.message,
+            "problems": [asdict(problem) for problem in self.problems],
+        }
         return {**wire, "left_out": self.left_out} if self.left_out else wire
 
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> ShardoptError:
-        """Makes the error that `to_json` described; a type that this version does not know becomes a `RankError`."""
+        """Makes the error that `to_json` described.
+
+        A type that this version does not know becomes a `RankError`; a code that it does not know, that of the type.
+        """
         kind = _BY_NAME.get(str(wire["type"]), RankError)
         problems = [Problem(**problem) for problem in wire["problems"]]
-        return kind(str(wire["message"]), problems, wire.get("left_out", {}))
+        code = wire.get("code") if wire.get("code") in CODES else None
+        return kind(str(wire["message"]), problems, wire.get("left_out", {}), code=code)
 
 
 class StateError(ShardoptError, ValueError):
     """State that cannot be keyed, described or stored."""
 
+    code: Code = "cannot-store"
+
 
 class LayoutError(ShardoptError, ValueError):
     """A tensor whose placement has no layout, or boxes that do not cover a tensor exactly once."""
+
+    code: Code = "bad-layout"
 
 
 class MismatchError(ShardoptError, ValueError):
     """State to be loaded does not fit the objects it is for. Nothing was changed."""
 
+    code: Code = "does-not-fit"
     most_problems_in_message = 20  # of thousands of names: enough to see what has become of them
 
 
 class OptionError(ShardoptError, ValueError, TypeError):
     """Arguments of the wrong type or out of their range; each is named, and nothing was begun."""
 
+    code: Code = "invalid-argument"
+
 
 class AlgorithmError(ShardoptError, TypeError):
     """An optimizer that is unknown here, or that would compute something else on shards."""
+
+    code: Code = "unsupported-algorithm"
 
 
 class GradientError(ShardoptError, RuntimeError):
     """A gradient whose shape, dtype or placement is not its parameter's."""
 
+    code: Code = "gradient-mismatch"
+
 
 class InputError(ShardoptError, ValueError):
     """Ids, offsets or weights that a table cannot look up. No rank looked up anything."""
+
+    code: Code = "embedding-tables"
 
 
 class PartialLoadError(ShardoptError, RuntimeError):
     """An optimizer was asked to step while its state is only partly loaded."""
 
+    code: Code = "partial-load"
+
 
 class RankError(ShardoptError, RuntimeError):
     """A rank failed, died, or did not arrive in time; the message names it."""
+
+    code: Code = "rank-lost"
 
 
 class CheckpointError(ShardoptError, RuntimeError):
     """A checkpoint could not be written or read."""
 
+    code: Code = "storage-failed"
+
 
 class NoSpaceError(CheckpointError):
     """There is no room for a checkpoint, or a part of one, where it was to go."""
+
+    code: Code = "no-space"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint at the path."""
 
+    code: Code = "no-checkpoint"
+
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """A committed checkpoint stands at the path, and is never written over."""
 
+    code: Code = "path-taken"
+
 
 class CorruptionError(CheckpointError):
     """Stored bytes are not the bytes that were written: file, key and segment are named."""
+
+    code: Code = "damaged"
 
 
 class UnreadableError(CorruptionError):
@@ -165,6 +217,8 @@ class UnreadableError(CorruptionError):
 
 class FormatError(CheckpointError):
     """The checkpoint asks for a newer reader, or is not one of ours."""
+
+    code: Code = "unknown-format"
 
 
 def _tree(kind: type[ShardoptError]) -> Iterable[type[ShardoptError]]:

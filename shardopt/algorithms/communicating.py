@@ -306,7 +306,7 @@ def refuse_absent(demands: Iterable[tuple[str, bool]], counts: Iterable[Sequence
         elif all_or_none and have and lack:
             problems.append(absent(name, f"one on {have:g} of its ranks, none on {lack:g}"))
     if problems:
-        raise GradientError(ABSENT, problems)
+        raise GradientError(ABSENT, problems, code="missing-gradient")
 
 
 def _refuse_absent_late(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:

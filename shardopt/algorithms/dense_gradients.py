@@ -48,7 +48,9 @@ def checked_gradients(
     try:
         gradients = local_gradients(parameter)
     except GradientError as error:
-        raise GradientError(error.message, [replace(each, key=f"{name}.grad") for each in error.problems]) from None
+        raise GradientError(
+            error.message, [replace(each, key=f"{name}.grad") for each in error.problems], code=error.code
+        ) from None
     if all(gradient is None for gradient in gradients):
         return None
     for gradient, local in zip(gradients, tensors, strict=True):

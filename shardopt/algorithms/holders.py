@@ -134,7 +134,7 @@ def _counted(rank: int, name: str, parameter: Tensor, view: View, layout: Layout
             required="local tensors that two ranks hold alike or not at all",
             remedy="place the parameter alike on all meshes that hold it",
         )
-        raise LayoutError("a norm cannot count a parameter once", [problem])
+        raise LayoutError("a norm cannot count a parameter once", [problem], code="ranks-differ")
     return (verdicts == {True},)
 
 
@@ -204,4 +204,4 @@ def _refuse_overlaps(name: str, layout: Layout) -> None:
     faults = [] if layout.grid is not None else overlap_faults(layout.shape, layout.boxes)
     if faults:
         problem = Problem(name, "; ".join(faults), "boxes that are equal or disjoint", "place it alike on all ranks")
-        raise LayoutError("ranks hold boxes of a parameter that overlap", [problem])
+        raise LayoutError("ranks hold boxes of a parameter that overlap", [problem], code="ranks-differ")

@@ -237,6 +237,7 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
                         remedy="register a class once, under a name of its own",
                     )
                 ],
+                code="unknown-algorithm",
             )
     _SPECS[spec.optimizer] = spec
     if spec.stands_for is not None:
@@ -285,7 +286,7 @@ def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
     else:
         spec = find_spec(algorithm) if isinstance(algorithm, type) else None
     if spec is None:
-        raise AlgorithmError("an optimizer is not known here", [unknown(algorithm)])
+        raise AlgorithmError("an optimizer is not known here", [unknown(algorithm)], code="unknown-algorithm")
     return spec
 
 

@@ -125,4 +125,4 @@ def _refuse(names: Sequence[str]) -> None:
         for name in names
     ]
     if problems:
-        raise GradientError("a rank that shares rows cannot step", problems)
+        raise GradientError("a rank that shares rows cannot step", problems, code="missing-gradient")

@@ -97,11 +97,15 @@ class Output:
 
     def fail(self, error: BaseException) -> None:
         """Prints an error on stderr; its JSON form on stdout, where that was asked for."""
-        self.complain(_one_line(error) if isinstance(error, ShardoptError) else str(error) or type(error).__name__)
+        self.error(error)
         if self.as_json:
             known = isinstance(error, ShardoptError)
             wire = error.to_json() if known else {"type": type(error).__name__, "message": str(error), "problems": []}  # type: ignore[attr-defined]  # `known`
             self.data({"error": wire})
+
+    def error(self, error: BaseException) -> None:
+        """Prints an error on stderr, with the verb that explains it."""
+        self.complain(_with_verb(error) if isinstance(error, ShardoptError) else str(error) or type(error).__name__)
 
     def complain(self, text: str) -> None:
         """Prints a text on stderr."""
@@ -191,11 +195,11 @@ def _span(cell: Cell) -> Span:
     return cell if isinstance(cell, Span) else Span(cell)
 
 
-def _one_line(error: ShardoptError) -> str:
-    """Returns an error of one problem as one line."""
-    if len(error.problems) == 1:
-        return f"{error.message}: {error.problems[0]}"
-    return str(error)
+def _with_verb(error: ShardoptError) -> str:
+    """Returns an error, one of one problem as one line, with the verb that explains it in the place of its code."""
+    code = f"[{error.code}]"
+    text = f"{error.message}: {error.problems[0]} {code}" if len(error.problems) == 1 else str(error)
+    return text.replace(code, f"[shardopt explain {error.code}]", 1)
 
 
 def _encodable(text: str, stream: TextIO) -> str:

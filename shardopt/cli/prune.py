@@ -73,7 +73,7 @@ def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointI
     committed = {each.id for each in now.checkpoints if each.counts}
     if now.branches != listing.branches or not committed.issuperset(kept):
         problem = Problem(listing.url, "other checkpoints or branches than before", "a run that stays", "try again")
-        raise CheckpointError("the run has changed meanwhile; nothing was removed", [problem])
+        raise CheckpointError("the run has changed meanwhile; nothing was removed", [problem], code="run-root")
 
 
 def unwanted_in(listing: RunListing, rules: Retention) -> list[Listed]:

@@ -13,7 +13,7 @@ def parse_rules(keep_last: int | None, keep_every: int | None, best: str | None)
     """Returns the rules that options stand for, as those of `Manager`. Raises OptionError."""
     if keep_last is None and (keep_every is not None or best is not None):
         remedy = "without it all are kept, whatever the other rules"
-        raise OptionError("rules that say nothing", [Problem("--keep-last", "nothing", "a number", remedy)])
+        raise OptionError("no rule was given", [Problem("--keep-last", "nothing", "a number", remedy)])
     return Retention(keep_last, keep_every, None if best is None else _parse_best(best))
 
 
@@ -21,7 +21,7 @@ def _parse_best(text: str) -> tuple[str, Mode, int]:
     metric, mode, n = (*text.rsplit(":", 2), "", "")[:3]
     if not (metric and mode in ("min", "max") and n.isascii() and n.isdigit() and int(n) >= 1):
         problem = Problem("--best", repr(text), "METRIC:min:N or METRIC:max:N", "give it as in --best loss:min:2")
-        raise OptionError("arguments that cannot be meant", [problem])
+        raise OptionError("invalid arguments", [problem])
     return metric, "min" if mode == "min" else "max", int(n)
 
 
@@ -37,6 +37,6 @@ def parse_rename(rename: Sequence[str]) -> dict[str, str]:
             wrong = str(error)
         if wrong:
             problem = Problem("--rename", repr(each), "PATTERN=INTO, with a regular expression", wrong)
-            raise OptionError("arguments that cannot be meant", [problem])
+            raise OptionError("invalid arguments", [problem])
         rules[pattern] = into
     return rules

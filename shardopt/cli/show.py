@@ -98,7 +98,7 @@ def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> C
         pattern = re.compile(regex or "")
     except re.error as error:
         problem = Problem(option, repr(regex), "a regular expression", str(error))
-        raise OptionError("arguments that cannot be meant", [problem]) from None
+        raise OptionError("invalid arguments", [problem]) from None
     matches = re.compile(fnmatch.translate("*" if glob is None else glob))
     return lambda key: bool(matches.match(key) and pattern.search(key))
 
@@ -115,7 +115,7 @@ def _show_all(
     stored = reader.manifest
     if not any(map(wanted, (*stored.tensors, *stored.values, *stored.per_rank))) and (stored.tensors or stored.values):
         problem = Problem(reader.url, "no key that matches", "some", "see all by `shardopt show`")
-        raise MismatchError("there is nothing to show", [problem])
+        raise MismatchError("there is nothing to show", [problem], code="nothing-selected")
     if output.as_json:
         output.data(document(reader, wanted))
         return

@@ -155,6 +155,12 @@ VERBS = (
         ),
     ),
     Verb(
+        "explain",
+        "explain the code that an error ends with: its cause, and the way out; without a code, list all",
+        "shardopt.cli.explain:explain",
+        (_arg("code", help="such as does-not-fit", nargs="?"),),
+    ),
+    Verb(
         "env",
         "print what a report of a fault needs: versions, ranks; of a directory, whether all see it, and its speed",
         "shardopt.cli.env:env",

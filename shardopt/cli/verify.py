@@ -23,7 +23,7 @@ def _verify(output: Output, url: str) -> dict[str, Any]:
         with checkpoint.progress_bar("verifying") as progress:
             report = checkpoint.verify(url, progress=progress)
     except ShardoptError as error:
-        output.complain(str(error))
+        output.error(error)
         return {"url": url, "ok": False, "error": error.to_json()}
     for problem in report.problems:
         output.complain(str(problem))

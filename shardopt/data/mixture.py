@@ -68,7 +68,7 @@ class MixtureSampler(ResumableSampler):
             if state_dict.get(name) != own
         ]
         if problems:
-            raise MismatchError("a position in another mixture", problems)
+            raise MismatchError("a position in another mixture", problems, code="data-position")
 
     def _order(self) -> Tensor:
         numbers, places, first = [], [], 0

@@ -98,7 +98,7 @@ class ResumableSampler:
             problem = Problem(
                 "size", f"{state_dict['size']} samples in the checkpoint", f"{self.size}", "pass the same data set"
             )
-            raise MismatchError("a position in another data set", [problem])
+            raise MismatchError("a position in another data set", [problem], code="data-position")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where the state was taken; its seed replaces this one. Loaders must be iterated again."""

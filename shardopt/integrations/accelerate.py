@@ -140,7 +140,11 @@ class Accelerator(accelerate.Accelerator):
             return os.fspath(given)
         if not self.project_configuration.automatic_checkpoint_naming:
             remedy = "pass a path, or a ProjectConfiguration with automatic_checkpoint_naming"
-            raise OptionError("no place for a state", [Problem("output_dir", "None", "a path or URL", remedy)])
+            raise OptionError(
+                "there is no path to save the state to",
+                [Problem("output_dir", "None", "a path or URL", remedy)],
+                code="framework",
+            )
         return os.path.join(self.project_dir, "checkpoints", name).rstrip("/")
 
     def _saved(self) -> list[str]:
@@ -164,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
         if hooks:
             problems.append(Problem(f"hooks of {call}", f"{len(hooks)}", "none", remedy))
         if problems:
-            raise OptionError("what is for Accelerate's own format", problems)
+            raise OptionError("options of Accelerate's own format", problems, code="framework")
 
 
 class _State(FrameworkState):
@@ -179,7 +183,9 @@ class _State(FrameworkState):
             found = f"{self.value['processes']} steps of a schedule in each step of training"
             required = f"{saved['processes']}, as in the checkpoint"
             remedy = "pass DataLoaderConfiguration(split_batches=True), and a step is one on any number of ranks"
-            raise MismatchError("the schedule would not go on", [Problem("schedule", found, required, remedy)])
+            raise MismatchError(
+                "the schedule would not resume", [Problem("schedule", found, required, remedy)], code="framework"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -104,7 +104,7 @@ class LoaderStates:
             found = "the positions of data loaders on another number of ranks"
             remedy = "give Lightning a shardopt.integrations.loader.ResumableLoader"
             problem = Problem("loaders", found, "those of as many ranks", remedy)
-            raise StateError("data cannot be gone on with", [problem])
+            raise StateError("data cannot be resumed", [problem], code="data-position")
         self.states = [own[i] if state is None else state for i, state in enumerate(shared)]
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:

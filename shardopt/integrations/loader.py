@@ -26,7 +26,7 @@ def sampler_of(dataset: Any, weights: Sequence[float] | None, **options: Any) ->
         required = "torch.utils.data.ConcatDataset([...]), which tells its sources"
         remedy = "concatenate the sources, or leave weights out"
         problem = Problem("dataset", f"a {type(dataset).__name__}", required, remedy)
-        raise OptionError("weights are of several sources", [problem])
+        raise OptionError("weights are of several sources", [problem], code="data-position")
     sizes = [len(source) for source in dataset.datasets]  # type: ignore[arg-type]  # ConcatDataset refuses streams
     return MixtureSampler(sizes, weights=weights, **options)
 

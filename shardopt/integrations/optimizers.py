@@ -48,7 +48,7 @@ def require_keyed(optimizers: Iterable[Any], remedy: str) -> list[KeyedOptimizer
                 )
             )
     if problems:
-        raise StateError("optimizers that cannot be resumed", problems)
+        raise StateError("optimizers that cannot be resumed", problems, code="framework")
     return found
 
 
@@ -75,7 +75,9 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
     if optimizer.state:
         problems.append(Problem("state", "that of steps taken", "an optimizer before its first step", remedy))
     if problems:
-        raise StateError(f"{type(optimizer).__qualname__} cannot be keyed by parameter name", problems)
+        raise StateError(
+            f"{type(optimizer).__qualname__} cannot be keyed by parameter name", problems, code="framework"
+        )
     accepted = inspect.signature(type(optimizer)).parameters.keys() - {_PARAMS}
     options = [{name: value for name, value in group.items() if name in accepted} for group in groups]
     patterns = [_pattern(sorted(names[parameter] for parameter in group[_PARAMS])) for group in groups]
@@ -107,7 +109,9 @@ def make_keyed(wrapper: Any, model: nn.Module, schedules: Iterable[Any], remedy:
     if wrapper.scaler is not None:
         found, required = "fp16, with a GradScaler around the optimizer's step", 'mixed_precision="bf16" or "no"'
         raise StateError(
-            "the optimizer cannot be keyed by parameter name", [Problem("mixed_precision", found, required, remedy)]
+            "the optimizer cannot be keyed by parameter name",
+            [Problem("mixed_precision", found, required, remedy)],
+            code="framework",
         )
     wrapper.optimizer = keyed_like(optimizer, model.named_parameters(remove_duplicate=False), remedy)
     for schedule in schedules:

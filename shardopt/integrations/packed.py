@@ -43,7 +43,7 @@ class Packed(Dataset[list[Any]]):
             remedy = "cut documents that are longer into several, leave empty ones out, or raise the capacity"
             problems.append(Problem(f"documents[{longest}]", found, required, remedy))
         if problems:
-            raise OptionError("documents that cannot be packed", problems)
+            raise OptionError("documents that cannot be packed", problems, code="data-position")
         ends = np.cumsum(own)
         starts = [0]
         while starts[-1] < count:

@@ -91,7 +91,7 @@ class TrainingRun:
         """
         if self._manager is None:
             problem = Problem("manager", "no training under way", "a run that has begun", "ask during training")
-            raise StateError("there is no Manager yet", [problem])
+            raise StateError("there is no Manager yet", [problem], code="framework")
         return self._manager
 
     def begin(self, app: App) -> int:

@@ -138,4 +138,6 @@ def _refuse(dataset: Dataset[Any], options: dict[str, Any]) -> None:
         if options.get(name) is not None:
             problems.append(Problem(name, "one", "none: the order is this loader's", "leave it out"))
     if problems:
-        raise OptionError("a position in this data does not hold for another number of ranks", problems)
+        raise OptionError(
+            "a position in this data does not hold for another number of ranks", problems, code="data-position"
+        )

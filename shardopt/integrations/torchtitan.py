@@ -111,7 +111,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
                 options = self._config.storage_options or None
                 checkpoint.load(path, app, select=select, init_state=True, storage_options=options)
         except MismatchError as error:
-            raise MismatchError(error.message, [*map(_with_reason, error.problems)]) from None
+            raise MismatchError(error.message, [*map(_with_reason, error.problems)], code=error.code) from None
         if isinstance(app.get(DATA), dict):
             self._loader.load_state_dict(app[DATA])
         return True
@@ -244,7 +244,7 @@ def _refuse_options(config: ShardoptCheckpoints.Config) -> None:
     names = ("initial_load_in_hf", "last_save_in_hf", "last_save_model_only", "create_seed_checkpoint")
     problems = [Problem(f"checkpoint.{name}", "True", "False", remedy) for name in names if getattr(config, name)]
     if problems:
-        raise OptionError("options of torchtitan's checkpoints that are not here", problems)
+        raise OptionError("options of torchtitan's checkpoints that are not here", problems, code="framework")
 
 
 def _refuse_groups(config: ShardoptOptimizers.Config, named: Mapping[str, Any]) -> None:
@@ -258,4 +258,4 @@ def _refuse_groups(config: ShardoptOptimizers.Config, named: Mapping[str, Any]) 
             remedy = 'append a group with the pattern ".*"'
             problems.append(Problem(name, "no pattern that matches it", f"one of {patterns}", remedy))
     if problems:
-        raise OptionError("groups of torchtitan's that cannot be optimized", problems)
+        raise OptionError("groups of torchtitan's that cannot be optimized", problems, code="framework")

@@ -176,7 +176,7 @@ class ShardoptCallback(TrainerCallback):
         if -size % own > -size % order["filled_to"]:
             _log.warning(
                 "the last batch of each epoch had fewer samples than others, and has as many from here on: a Trainer "
-                "on several ranks fills it with the first samples of the epoch; its losses are others"
+                "on several ranks fills it with the first samples of the epoch; its losses are others [framework]"
             )
         self._order["filled_to"] = max(own, order["filled_to"])
         sampler = _inner(loader.batch_sampler).sampler
@@ -194,7 +194,7 @@ class ShardoptCallback(TrainerCallback):
         elif not args.ignore_data_skip:
             problems += _unfit_for_skipping(loader, args.gradient_accumulation_steps)
         if problems:
-            raise OptionError("training could not be gone on with in the middle of an epoch", problems)
+            raise OptionError("training could not resume in the middle of an epoch", problems, code="framework")
 
     def _check_batch(self, saved: dict[str, Any]) -> None:
         if saved["samples"] != self._samples:
@@ -202,7 +202,7 @@ class ShardoptCallback(TrainerCallback):
             problem = Problem(
                 "samples of a step", str(self._samples), f"{saved['samples']}, as in the checkpoint", remedy
             )
-            raise MismatchError("training cannot go on with another global batch", [problem])
+            raise MismatchError("training cannot resume with another global batch", [problem], code="framework")
         size = saved.get("order", {}).get("size")
         if self._order and size not in (None, self._order["size"]):
             another = Problem(
@@ -211,7 +211,7 @@ class ShardoptCallback(TrainerCallback):
                 required=f"{size}, as the data set of the checkpoint has",
                 remedy="pass the same data set, or ignore_data_skip=True to see this one from its begin",
             )
-            raise MismatchError("a position in another data set", [another])
+            raise MismatchError("a position in another data set", [another], code="data-position")
 
 
 class _GoesOn:

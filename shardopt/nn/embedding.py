@@ -91,7 +91,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         """
         if self._fused is not None:
             problem = Problem("fuse", "a second call", "one optimizer for the tables", "make the module anew")
-            raise StateError("the tables have a fused optimizer already", [problem])
+            raise StateError("the tables have a fused optimizer already", [problem], code="embedding-tables")
         for each in (algorithm, *(group["algorithm"] for group in groups or () if "algorithm" in group)):
             _refuse_dense_only(spec_of(each))
         self._fused = FusedRows(keyed(algorithm, self.named_parameters(), groups=groups, **options))
@@ -286,7 +286,7 @@ def _refuse_dense_only(spec: AlgorithmSpec) -> None:
         sparse = ", ".join(each.name for each in algorithms() if each.takes_sparse)
         dense_only = f"{spec.name}, which takes no sparse gradients"
         problem = Problem("algorithm", dense_only, f"one that does: {sparse}", "choose one of them")
-        raise AlgorithmError(f"{spec.name} cannot update single rows of tables", [problem])
+        raise AlgorithmError(f"{spec.name} cannot update single rows of tables", [problem], code="embedding-tables")
 
 
 def _refuse(refused: Exception | None, bags: Sequence[Bags]) -> None:

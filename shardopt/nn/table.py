@@ -104,13 +104,17 @@ def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collecti
     if not tables:
         problems = [Problem("tables", "none", "at least one", "pass the tables that the module is to hold")]
     if problems:
-        raise StateError("tables cannot be made", problems)
+        raise StateError("tables cannot be made", problems, code="embedding-tables")
     members = mesh.mesh.flatten().tolist()
     if mesh.ndim != 1 or members != sorted(members) or mesh.get_coordinate() is None:
         actual = f"a mesh of shape {tuple(mesh.mesh.shape)} over ranks {members}"
         required = "one dimension, ascending ranks, this rank among them"
         remedy = 'pass one dimension of the mesh, mesh["dp"], on its ranks'
-        raise LayoutError("tables cannot be sharded over this mesh", [Problem("mesh", actual, required, remedy)])
+        raise LayoutError(
+            "tables cannot be sharded over this mesh",
+            [Problem("mesh", actual, required, remedy)],
+            code="embedding-tables",
+        )
 
 
 def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Iterator[Problem]:

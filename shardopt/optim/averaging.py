@@ -44,7 +44,7 @@ class EMA(Averaging):
     ) -> None:
         if decay is not None and (avg_fn or multi_avg_fn) is not None:
             problem = Problem("decay", "a decay and a formula", "one of them", "leave the decay out")
-            raise StateError("averages cannot be made", [problem])
+            raise StateError("averages cannot be made", [problem], code="averages")
         self.decay = 0.999 if decay is None else decay
         if not callable(self.decay):
             _refuse_bad_decay(self.decay, "averages cannot be made")
@@ -78,4 +78,4 @@ class SWA(Averaging):
 def _refuse_bad_decay(decay: Any, doing: str) -> None:
     if not isinstance(decay, int | float) or not 0 <= decay <= 1:
         problem = Problem("decay", repr(decay), "a number in [0, 1]", "pass 0.999 or the like")
-        raise StateError(doing, [problem])
+        raise StateError(doing, [problem], code="averages")

@@ -235,14 +235,18 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         """Refuses parameters of one group, or to be, that cannot be stepped in backward; `options` are all of its."""
         if options.get("differentiable"):
             problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
-            raise AlgorithmError("a step in backward cannot be differentiated", [problem])
+            raise AlgorithmError("a step in backward cannot be differentiated", [problem], code="step-in-backward")
         problems = [
             Problem(name, f"a {type(tensor).__name__}", "a plain tensor or a DTensor", "step it after backward")
             for tensor, name in names.items()
             if not takes_gradient(tensor)
         ]
         if problems:
-            raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
+            raise StateError(
+                "backward does not tell when the gradients of these parameters are complete",
+                problems,
+                code="step-in-backward",
+            )
         narrow = self._local.state.narrow
         remedy = (
             "cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward"
@@ -253,7 +257,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             if narrow is not None and narrow.waits_for_others(options, tensor)
         ]
         if problems:
-            raise AlgorithmError("ranks cannot agree on scales within backward", problems)
+            raise AlgorithmError("ranks cannot agree on scales within backward", problems, code="low-precision")
 
     def _refuse_reduced(self) -> None:
         if reduced_by_ddp(self._names):
@@ -278,11 +282,11 @@ def _refuse_algorithm(spec: AlgorithmSpec, groups: Collection[Mapping[str, Any]]
         )
         required = "an algorithm that needs nothing but the gradient of the element that it updates"
         problem = Problem("algorithm", algorithm, required, f"step {spec.name} after backward, with shardopt.keyed")
-        raise AlgorithmError(f"{spec.name} may not step in backward", [problem])
+        raise AlgorithmError(f"{spec.name} may not step in backward", [problem], code="step-in-backward")
     if any("algorithm" in group for group in groups):
         remedy = "call in_backward for the parameters of each algorithm, and combine them with CombinedOptimizer"
         problem = Problem("groups", "a group with an algorithm of its own", "one algorithm", remedy)
-        raise AlgorithmError("an optimizer in backward has one algorithm", [problem])
+        raise AlgorithmError("an optimizer in backward has one algorithm", [problem], code="step-in-backward")
 
 
 def _keep_for_this_stream(gradient: Tensor) -> None:
@@ -309,7 +313,7 @@ def _refuse_updated(names: Mapping[Tensor, str]) -> None:
         if any(isinstance(getattr(hook, "__self__", None), InBackwardOptimizer) for hook in gradient_hooks(parameter))
     ]
     if problems:
-        raise StateError("a parameter would be updated twice", problems)
+        raise StateError("a parameter would be updated twice", problems, code="step-in-backward")
 
 
 def _refuse_fused(module: nn.Module) -> None:
@@ -322,7 +326,7 @@ def _refuse_fused(module: nn.Module) -> None:
         if parameter in taken
     ]
     if problems:
-        raise StateError("a parameter would have two optimizers", problems)
+        raise StateError("a parameter would have two optimizers", problems, code="step-in-backward")
 
 
 def _came_twice(name: str) -> StateError:
@@ -333,7 +337,7 @@ def _came_twice(name: str) -> StateError:
         "fully_shard holds gradients back (set_requires_gradient_sync(False))",
         remedy="accumulate with optimizer.accumulate() in its place, and load a checkpoint from before this backward",
     )
-    return StateError("a gradient came in parts", [problem])
+    return StateError("a gradient came in parts", [problem], code="step-in-backward")
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
@@ -350,7 +354,9 @@ def _refuse_ddp(module: nn.Module, args: Any) -> None:
 def _reduced_later(kind: str) -> StateError:
     remedy = "use fully_shard (with a mesh of two dimensions for replicas), or step after backward (shardopt.keyed)"
     problem = Problem("module", kind, "gradients that are complete when they are set", remedy)
-    return StateError(f"{kind} averages gradients after backward would have used them", [problem])
+    return StateError(
+        f"{kind} averages gradients after backward would have used them", [problem], code="step-in-backward"
+    )
 
 
 _REDUCES_LATER = (DistributedDataParallel, FullyShardedDataParallel)

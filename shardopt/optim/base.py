@@ -185,7 +185,7 @@ class KeyedOptimizer(Node):
         if unknown:
             required = f"some of {listed(sorted(known))}"
             problem = Problem("keep_options", listed(map(repr, unknown)), required, "mend their spelling")
-            raise StateError("an option is not known", [problem])
+            raise StateError("an option is not known", [problem], code="bad-options")
         self._keep_options({*names, *(f"initial_{name}" for name in names)})
 
     def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
@@ -257,7 +257,7 @@ class KeyedOptimizer(Node):
         ranks = ranks_of(process_group if process_group is not None else self.process_group)
         drifted = differences(ranks, names, groups, lambda: self._gather()[STATE], self.unmatched_patterns())
         if drifted:
-            raise StateError("ranks have drifted apart", drifted)
+            raise StateError("ranks have drifted apart", drifted, code="replicas-differ")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group `{"params": {fqn: parameter}, option: value, ...}`.
@@ -273,7 +273,7 @@ class KeyedOptimizer(Node):
         if there:
             found, remedy = "a parameter that the optimizer has already", "add each parameter once"
             problems = [Problem(name, found, "a new name and a new tensor", remedy) for name in there]
-            raise StateError("a parameter is added twice", problems)
+            raise StateError("a parameter is added twice", problems, code="bad-parameters")
         refuse_non_leaf_tensors(params, [self.defaults, options])
         self._add_group(first_names(params), options)
         self._params.update(params)
@@ -335,7 +335,9 @@ class KeyedOptimizer(Node):
             required = "a hook that leaves tensors on the meta device, which stand for stored ones, as they are"
             remedy = "look at tensor.is_meta, and change values in a load_state_dict_post_hook"
             problem = Problem("register_load_state_dict_pre_hook", failure, required, remedy)
-            raise MismatchError("a hook fails with what is to be loaded; nothing was changed", [problem]) from error
+            raise MismatchError(
+                "a hook fails with what is to be loaded; nothing was changed", [problem], code="optimizer-state"
+            ) from error
         self._plan(plan, offered)
 
     def _own_state(self) -> OwnState:

@@ -187,7 +187,7 @@ class ByPosition(Optimizer):
 
     def _refused(self, name: str) -> StateError:
         problem = Problem(name, f"another {name}", "the keyed optimizer's own", "set it there")
-        return StateError("a view has nothing of its own to replace", [problem])
+        return StateError("a view has nothing of its own to replace", [problem], code="by-position")
 
     def _parameters(self) -> list[Tensor]:
         """Returns the parameters of all groups in their order."""
@@ -216,7 +216,7 @@ class ByPosition(Optimizer):
             if carrier is None:
                 found, required = "state of no parameter, and no trained one", "a parameter that it can go with"
                 problems = [Problem(name, found, required, "save it through shardopt.checkpoint") for name in named]
-                raise StateError("state cannot be given by position", problems)
+                raise StateError("state cannot be given by position", problems, code="by-position")
             state.setdefault(carrier, {}).update({name: _to_torch(entries, name) for name, entries in named.items()})
         return state
 
@@ -243,7 +243,9 @@ class ByPosition(Optimizer):
             if key not in name_here and not problems
         ]
         if problems:
-            raise MismatchError("the state does not fit this optimizer; nothing was changed", problems)
+            raise MismatchError(
+                "the state does not fit this optimizer; nothing was changed", problems, code="by-position"
+            )
         named = {name_here[key]: dict(entries) for key, entries in state.items()}
         own = {name: entries for name, entries in self._live().items() if name not in names}
         carrier = self._carrier()

@@ -195,7 +195,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 required="gradients that are there until the step",
                 remedy="clip the other optimizers before they are combined, or step after backward (shardopt.keyed)",
             )
-            raise StateError("gradients that backward has used up cannot be clipped", [problem])
+            raise StateError("gradients that backward has used up cannot be clipped", [problem], code="clipping")
 
 
 def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: object) -> None:
@@ -216,7 +216,7 @@ def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: obj
     if not order > 0:
         problems.append(Problem("norm_type", repr(norm_type), "a number above 0", 'pass 1.0, 2.0 or "inf"'))
     if problems:
-        raise StateError("gradients cannot be clipped so", problems)
+        raise StateError("invalid arguments of gradient clipping", problems, code="clipping")
 
 
 def _number(value: object) -> float:

@@ -37,7 +37,7 @@ class CombinedOptimizer(CompositeOptimizer):
         children = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
         if not children:
             problem = Problem("optims", "none", "at least one optimizer", "pass the optimizers to combine")
-            raise StateError("there is nothing to combine", [problem])
+            raise StateError("there is nothing to combine", [problem], code="combined-optimizers")
         super().__init__([optimizer for _, optimizer in children], [key for key, _ in children])
         self._owners: dict[Tensor, KeyedOptimizer] = {}
         self._index()
@@ -88,7 +88,7 @@ class CombinedOptimizer(CompositeOptimizer):
             index = owners.pop()
             by_child[index][1][key if isinstance(key, Tensor) else without_key(key, self._keys[index])] = entries
         if problems:
-            raise StateError("state can go to no optimizer, or to several", problems)
+            raise StateError("state can go to no optimizer, or to several", problems, code="combined-optimizers")
         for child, own in by_child:
             child.state = cast(Any, own)
 
@@ -123,7 +123,7 @@ class CombinedOptimizer(CompositeOptimizer):
         there = [name for name, tensor in params.items() if name in self.params or tensor in self._owners]
         if there:
             problems = [Problem(name, "a parameter of this optimizer", "a new one", "add it once") for name in there]
-            raise StateError("a parameter is added twice", problems)
+            raise StateError("a parameter is added twice", problems, code="bad-parameters")
         candidates = set.intersection(*(meant(name, self._keys) for name in params))
         if len(candidates) != 1:
             problem = Problem(
@@ -132,7 +132,7 @@ class CombinedOptimizer(CompositeOptimizer):
                 required="names that all begin with the key of one",
                 remedy="call add_param_group of the one that is meant, in `optimizers`",
             )
-            raise StateError("a group can go to no optimizer, or to several", [problem])
+            raise StateError("a group can go to no optimizer, or to several", [problem], code="combined-optimizers")
         index = candidates.pop()
         inner = {without_key(name, self._keys[index]): tensor for name, tensor in params.items()}
         self._children[index].add_param_group({**param_group, PARAMS: inner})
@@ -179,11 +179,13 @@ class CombinedOptimizer(CompositeOptimizer):
                     owner = f"a parameter of optimizers {other} and {index}, which would both step on it"
                     problems.append(Problem(with_key(name, key), owner, "one of them", "leave it out of the other"))
         if problems:
-            raise StateError("optimizers that overlap cannot be combined", problems)
+            raise StateError("optimizers that overlap cannot be combined", problems, code="combined-optimizers")
         self._params, self._owners = params, {tensor: self._children[index] for tensor, index in owners.items()}
 
     def _refuse_replacing(self, name: str) -> None:
         problem = Problem(
             name, f"a new {name}", "the children's own", "change it in the one that is meant, in `optimizers`"
         )
-        raise StateError("a combined optimizer has nothing of its own to replace", [problem])
+        raise StateError(
+            "a combined optimizer has nothing of its own to replace", [problem], code="combined-optimizers"
+        )

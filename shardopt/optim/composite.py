@@ -41,7 +41,7 @@ class CompositeOptimizer(KeyedOptimizer):
     def __init__(self, children: Sequence[KeyedOptimizer], keys: Sequence[str] = ("",), home: Any = None) -> None:
         problems = [problem for child in children for problem in _unfit(child)]
         if problems:
-            raise StateError("an optimizer cannot be part of another", problems)
+            raise StateError("an optimizer cannot be part of another", problems, code="combined-optimizers")
         Node.__init__(self, home, [*zip(keys, children, strict=True)])
 
     @not_compiled
@@ -62,7 +62,7 @@ class CompositeOptimizer(KeyedOptimizer):
             problem = Problem(
                 type(self).__name__, "LBFGS among its children", "algorithms that step on gradients", remedy
             )
-            raise AlgorithmError("the closure is evaluated once for all", [problem])
+            raise AlgorithmError("the closure is evaluated once for all", [problem], code="combined-optimizers")
         if self.evaluating:
             raise refusal_to_step(type(self).__name__)
         refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))

@@ -117,7 +117,7 @@ def build(
         grouped.pop()  # that of what is in none of them: there is nothing
         unmatched = []
     if unmatched and is_alone:  # of several, another may have what it matches
-        raise StateError("a pattern matches no parameter", unmatched)
+        raise StateError("a pattern matches no parameter", unmatched, code="bad-groups")
     for position, (options, matched) in enumerate(grouped):
         members = NamedParameters(matched)
         members.dropped, members.tied = params.dropped, params.tied
@@ -159,7 +159,9 @@ def _class_of(algorithm: Any, less: bool = False) -> Any:
             required=f"{spec.name} itself",
             remedy=f'give "{spec.name.lower()}" and the options that {algorithm.__name__} sets',
         )
-        raise AlgorithmError(f"{algorithm.__name__} does not store state or parameters in fewer bits", [problem])
+        raise AlgorithmError(
+            f"{algorithm.__name__} does not store state or parameters in fewer bits", [problem], code="low-precision"
+        )
     if less:
         return low_precision(spec).optimizer
     return spec.optimizer if is_its_own else algorithm

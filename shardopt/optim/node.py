@@ -292,7 +292,9 @@ class Node(Optimizer):
             required = "positions, of which they make names"
             remedy = "pass optimizer.as_torch() in its place"
             problem = Problem(type(self).__name__, "an optimizer whose state goes by name", required, remedy)
-            raise StateError("torch's getters and setters of optimizer state go by position", [problem])
+            raise StateError(
+                "torch's getters and setters of optimizer state go by position", [problem], code="by-position"
+            )
 
     # The tree.
 

@@ -167,7 +167,9 @@ def refuse_scaled_backward() -> None:
         required="gradients that are there after backward, to be unscaled and looked at",
         remedy="train in bf16 or fp32, without scaling the loss, or step after backward (shardopt.keyed)",
     )
-    raise GradientError("a scaled loss has already updated parameters by gradients that are scaled", [problem])
+    raise GradientError(
+        "a scaled loss has already updated parameters by gradients that are scaled", [problem], code="grad-scaler"
+    )
 
 
 def refuse_torchs_scaler(param_groups: Any) -> None:
@@ -187,7 +189,7 @@ def refuse_torchs_scaler(param_groups: Any) -> None:
             required="gradients of plain tensors alone, or of DTensors alone",
             remedy="use shardopt.GradScaler in its place",
         )
-        raise GradientError("torch's GradScaler cannot unscale these parameters", [problem])
+        raise GradientError("torch's GradScaler cannot unscale these parameters", [problem], code="grad-scaler")
 
 
 def _kind(param: Tensor) -> str | None:
@@ -218,7 +220,7 @@ def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool)
             if gradient.dtype is torch.float16 and not allow_fp16:
                 remedy = "keep parameters in fp32 and compute under torch.autocast"
                 problem = Problem(f"{name}.grad", "fp16", "fp32 or bf16, which scaling does not overflow", remedy)
-                raise GradientError("a gradient cannot be unscaled", [problem])
+                raise GradientError("a gradient cannot be unscaled", [problem], code="grad-scaler")
             yield gradient
 
 
@@ -274,7 +276,7 @@ def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
             required="each gradient divided by the scale once",
             remedy="call unscale_() of one of them, or use shardopt.GradScaler, which knows what they share",
         )
-        raise GradientError("gradients were divided by the scale twice", [problem])
+        raise GradientError("gradients were divided by the scale twice", [problem], code="grad-scaler")
     if not done or stages.stage(optimizer) is OptState.UNSCALED:
         return
     left = [atom for number, atom in atoms.items() if not times[number]]

@@ -76,7 +76,7 @@ class WarmupOptimizer(OptimizerWrapper):
             *self._wrong_groups(lr_param),
         ]
         if problems:
-            raise StateError("a warm-up cannot be made", problems)
+            raise StateError("a warm-up cannot be made", problems, code="warm-up")
         self._lr, self._lr_param, self._param_name = float(lr), lr_param, param_name
         self._own: dict[str, Any] = {
             POSITION: torch.zeros(2, dtype=torch.int64, device="cpu"),

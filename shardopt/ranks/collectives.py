@@ -140,7 +140,7 @@ class Collectives:
                 "one that is in use",
                 "make optimizers and what else communicates anew after destroy_process_group",
             )
-            raise RankError("ranks cannot communicate", [problem])
+            raise RankError("ranks cannot communicate", [problem], code="process-group")
         return group
 
 

@@ -34,7 +34,7 @@ def describe(error: BaseException, ranks: int = 1) -> dict[str, Any]:
             the others.
     """
     if not isinstance(error, ShardoptError):
-        error = RankError(f"{type(error).__name__}: {error}")
+        error = RankError(f"{type(error).__name__}: {error}", code="rank-failed")
     return bounded(error.to_json(), _limit_bytes(ranks, _LEAST_REPORTED_BYTES))
 
 
@@ -46,11 +46,13 @@ def bounded(error: Wire, limit_bytes: int) -> dict[str, Any]:
     kept = list(_within(error["problems"], limit_bytes))
     left_out: Counter[str] = Counter(error.get("left_out", {}))
     left_out.update(problem["remedy"] for problem in error["problems"][len(kept) :])
-    return _wire(error["type"], _shortened(error["message"], limit_bytes // 2), kept, left_out)
+    return _wire(error, _shortened(error["message"], limit_bytes // 2), kept, left_out)
 
 
-def _wire(kind: str, message: str, problems: list[Wire], left_out: Counter[str]) -> dict[str, Any]:
-    wire = {"type": kind, "message": message, "problems": problems}
+def _wire(error: Wire, message: str, problems: list[Wire], left_out: Counter[str]) -> dict[str, Any]:
+    """Returns an error with the type and code of another one."""
+    wire = {**error, "message": message, "problems": problems}
+    wire.pop("left_out", None)
     if not left_out:
         return wire
     in_order = sorted(left_out.items(), key=lambda each: (-each[1], each[0]))
@@ -96,7 +98,7 @@ def numbered_in_group(error: dict[str, Any], members: Sequence[int]) -> dict[str
 
 
 def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
-    """Merges failures into one error for all ranks: the type and text of the first, its ranks, and those of others.
+    """Merges failures into one error for all ranks: type, code and text of the first, its ranks, and texts of others.
 
     Equal problems of several ranks are there once. Where they are too many, the first ones of each rank are, and counts
     of the others.
@@ -116,7 +118,7 @@ def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> d
     also = f" (and {'; '.join(texts)})" if texts else ""
     message = f"{what} failed{where}: {_shortened(first[1], limit_bytes // 4)}{also}"
     problems, left_out = problems_of((error for _, error in failures), size)
-    return _wire(first[0], message, problems, left_out)
+    return _wire(failures[0][1], message, problems, left_out)
 
 
 def problems_of(errors: Iterable[Wire], size: int) -> tuple[list[Wire], Counter[str]]:
@@ -178,7 +180,10 @@ def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
     for rank, call in calls:
         ranks_in.setdefault(call, []).append(rank)
     calls_text = "; ".join([f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items()][:_MOST_NAMES])
-    return RankError(f"ranks are in different calls: {calls_text}; all must make the same ones, in the same order")
+    return RankError(
+        f"ranks are in different calls: {calls_text}; all must make the same ones, in the same order",
+        code="different-calls",
+    )
 
 
 def names_of(ranks: Sequence[int]) -> str:

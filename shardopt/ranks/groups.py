@@ -44,7 +44,7 @@ class SharedGroup:
         if isinstance(self.process_group, dist.ProcessGroup):
             remedy = "pass a device mesh, which can be pickled, or save through shardopt.checkpoint"
             problem = Problem("process_group", "a process group, which is nothing in another process", "none", remedy)
-            raise StateError("what was made for a group cannot be pickled", [problem])
+            raise StateError("an object of a process group cannot be pickled", [problem], code="process-group")
         return vars(self)
 
 
@@ -78,7 +78,9 @@ def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADL
         found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(process_group).__name__}"
         remedy = "make the call on the ranks of the group alone; pass a process group, or a device mesh"
         raise OptionError(
-            "ranks cannot work together", [Problem("process_group", found, "one that this rank is in", remedy)]
+            "ranks cannot work together",
+            [Problem("process_group", found, "one that this rank is in", remedy)],
+            code="process-group",
         )
     made = _of_group.setdefault(process_group, {})
     if deadline_seconds not in made:
@@ -99,7 +101,7 @@ def refuse_lone_processes(doing: str) -> None:
     if launched.isdecimal() and int(launched) > 1 and not (dist.is_available() and dist.is_initialized()):
         remedy = "call torch.distributed.init_process_group first, or unset WORLD_SIZE where this process is alone"
         problem = Problem("WORLD_SIZE", f"{launched}, and no process group", "one of all processes", remedy)
-        raise RankError(f"{doing}: each process would do it alone", [problem])
+        raise RankError(f"{doing}: each process would do it alone", [problem], code="process-group")
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (

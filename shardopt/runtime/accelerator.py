@@ -57,7 +57,10 @@ def unpin(memory: Tensor, device: torch.device) -> None:
 @cache
 def _warn_of_pageable(code: int) -> None:
     """Logs once that memory could not be pinned."""
-    _log.warning("host memory cannot be pinned (error %d of the driver; see ulimit -l): copies to it take longer", code)
+    _log.warning(
+        "host memory cannot be pinned (error %d of the driver; see ulimit -l): copies to it take longer [no-space]",
+        code,
+    )
 
 
 def _forget_error(device: torch.device) -> None:

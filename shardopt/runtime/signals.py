@@ -220,7 +220,7 @@ def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> 
                 "let the handler set a flag, and save after the step where it is set; or pass the signal to Manager as "
                 "stop_on=, by which all ranks save after the same step and leave",
             )
-            raise CheckpointError(f"{doing} cannot begin in the middle of {found}", [problem])
+            raise CheckpointError(f"{doing} cannot begin in the middle of {found}", [problem], code="in-signal-handler")
         within.add(code)
         frame = frame.f_back
 

@@ -146,7 +146,7 @@ class Layout:
                     required=f"{first.shape}, as on rank {first_ranks[0]}",
                     remedy="give every rank the same global tensor under this key",
                 )
-                raise LayoutError("ranks disagree on the shape of a tensor", [problem])
+                raise LayoutError("ranks disagree on the shape of a tensor", [problem], code="ranks-differ")
         distinct = dict.fromkeys(layout for layout, _ in kinds)
         if len(distinct) == 1 and not first.local:
             return first

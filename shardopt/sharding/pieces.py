@@ -66,7 +66,7 @@ class View(NamedTuple):
             remedy = "make the call with the group of all ranks that hold it, or leave it out"
             held, required = f"boxes that only ranks {holders} hold", f"all of it on ranks {list(members)}"
             problem = Problem(all_of, held, required, remedy)
-            raise LayoutError("a tensor is not all on the ranks of the group", [problem])
+            raise LayoutError("a tensor is not all on the ranks of the group", [problem], code="process-group")
         return self._replace(layout=layout)
 
     def known_in_part(self) -> View:

@@ -375,7 +375,11 @@ def _is_added_to_tied(flat: FlatState, path: Path, path_here: Path, value: Any, 
             flat.twins[alias] = join(leaf.path), value
     elif not _are_equal(leaf.value, value, alias):
         found = f"{value!r:.80} under one name, {leaf.value!r:.80} under the other ({join(leaf.path)})"
-        raise StateError("tied parameters", [Problem(alias, found, "the same", "do not declare them as tied")])
+        raise StateError(
+            "tied parameters",
+            [Problem(alias, found, "the same", "do not declare them as tied")],
+            code="tied-parameters",
+        )
     first = leaf.replace
 
     def replace_both(value: Any) -> None:

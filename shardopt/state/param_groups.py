@@ -90,7 +90,7 @@ def options_by_member(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[
             required = f"names among {group[PARAMS]}"
             problems.append(Problem(f"{PARAM_GROUPS}: {UNTOUCHED}", f"{strangers}", required, "mend the groups"))
     if problems:
-        raise StateError("groups do not give each parameter its options", problems)
+        raise StateError("groups do not give each parameter its options", problems, code="bad-groups")
     return by_member
 
 
@@ -169,7 +169,7 @@ def refuse_unmatched(reports: Sequence[Sequence[Mapping[str, str]]]) -> None:
     everywhere = set.intersection(*({problem["key"] for problem in report} for report in reports))
     problems = [Problem(**problem) for problem in reports[0] if problem["key"] in everywhere]
     if problems:
-        raise StateError("a pattern matches no parameter on any rank", problems)
+        raise StateError("a pattern matches no parameter on any rank", problems, code="bad-groups")
 
 
 def _are_names(value: Any) -> bool:

@@ -246,23 +246,23 @@ def refuse_no_regex(name: str, regex: str | None) -> None:
         if regex is not None:
             re.compile(regex)
     except (re.error, TypeError) as error:
-        raise OptionError(
-            "arguments that cannot be meant", [Problem(name, repr(regex), "a regex", str(error))]
-        ) from None
+        raise OptionError("invalid arguments", [Problem(name, repr(regex), "a regex", str(error))]) from None
 
 
 def refuse_chains(tied: Tied) -> None:
     """Raises StateError where `tied` is no mapping of names, or goes on from one to another."""
     required = 'alias → name: {"output.weight": "embed.weight"}'
     if not isinstance(tied, Mapping) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
-        raise StateError("tied parameters", [Problem("tied", repr(tied), required, "pass such a dict")])
+        raise StateError(
+            "tied parameters", [Problem("tied", repr(tied), required, "pass such a dict")], code="tied-parameters"
+        )
     problems = [
         Problem(f"tied[{alias!r}]", f"{name!r}, which stands for another itself", required, "name the first of them")
         for alias, name in tied.items()
         if name in tied
     ]
     if problems:
-        raise StateError("tied parameters", problems)
+        raise StateError("tied parameters", problems, code="tied-parameters")
 
 
 def join(path: Path) -> str:

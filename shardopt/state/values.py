@@ -256,7 +256,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 def _malformed(actual: str) -> StateError:
     problem = Problem("value", actual, "typed JSON", "the checkpoint is damaged")
-    return StateError("a stored value is malformed", [problem])
+    return StateError("a stored value is malformed", [problem], code="damaged")
 
 
 class KeyProbes:

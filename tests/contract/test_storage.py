@@ -444,10 +444,10 @@ def test_what_the_system_refuses_is_our_error(tmp_path, path):
 
 
 def test_telling_keeps_what_is_ours():
-    with pytest.raises(CheckpointNotFoundError, match=r"^as it is$"), wrap_os_errors("read x"):
+    with pytest.raises(CheckpointNotFoundError, match=r"^as it is \[no-checkpoint\]$"), wrap_os_errors("read x"):
         raise CheckpointNotFoundError("as it is")  # a FileNotFoundError too
     with (
-        pytest.raises(CheckpointError, match=r"^cannot read x: \[Errno 5\] io$") as caught,
+        pytest.raises(CheckpointError, match=r"^cannot read x: \[Errno 5\] io \[storage-failed\]$") as caught,
         wrap_os_errors("read x"),
     ):
         raise OSError(5, "io")

@@ -58,5 +58,5 @@ def test_five_of_two_hundred_are_killed(killed):
     assert len(texts) == 1, texts
     (text,) = texts
     named = [rank for rank in killed if rank == 128 or 128 not in killed or rank < 128]  # a dead leader tells of nobody
-    assert text == f"saving: ranks {', '.join(map(str, named))} died, or ended before this call"
+    assert text == f"saving: ranks {', '.join(map(str, named))} died, or ended before this call [rank-lost]"
     assert max(seconds for _, seconds in told) < DEADLINE_SECONDS

@@ -89,11 +89,11 @@ def check(victim, how, when):
     assert len(texts) == 1, texts
     (text,) = texts
     if how == "killed" and (victim, when) != (0, "at first"):
-        assert text == f"second: rank {victim} died, or ended before this call"
+        assert text == f"second: rank {victim} died, or ended before this call [rank-lost]"
     else:
         assert text.startswith(f"second: rank {victim} gave no sign of life for 1 s")
     if how == "stopped" and when != "at first":
-        assert text.endswith("; its process does not answer: stopped, or cut off")
+        assert text.endswith("; its process does not answer: stopped, or cut off [rank-lost]")
     # At once; or after the deadline, and the time in which the others are asked where they are.
     assert max(seconds for _, seconds in survivors) < (10 if deadline_seconds == 30 else 1 + 1 + 6)
 
@@ -127,7 +127,9 @@ def test_a_leader_that_dies_before_its_members_have_come():
     outcomes = run_ranks_outcomes(SIZE, first_round_of_six, 2.0, faults=[fault])
     assert outcomes[LEADER].signal == signal.SIGKILL
     survivors = {outcome.rank: outcome.value for outcome in outcomes if outcome.rank != LEADER}
-    assert {text for text, _ in survivors.values()} == {f"first: rank {LEADER} died, or ended before this call"}
+    assert {text for text, _ in survivors.values()} == {
+        f"first: rank {LEADER} died, or ended before this call [rank-lost]"
+    }
     assert max(seconds for rank, (_, seconds) in survivors.items() if rank != MEMBER) < 1.8
     assert survivors[MEMBER][1] < 2 + 5
 
@@ -156,7 +158,7 @@ def test_where_a_rank_is_that_is_not_in_the_call_is_told_by_all(absent):
     del outcomes[absent]
     (text,) = {text for text, _ in outcomes}
     assert text.startswith(f"second: rank {absent} gave no sign of life for 1 s: dead, cut off, or not in this call")
-    assert f"rank {absent} is elsewhere:\n" in text and "in_a_function_of_its_own" in text
+    assert f"rank {absent} is elsewhere: [rank-lost]\n" in text and "in_a_function_of_its_own" in text
     assert len(text.splitlines()) <= 25
 
 
@@ -176,7 +178,7 @@ def test_a_forked_child_does_not_hide_its_parents_death():
     outcomes = run_ranks_outcomes(3, one_dies_and_leaves_a_child)
     for rank in (0, 2):
         text, seconds = outcomes[rank].value
-        assert text == "second: rank 1 died, or ended before this call" and seconds < 5
+        assert text == "second: rank 1 died, or ended before this call [rank-lost]" and seconds < 5
 
 
 def rank_0_leaves(nbytes):
@@ -213,7 +215,7 @@ def test_who_is_late_has_its_section_and_hears_why_the_others_left(late):
     for rank in set(range(SIZE)) - {1}:
         got, text = outcomes[rank].value
         assert got == [b"a", b"b", b"c"][rank // 2] and "rank 1 died" in text
-        assert rank == late or text == "y: rank 1 died, or ended before this call"
+        assert rank == late or text == "y: rank 1 died, or ended before this call [rank-lost]"
 
 
 def many_sessions(count, settled):

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.support.messages import VARIES
 from tests.support.source import sources
 
+VARIES = "…"  # in a text, for what varies
 WHERE = re.compile(
     r"checkpoint/(loading/|sources/(?!pickled/)|rearrange/|saving/planning/tied\.py"
     r"|run/(options|steps|manager|context|root)\.py)"

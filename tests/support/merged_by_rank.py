@@ -44,7 +44,7 @@ def layouts_by_rank(layouts: Mapping[int, Layout], key: str) -> Layout:
             required=f"{first.shape}, as on rank {next(iter(layouts))}",
             remedy="give every rank the same global tensor under this key",
         )
-        raise LayoutError("ranks disagree on the shape of a tensor", [problem])
+        raise LayoutError("ranks disagree on the shape of a tensor", [problem], code="ranks-differ")
     if len(distinct) == 1 and not first.local:
         return first
     holders: dict[Box, set[int]] = {}
@@ -86,7 +86,7 @@ def geometry_by_rank(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
             problems += error.problems
     problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
     if problems:
-        raise StateError(_DIFFER, problems)
+        raise StateError(_DIFFER, problems, code="ranks-differ")
     tied = {key: (first, members[key].path) for key, first in _tied_on_all(descriptions, members).items()}
     return Geometry({key: member for key, member in members.items() if key not in tied}, per_rank, tied)
 
@@ -115,23 +115,25 @@ def values_by_rank(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry
         wires = [value for _, value in by_rank.values()]
         merged[key] = (path, first if other is not None or all(wire == first for wire in wires) else united(wires))
     if problems:
-        raise StateError(_DIFFER, problems)
+        raise StateError(_DIFFER, problems, code="ranks-differ")
     return merged
 
 
 def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]], ranks: tuple[int, ...]) -> Member:
     problems = _other_kinds(key, {rank: each[0] for rank, each in by_rank.items()})
     if problems:
-        raise StateError("", problems)
+        raise StateError("", problems, code="ranks-differ")
     # A rank that holds nothing of a tensor may not even know its dtype.
     knowing = {rank: each for rank, each in by_rank.items() if each[3]} or dict(by_rank)
     first_rank, (path, dtype, layout, _) = next(iter(knowing.items()))
     for rank, (_, other_dtype, other, _) in knowing.items():
         if other_dtype != dtype:
-            raise StateError("", [_differs(key, f"{dtype} on rank {first_rank}, {other_dtype} on rank {rank}")])
+            raise StateError(
+                "", [_differs(key, f"{dtype} on rank {first_rank}, {other_dtype} on rank {rank}")], code="ranks-differ"
+            )
         if other.shape != layout.shape or (other != layout and not (other.local and layout.local)):
             difference = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
-            raise StateError("", [_differs(key, difference)])
+            raise StateError("", [_differs(key, difference)], code="ranks-differ")
     whole_layout = layouts_by_rank({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
     return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), ranks)
 

@@ -39,7 +39,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
         if any(p.grad.layout is not torch.strided for _, parameters in due for p in parameters):
             name = type(self).__name__
             problem = Problem("a gradient", "a sparse one", "a dense one", "make it dense before the step")
-            raise GradientError(f"{name} does not support sparse gradients", [problem])
+            raise GradientError(f"{name} does not support sparse gradients", [problem], code="sparse-gradient")
         for group, parameters in due:
             for numbers, bucket in self._buckets(group, parameters):
                 self._step_bucket(group, numbers, bucket)

@@ -240,4 +240,4 @@ def refusal_to_step(key: str) -> StateError:
     problem = Problem(
         key, "an optimizer in evaluation mode", "training mode", "call optimizer.train() before the first step"
     )
-    return StateError("a step would train the averages; nothing was changed", [problem])
+    return StateError("a step would train the averages; nothing was changed", [problem], code="averages")

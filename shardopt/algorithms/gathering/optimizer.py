@@ -141,4 +141,6 @@ def _refuse_differing(ranks: Sequence[int], names: Sequence[str], flags: Tensor)
         elif have and lack:
             problems.append(absent(name, f"a gradient on ranks {have}, none on {lack}"))
     if problems:
-        raise GradientError(f"{ABSENT}: an earlier step took zeros in their place; load a checkpoint", problems)
+        raise GradientError(
+            f"{ABSENT}: an earlier step took zeros in their place; load a checkpoint", problems, code="missing-gradient"
+        )

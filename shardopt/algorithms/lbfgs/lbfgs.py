@@ -85,7 +85,7 @@ class LBFGS(CommunicatingOptimizer):
         """
         if self.param_groups:
             problem = Problem("param_groups", "a second group", "one", "give all parameters the same options")
-            raise AlgorithmError("LBFGS optimizes all parameters together", [problem])
+            raise AlgorithmError("LBFGS optimizes all parameters together", [problem], code="lbfgs")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class LBFGS(CommunicatingOptimizer):
         """
         if closure is None:
             problem = Problem("closure", "none", "one", "pass a function that evaluates the model again")
-            raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem])
+            raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem], code="lbfgs")
         (group,) = self.param_groups
         vector = self._vector_of(group)
         states = {parameter: self._state_of(parameter) for parameter in vector.parameters if is_held(parameter)}

@@ -170,7 +170,7 @@ def _refuse_failures(failed: Tensor, members: Sequence[int]) -> None:
     ranks = failed.nonzero().flatten().tolist()
     if ranks:
         names = ", ".join(str(members[rank]) for rank in ranks)
-        raise RankError(f"LBFGS failed on rank {names}: the error there says why")
+        raise RankError(f"LBFGS failed on rank {names}: the error there says why", code="lbfgs")
 
 
 def _refuse_differences(losses: Tensor, members: Sequence[int]) -> None:
@@ -185,4 +185,4 @@ def _refuse_differences(losses: Tensor, members: Sequence[int]) -> None:
         remedy="return its mean over the ranks where gradients are averaged, "
         "as by torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG), or its sum where they are summed",
     )
-    raise RankError("LBFGS takes its steps by the loss, and ranks have different ones", [problem])
+    raise RankError("LBFGS takes its steps by the loss, and ranks have different ones", [problem], code="lbfgs")

@@ -122,7 +122,11 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
                 remedy = 'give it to a group with state_dtype="bfloat16" or None'
                 problems.append(Problem(f"{name}: state_dtype", found, "a DTensor, or ShardedTensor", remedy))
         if problems:
-            raise AlgorithmError(f"{self.algorithm.name} cannot store these parameters or their state so", problems)
+            raise AlgorithmError(
+                f"{self.algorithm.name} cannot store these parameters or their state in fewer bits",
+                problems,
+                code="low-precision",
+            )
 
     def waits_for_others(self, group: Options, parameter: Tensor) -> bool:
         """Whether a step of the parameter needs numbers of other ranks."""

@@ -87,7 +87,7 @@ def refuse_bad_values(options: Mapping[str, Any], spec: AlgorithmSpec) -> None:
         found = f"{CODES!r}, whose noise {spec.name}'s steps gather in its state"
         problems.append(Problem("state_dtype", found, "'bfloat16' or None", _COMPOUNDS_REMEDY))
     if problems:
-        raise AlgorithmError(f"{spec.name} cannot store its state in this way", problems)
+        raise AlgorithmError(f"{spec.name} cannot store its state in this way", problems, code="low-precision")
 
 
 def warn_of_lost_changes(spec: AlgorithmSpec, options: Options) -> None:
@@ -113,7 +113,7 @@ def _least_change(options: Options) -> float:
 def _log_lost_changes(algorithm: str, stored: str, slowest: float) -> None:
     _log.warning(
         '%s with rounding="nearest": a step changes some of its state by a share of %.2g, and state in %s loses '
-        "changes below %.2g. It stays behind the gradients; leave rounding out to let it follow",
+        "changes below %.2g. It stays behind the gradients; leave rounding out to let it follow [low-precision]",
         algorithm,
         slowest,
         stored,
@@ -137,7 +137,9 @@ def refuse_algorithm(spec: AlgorithmSpec) -> None:
         required="an elementwise algorithm with dense gradients",
         remedy=f"leave these options out for {spec.name}",
     )
-    raise AlgorithmError(f"{spec.name} does not store state or parameters in fewer bits", [problem])
+    raise AlgorithmError(
+        f"{spec.name} does not store state or parameters in fewer bits", [problem], code="low-precision"
+    )
 
 
 @dataclass(frozen=True, slots=True)

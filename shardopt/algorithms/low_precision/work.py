@@ -73,7 +73,11 @@ class LowPrecisionStep(RowSharingStep):
             for name, dtype in wanted.items()
             if has[name] is not dtype
         ]
-        return StateError("state is stored otherwise than its group says", problems) if problems else None
+        return (
+            StateError("state is stored otherwise than its group says", problems, code="bad-options")
+            if problems
+            else None
+        )
 
     def find_scales(self) -> None:
         """Finds the largest values of the new state of this rank's elements, where ranks share rows."""

@@ -60,7 +60,9 @@ class _MuonStep(GatheredStep):
         if have != want:
             found, remedy = f"{have}, as its momentum has", "shard the model before the first step"
             problem = Problem(self.name, f"local shapes {want}", found, remedy)
-            raise StateError("a parameter was sharded in another way under its optimizer", [problem])
+            raise StateError(
+                "a parameter was sharded in another way under its optimizer", [problem], code="stale-parameters"
+            )
         for buffer, gradient in zip(momentum, gradients, strict=True):
             buffer.lerp_(gradient, 1 - self.group["momentum"])
         return momentum, gradients

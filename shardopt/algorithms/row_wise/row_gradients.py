@@ -67,4 +67,4 @@ def refuse_decay_of_sparse(gradients: list[RowGradient], weight_decay: float, na
         required="a dense one, as the decay changes every row",
         remedy="set weight_decay to 0 for this parameter",
     )
-    raise GradientError("weight decay does not go with sparse gradients", [problem])
+    raise GradientError("weight decay does not go with sparse gradients", [problem], code="sparse-gradient")

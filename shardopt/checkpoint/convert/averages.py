@@ -86,12 +86,12 @@ def with_averages(tensors: StoredTensors, weights: str) -> tuple[StoredTensors, 
     if chosen is None:
         known = f"one of {', '.join(map(repr, sorted(there)))}" if there else "averages in the checkpoint"
         problem = Problem(f"weights={weights!r}", "no averages", known, "name the key that the app has them under")
-        raise MismatchError("averages cannot take the place of weights", [problem])
+        raise MismatchError("averages cannot take the place of weights", [problem], code="cannot-convert")
     if len(chosen.models) > 1:
         found = f"{len(chosen.models)} models of these names ({', '.join(chosen.models[:4])})"
         remedy = "leave the others out with skip=..., a regex of stored keys"
         problem = Problem(f"weights={weights!r}", found, "one that they are averages of", remedy)
-        raise MismatchError("averages cannot take the place of weights", [problem])
+        raise MismatchError("averages cannot take the place of weights", [problem], code="cannot-convert")
     rest = {key: each for key, each in tensors.items() if key not in chosen.keys}
     if chosen.models:
         averages = {_stored(tensors, chosen.models[0] + name): key for name, key in chosen.by_name.items()}

@@ -86,7 +86,7 @@ def choose(
     """
     if dtype is not None and not dtype.is_floating_point:
         problem = Problem("dtype", dtype_name(dtype), "a floating-point dtype", "leave it out to keep what is stored")
-        raise MismatchError("tensors cannot be cast", [problem])
+        raise MismatchError("tensors cannot be cast", [problem], code="cannot-convert")
     manifest = contents(reader, skip)
     stored_as: dict[str, str] = {}
     if weights is not None:
@@ -116,7 +116,7 @@ def choose(
     if not keys and not values:
         names = ", ".join(sorted(new_key.values())[:20])
         problem = Problem(f"select={select!r}, skip={skip!r}", "nothing", "a key at least", f"there are: {names}")
-        raise MismatchError("there is nothing to convert", [problem])
+        raise MismatchError("there is nothing to convert", [problem], code="nothing-selected")
     tied = _tied_among(manifest.tensors, keys)
     tensors = {}
     for key in keys:
@@ -189,7 +189,7 @@ def _warn_of_training_weights(url: str, values: Iterable[tuple[Path, Any]]) -> N
     ):
         _log.warning(
             "%s has the weights that a Schedule-Free optimizer trains, and not their averages, which are what is "
-            "released: save between optimizer.eval() and optimizer.train() for these",
+            "released: save between optimizer.eval() and optimizer.train() for these [averages]",
             url,
         )
 

@@ -331,7 +331,7 @@ def _begin(plan: OutPlan, fingerprints: Sequence[str]) -> None:
         problem = Problem(
             f"ranks {strangers}", "another source, or other arguments", "those of rank 0", "pass the same everywhere"
         )
-        raise MismatchError("processes are to convert different things", [problem])
+        raise MismatchError("processes are to convert different things", [problem], code="ranks-differ")
     with wrap_os_errors(f"make {plan.url}"):
         plan.refuse_taken()
         plan.begin()
@@ -365,4 +365,4 @@ def _refuse_options(to: str, max_file_bytes: float, world_size: int | None) -> N
     if world_size is not None and to != "shardopt":
         problems.append(Problem("world_size", str(world_size), 'to="shardopt"', "leave it out"))
     if problems:
-        raise OptionError("a checkpoint cannot be converted so", problems)
+        raise OptionError("invalid arguments of a conversion", problems, code="cannot-convert")

@@ -85,5 +85,5 @@ def nested(leaves: Mapping[Path, Any]) -> Any:
         if those != set(range(len(those)))
     ]
     if problems:
-        raise MismatchError("what was chosen cannot be nested", problems)
+        raise MismatchError("what was chosen cannot be nested", problems, code="cannot-convert")
     return nest(leaves)

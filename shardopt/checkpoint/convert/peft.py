@@ -106,7 +106,7 @@ def _adapter_of(reader: CheckpointReader, model: str, adapter: str | None) -> di
             form = f"{each.dtype.name} {list(each.shape)}"
             problems.append(Problem(key, form, "a matrix of a dtype that safetensors has", "convert it"))
     if problems:
-        raise MismatchError("there is no adapter that could be written", problems)
+        raise MismatchError("there is no adapter that could be written", problems, code="cannot-convert")
     return dict(sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
@@ -131,7 +131,7 @@ def _config_of(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> dic
             problems.append(Problem(f"r of {module}", str(given), f"{rank}, as its tensors have", "leave it out"))
             break
     if problems:
-        raise MismatchError("the config does not fit the adapter", problems)
+        raise MismatchError("the config does not fit the adapter", problems, code="cannot-convert")
     return merged
 
 

@@ -174,7 +174,7 @@ class _Writer:
     def _refused(self, place: str, found: str) -> StateError:
         required = "plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, Counter) and tensors"
         problem = Problem(self._key + place, found, required, "leave it out with skip=")
-        return StateError("a value cannot be written in torch's format", [problem])
+        return StateError("a value cannot be written in torch's format", [problem], code="cannot-convert")
 
 
 _PUT: dict[type, Callable[[_Writer, Any, str, int], None]] = {

@@ -157,7 +157,7 @@ def _cast(key: str, target: Tensor, source: Tensor) -> None:
         if lost is not None:
             required = f"numbers that {dtype_name(target.dtype)} can hold, of at most {torch.finfo(target.dtype).max}"
             problem = Problem(key, f"{lost} in {dtype_name(source.dtype)}", required, "take another dtype")
-            raise CheckpointError("a number cannot be cast", [problem])
+            raise CheckpointError("a number cannot be cast", [problem], code="cast-overflow")
         into.copy_(some)
 
 

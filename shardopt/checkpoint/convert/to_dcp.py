@@ -164,7 +164,7 @@ def _flattened(choice: Choice) -> dict[Path, Any]:
         if count > 1
     ]
     if problems:
-        raise MismatchError("what was chosen cannot be flattened", problems)
+        raise MismatchError("what was chosen cannot be flattened", problems, code="cannot-convert")
     return flat
 
 

@@ -104,8 +104,8 @@ def _refuse_unknown(choice: Choice) -> None:
     if _RESERVED in choice.tensors:
         problems.append(Problem(_RESERVED, "the name of a tensor", "another name", "rename it"))
     if problems:
-        raise StateError("tensors cannot be written as safetensors", problems)
+        raise StateError("tensors cannot be written as safetensors", problems, code="cannot-convert")
     if not choice.tensors:
         keys = ", ".join(choice.left_out[:20])
         problem = Problem("tensors", "none", "one at least", f"give select=; there are: {keys}")
-        raise MismatchError("there is nothing to convert", [problem])
+        raise MismatchError("there is nothing to convert", [problem], code="nothing-selected")

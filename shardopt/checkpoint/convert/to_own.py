@@ -178,7 +178,7 @@ def _keeps_per_rank(choice: Choice, world_size: int, drop: bool) -> bool:
         remedy = "keep the number, or drop_per_rank=True"
         key, stored_ranks = ", ".join(choice.per_rank), f"values of {source.world_size} ranks"
         problem = Problem(key, stored_ranks, f"{world_size} ranks", remedy)
-        raise MismatchError("values per rank do not fit another number of ranks", [problem])
+        raise MismatchError("values per rank do not fit another number of ranks", [problem], code="cannot-convert")
     return True
 
 

@@ -33,7 +33,7 @@ def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> 
     folder, _, name = dst.rstrip("/").rpartition("/")
     if not name:
         problem = Problem("dst", dst, "the path of a file", "name it: model.pt")
-        raise MismatchError("there is no file to write", [problem])
+        raise MismatchError("there is no file to write", [problem], code="cannot-convert")
     in_root = dst.startswith("/") and not folder
     file = TorchFile(name, choice)
     return TorchPlan(storage_of(folder or ("/" if in_root else os.curdir), durable), choice, [file], [name])
@@ -99,4 +99,4 @@ def refuse_per_rank(choice: Choice, options: OutOptions) -> None:
     if choice.per_rank and not options.drop_per_rank:
         found = f"values of each of {choice.reader.manifest.world_size} ranks"
         problem = Problem(", ".join(choice.per_rank), found, "values of the whole job", "drop_per_rank=True, or skip=")
-        raise MismatchError("the format has no values per rank", [problem])
+        raise MismatchError("the format has no values per rank", [problem], code="cannot-convert")

@@ -114,7 +114,7 @@ class StorageReader(DcpStorageReader):
         if other is not None:
             seen = f"another checkpoint on rank {other} than on rank 0"
             problem = Problem(str(self._url), seen, "the same on every rank", "check what is mounted there")
-            raise CheckpointError("ranks do not see the same checkpoint", [problem])
+            raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -122,7 +122,7 @@ class StorageWriter(DcpStorageWriter):
         if not kwargs.get("use_collectives", True):
             found, required = "use_collectives=False", "ranks that save together"
             problem = Problem("use_collectives", found, required, "leave it out; a checkpoint is one for all ranks")
-            raise OptionError("a checkpoint cannot be saved by each rank alone", [problem])
+            raise OptionError("a checkpoint cannot be saved by each rank alone", [problem], code="dcp-planner")
         refuse_lone_processes(f"saving {self._url}")
 
     def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
@@ -134,7 +134,7 @@ class StorageWriter(DcpStorageWriter):
         if not all(plan.usable for plan in plans):
             found, required = "plans that DCP has kept from an earlier save", "those of this save"
             problem = Problem("planner", found, required, "pass DefaultSavePlanner(enable_plan_caching=False)")
-            raise OptionError("a save needs its whole plan", [problem])
+            raise OptionError("a save needs its whole plan", [problem], code="dcp-planner")
         plans = without_nothing(plans)
         self._plan = plan_of(plans)
         members = tuple(plan.storage_data for plan in plans)
@@ -243,7 +243,7 @@ def _resolved(planner: SavePlanner, item: WriteItem, request: WriteRequest) -> T
         found = f"a tensor of {tensor.dtype} {list(tensor.shape)}"
         required = f"one of {request.dtype.name} {list(request.box.sizes)}, as planned"
         problem = Problem(request.key, found, required, "have the planner change it before it plans")
-        raise StateError("a planner gives another tensor than it has planned", [problem])
+        raise StateError("a planner gives another tensor than it has planned", [problem], code="dcp-planner")
     return tensor.detach()
 
 
@@ -254,7 +254,7 @@ def _encoded(planner: SavePlanner, item: WriteItem) -> Any:
     if look_up is None:
         required = "one with `lookup_object`, as DefaultSavePlanner has it"
         problem = Problem("planner", f"a {type(planner).__name__}", required, "derive it from DefaultSavePlanner")
-        raise OptionError("a planner keeps its plain values to itself", [problem])
+        raise OptionError("a planner keeps its plain values to itself", [problem], code="dcp-planner")
     value = look_up(item.index)
     if holds_tensors(value):
         required = "plain values, and tensors under keys of their own"

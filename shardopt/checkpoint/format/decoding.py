@@ -61,7 +61,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
     if needed > FORMAT_VERSION:
         problem = Problem(where, f"version {needed}", f"at most {FORMAT_VERSION}", "install a newer shardopt")
-        raise FormatError("the checkpoint needs a newer reader", [problem])
+        raise FormatError("the checkpoint needs a newer reader", [problem], code="newer-format")
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
         sizes = [(len(each["files"]) + len(each.get("entries", ())), len(each["shape"])) for each in body["layouts"]]

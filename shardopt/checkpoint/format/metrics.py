@@ -16,7 +16,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping):
         problem = Problem("metrics", repr(metrics)[:80], "numbers by name", 'give a dict, such as {"loss": 0.5}')
-        raise StateError("metrics cannot be kept", [problem])
+        raise StateError("metrics cannot be kept", [problem], code="invalid-argument")
     numbers: dict[str, float] = {}
     problems = []
     for name, value in metrics.items():
@@ -28,5 +28,5 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
             text = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
             problems.append(Problem(f"metrics.{name}", text, "a number under a name", "give one, or leave it out"))
     if problems:
-        raise StateError("metrics cannot be kept", problems)
+        raise StateError("metrics cannot be kept", problems, code="invalid-argument")
     return numbers

@@ -71,7 +71,7 @@ class HostDirectory:
             found = "none any more" if there is None else "another directory"
             remedy = "keep others from removing it (systemd's RemoveIPC, tmpfiles), and start the job again"
             problem = Problem(self.path, found, "the directory that was there when the hosts met", remedy)
-            raise NoSpaceError("a host's own directory is gone", [problem])
+            raise NoSpaceError("a host's own directory is gone", [problem], code="host-directory")
 
     def close(self) -> None:
         """Closes the descriptor."""
@@ -179,4 +179,4 @@ class HostDirectory:
 def _refused(path: str, found: str) -> CheckpointError:
     remedy = "remove it, or name a directory that does not exist yet"
     problem = Problem(path, found, "a directory of this user alone, of mode 0700", remedy)
-    return CheckpointError("a host's own directory cannot be used", [problem])
+    return CheckpointError("a host's own directory cannot be used", [problem], code="host-directory")

@@ -34,7 +34,7 @@ def split(url: str | os.PathLike[str]) -> tuple[str, str]:
     if not root.startswith("/") or not DIRECTORY_NAME.fullmatch(name):
         required = "hosts://, an absolute path, and a name of ASCII letters, digits and =+,@~_-. below it"
         problem = Problem(os.fspath(url), repr(f"{root}/{name}"), required, "mend the URL")
-        raise OptionError("this is no place for a checkpoint on hosts", [problem])
+        raise OptionError("this is no place for a checkpoint on hosts", [problem], code="host-directory")
     return root, name
 
 

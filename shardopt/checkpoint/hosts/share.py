@@ -89,7 +89,9 @@ class Share(LocalStorage):
         missing = [name for name, nbytes in own.items() if not self.exists(name) or self.size(name) != nbytes]
         if missing:
             problems = [Problem(f"{self.url}/{name}", "no such file", "what was written", "") for name in missing]
-            raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
+            raise CheckpointError(
+                "files of the checkpoint were removed while it was committed", problems, code="files-missing"
+            )
         self.publish(RECORD_NAME, data)
 
     def record(self) -> bytes | None:

@@ -120,4 +120,4 @@ class WholeCheckpoint(Storage):
 
 
 def _refuse() -> NoReturn:
-    raise CheckpointError("a checkpoint on hosts is written share by share")
+    raise CheckpointError("a checkpoint on hosts is written share by share", code="host-directory")

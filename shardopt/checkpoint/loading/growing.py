@@ -130,7 +130,11 @@ def warn_of_gone(growing: Iterable[Growing]) -> None:
     gone = [key for each in growing for key in each.gone]
     if gone:
         more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
-        _log.warning("containers are as they were saved, without what the app had: %s%s", ", ".join(gone[:3]), more)
+        _log.warning(
+            "containers are as they were saved, without what the app had: %s%s [does-not-fit]",
+            ", ".join(gone[:3]),
+            more,
+        )
 
 
 def _outermost(flat: FlatState, select: str | None) -> list[Path]:

@@ -79,4 +79,6 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
                 raise
             kind, key = type(target.object).__name__, join(target.path)
             problem = Problem(key, f"{type(error).__name__}: {error}", f"a {kind} that takes its state", _REFUSED)
-            raise CheckpointError(f"an object refused the state that was saved; {come}", [problem]) from error
+            raise CheckpointError(
+                f"an object refused the state that was saved; {come}", [problem], code="object-refused"
+            ) from error

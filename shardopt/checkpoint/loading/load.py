@@ -176,7 +176,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     if report.missing or report.unexpected:
         log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
     for difference in differences:
-        warnings.warn(f"loading {report.url}: {difference}", stacklevel=3)
+        warnings.warn(f"loading {report.url}: {difference} [does-not-fit]", stacklevel=3)
     return report
 
 
@@ -236,7 +236,7 @@ def _load_into(
         paths = [each.path for each in loaded]
         warn_of_other_rates(each for each in schedules if each[0].path in paths)
         for line in arguments:
-            _log.warning("a schedule goes on as it was saved: %s", line)
+            _log.warning("a schedule goes on as it was saved: %s [optimizer-state]", line)
     if plan.growing and ranks.rank == 0:
         warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}

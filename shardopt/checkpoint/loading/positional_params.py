@@ -82,9 +82,13 @@ def _names_by_order(
         number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
         found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
         remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
-        raise MismatchError("numbers of parameters", [Problem(join(target.path), found, "one meaning", remedy)])
+        raise MismatchError(
+            "parameters are numbered, and not by what names",
+            [Problem(join(target.path), found, "one meaning", remedy)],
+            code="by-position",
+        )
     if orders and len(stored.groups) > 1:
-        text = "%s: numbers of parameters are taken for the order of the app's groups; nothing stored says so"
+        text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
         _log.warning(text, join(target.path))
     return orders[0] if orders else {}
 
@@ -112,7 +116,8 @@ def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, s
         raise _doubt(key, f"parameters {[number for number, _ in rest]} without a name or state", own)
     if names:
         _log.warning(
-            "%s: stored by position, without names; shapes alone tell which parameter is which", join(target.path)
+            "%s: stored by position, without names; shapes alone tell which parameter is which [by-position]",
+            join(target.path),
         )
     return names
 
@@ -126,7 +131,11 @@ def _doubt(key: str, found: str, names: Collection[str]) -> MismatchError:
         f"for i, name in enumerate([{listed(names)}])}}; "
         'or leave the optimizer out of the app, and load with Strictness(unexpected="ignore")'
     )
-    return MismatchError("numbers of parameters", [Problem(f"{key}.state", found, "a name for each number", remedy)])
+    return MismatchError(
+        "parameters are numbered, and not by what names",
+        [Problem(f"{key}.state", found, "a name for each number", remedy)],
+        code="by-position",
+    )
 
 
 def _parameters_of(target: RestoreTarget) -> Mapping[str, Tensor]:

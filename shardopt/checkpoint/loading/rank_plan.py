@@ -197,7 +197,7 @@ def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
     if other is not None:
         seen = f"another checkpoint on rank {other} than on rank 0"
         problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
-        raise CheckpointError("ranks do not see the same checkpoint", [problem])
+        raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
     return {
         "alike": len(set(fingerprints)) == 1,
         "with_differences": compare_differences(differences) if any(differences) else {},

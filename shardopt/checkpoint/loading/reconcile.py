@@ -206,4 +206,4 @@ def refuse_nothing(manifest: Manifest, flat: FlatState, select: str | None) -> N
         required = "a regex that is found in some key of both the app and the checkpoint"
         remedy = f"mend the regex; the app has {', '.join(islice(flat.leaves, 3)) or 'none'}"
         problem = Problem("select", repr(select), required, remedy)
-    raise MismatchError("there is nothing to load", [problem])
+    raise MismatchError("there is nothing to load", [problem], code="nothing-selected")

@@ -231,7 +231,7 @@ def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
             problems.append(Problem(name, f"{taken[name]} and {key}", "one stored key for a name", "mend the rules"))
         taken.setdefault(name, key)
     if problems:
-        raise MismatchError("the rules of rename give two keys one name", problems)
+        raise MismatchError("the rules of rename give two keys one name", problems, code="bad-rules")
 
 
 def regroup_values(flat: FlatState, values: Values) -> Values:

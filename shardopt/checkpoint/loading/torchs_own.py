@@ -142,7 +142,10 @@ def _problems_of_positions(
             yield Problem(f"{target.state_key}.{other}", told, ours[other], remedy)
         return
     if target.numbered is not None:  # of one vector, whose shape tells nothing
-        _log.warning("%s: stored by position, without names; they are taken for those of the app", join(target.path))
+        _log.warning(
+            "%s: stored by position, without names; they are taken for those of the app [by-position]",
+            join(target.path),
+        )
         return
     shapes = Counter(view_of(each, f"parameter {i}").shape for i, each in enumerate(parameters))
     shape, count = shapes.most_common(1)[0]

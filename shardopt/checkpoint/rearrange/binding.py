@@ -109,7 +109,9 @@ def bind(manifest: Manifest, rules: Sequence[AnyRule]) -> Binding:
         at = _JoinKey(_rule(rules, number), number, before, free, after)
         problems += _Binder(manifest, stored, at, members, shapes[number, free], bound).bind()
     if problems:
-        raise MismatchError("the checkpoint does not fit the rules for rearranging; nothing was changed", problems)
+        raise MismatchError(
+            "the checkpoint does not fit the rules for rearranging; nothing was changed", problems, code="bad-rules"
+        )
     return bound
 
 

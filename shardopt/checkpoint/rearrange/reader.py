@@ -138,7 +138,9 @@ class RearrangedReader(CheckpointReader):
             if not torch.equal(targets[key], targets[keys[0]])
         ]
         if problems:
-            raise MismatchError("the checkpoint does not fit the rules for rearranging; nothing was changed", problems)
+            raise MismatchError(
+                "the checkpoint does not fit the rules for rearranging; nothing was changed", problems, code="bad-rules"
+            )
 
     def _tie(self, rule: Tie) -> None:
         """Adds the second name of each parameter that a rule ties."""
@@ -171,5 +173,7 @@ class RearrangedReader(CheckpointReader):
             alike = shape == reader.info(name).shape and bytes_are_equal(reader, key, name, whole(shape))
             if not alike:
                 problem = Problem(key, f"other values than {name}", f"the same, for {rule}", "leave the tie out")
-                raise MismatchError("the checkpoint does not fit the rules; nothing was changed", [problem])
+                raise MismatchError(
+                    "the checkpoint does not fit the rules; nothing was changed", [problem], code="bad-rules"
+                )
             yield key

@@ -58,7 +58,7 @@ class Rule:
             fault = str(error)
         if fault:
             problem = Problem(str(self), fault, "names and axes that fit together", "see shardopt.checkpoint.rearrange")
-            raise OptionError("a rule for rearranging does not work", [problem])
+            raise OptionError("a rule for rearranging does not work", [problem], code="bad-rules")
 
     def inverse(self) -> Rule:
         """Returns the rule that makes the old tensors of the new ones."""

@@ -262,7 +262,7 @@ class AfterCommit:
         if seconds is not None and seconds > _SLOW_SHARE * stop_seconds:
             _log.warning(
                 "saving %s took %.3g s, and a job that is told to stop has %g s (seconds of Preemption) for a step and "
-                "a save; give it more, and have the launcher grant more than that before it kills",
+                "a save; give it more, and have the launcher grant more than that before it kills [save-in-flight]",
                 *(url, seconds, stop_seconds),
             )
             self._stop_seconds = None

@@ -173,5 +173,7 @@ def merge_records(by_root: Mapping[str, Mapping[str, Branch]]) -> Branches:
         if merged.setdefault(name, record) != record:
             found, where = f"{merged[name]} and {record}", " and ".join(by_root)
             problem = Problem(name, found, "one run in both roots", "give each run roots of its own")
-            raise CheckpointError(f"the records of branches contradict each other in {where}", [problem])
+            raise CheckpointError(
+                f"the records of branches contradict each other in {where}", [problem], code="run-root"
+            )
     return branches_of(merged.values())

@@ -249,11 +249,13 @@ class Run:
             remedy = "end the other job, or this one; then restore again"
             paths = [f"{self.root.url}/{name}" for name in begun]
             problems = [Problem(path, "begun meanwhile", "no new branch", remedy) for path in paths]
-            raise CheckpointError("another job has taken this run back while it was looked at", problems)
+            raise CheckpointError(
+                "another job has taken this run back while it was looked at", problems, code="run-root"
+            )
         if any(ranks_see_any) and not ranks_see_any[0]:
             seen = f"checkpoints on rank {ranks_see_any.index(True)}, and none on rank 0"
             problem = Problem(self.root.url, seen, "the same on every rank", "check what is mounted there")
-            raise CheckpointError("ranks do not see the same root", [problem])
+            raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
         return [list(id) for id in ids if self.root.is_committed(id)]
 
     def take_back(self, step: int, seen_from: int, newer: Newer, on_tiers: Sequence[Candidate]) -> None:

@@ -81,7 +81,9 @@ def is_copied(source: Storage, target: Storage) -> bool:
         return True
     other = f"another checkpoint, of save {copied.save_id}, where save {wanted.save_id} is to be copied"
     remedy = "remove it, or give each run a root of its own for its copies"
-    raise CheckpointExistsError("a copy was not made", [Problem(target.url, other, "no checkpoint", remedy)])
+    raise CheckpointExistsError(
+        "a copy was not made", [Problem(target.url, other, "no checkpoint", remedy)], code="run-root"
+    )
 
 
 def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:
@@ -92,7 +94,7 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
     """
     if len(set(digests)) > 1:
         problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
-        raise CheckpointError("ranks do not see the same checkpoint", [problem])
+        raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
     with wrap_os_errors(f"make {target.url}"):
         target.make()
         beside = {file.directory: directory_of(file, target) for file in manifest.referred_files}

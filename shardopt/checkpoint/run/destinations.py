@@ -60,7 +60,7 @@ def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None
     remedy = "give it as in destinations=[Tier(path, every=1), Mirror(url)]"
     if isinstance(destinations, str | bytes) or not isinstance(destinations, Sequence):
         problems = [Problem("destinations", repr(destinations), f"a list of {_DESTINATIONS}", remedy)]
-        raise OptionError("arguments that cannot be meant", problems)
+        raise OptionError("invalid arguments", problems)
     problems = []
     for number, each in enumerate(destinations):
         if not isinstance(each, Tier | Mirror):
@@ -71,7 +71,7 @@ def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None
             continue
         problems.append(Problem(f"destinations[{number}]", found, _DESTINATIONS, remedy))
     if problems:
-        raise OptionError("arguments that cannot be meant", problems)
+        raise OptionError("invalid arguments", problems)
     mirror = destinations[-1] if destinations and isinstance(destinations[-1], Mirror) else None
     return tuple(each for each in destinations if isinstance(each, Tier)), mirror
 

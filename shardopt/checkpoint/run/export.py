@@ -62,7 +62,7 @@ class Export:
     def __post_init__(self) -> None:
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
             problem = Problem("best", repr(self.best), "(metric, mode)", 'as in ("loss", "min")')
-            raise OptionError("an export that cannot be meant", [problem])
+            raise OptionError("an invalid export", [problem])
 
 
 class _Wanted(NamedTuple):

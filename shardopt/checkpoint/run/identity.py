@@ -169,7 +169,7 @@ def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> t
                 found = f"run {label[0][:8]}, which began at {label[1]}"
                 problems.append(Problem(where, found, required, as_root))
     if problems:
-        raise CheckpointError("a host's directory belongs to another run", problems)
+        raise CheckpointError("a host's directory belongs to another run", problems, code="run-root")
     return run, lacking
 
 
@@ -225,4 +225,4 @@ def _keep(run: RunIdentity, root: Root, lacking: Sequence[Root]) -> None:
 
 def _two_runs(root: Root, other: Root, found: str) -> CheckpointError:
     problem = Problem(f"{other.url}/{RUN_NAME}", found, "one run in both roots", "give each run roots of its own")
-    return CheckpointError(f"{root.url} and {other.url} are of two runs", [problem])
+    return CheckpointError(f"{root.url} and {other.url} are of two runs", [problem], code="run-root")

@@ -151,7 +151,7 @@ class Keeper(Task):
             self._warned = True
             _log.warning(
                 "step %d was saved where step %d is already, which is not of this job: started again, it would restore "
-                "that. restore(app, step=...) takes a run back to an earlier step",
+                "that. restore(app, step=...) takes a run back to an earlier step [run-root]",
                 self._saved.step,
                 newest,
             )
@@ -174,7 +174,7 @@ class Keeper(Task):
 
     def _say_removed(self, damaged: Collection[str]) -> None:
         if damaged:
-            _log.warning("what is damaged there makes way for what is saved now: %s", ", ".join(damaged))
+            _log.warning("what is damaged there makes way for what is saved now: %s [damaged]", ", ".join(damaged))
 
 
 @contextmanager

@@ -45,7 +45,9 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     except FileNotFoundError:
         return {}
     except (CorruptionError, TypeError, ValueError, KeyError, AttributeError):
-        _log.warning("%s is no record of metrics: add them again; the checkpoint itself is not touched by this", where)
+        _log.warning(
+            "%s is no record of metrics: add them again; the checkpoint itself is not touched by this [damaged]", where
+        )
         return {}
 
 

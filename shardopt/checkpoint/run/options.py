@@ -77,7 +77,7 @@ def refuse(problems: Iterable[Problem]) -> None:
     """Raises OptionError if there are any."""
     problems = list(problems)
     if problems:
-        raise OptionError("arguments that cannot be meant", problems)
+        raise OptionError("invalid arguments", problems)
 
 
 def count_problem(name: str, value: Any, least: int) -> list[Problem]:

@@ -55,7 +55,7 @@ class Root:
                 "the directory that a run's checkpoints are in, or are to be in",
                 f"{remedy}; to begin with what it holds, checkpoint.load(url, app) where restore has returned 0",
             )
-            raise CheckpointError("a run cannot be kept in a checkpoint", [problem])
+            raise CheckpointError("a run cannot be kept in a checkpoint", [problem], code="run-root")
 
     def checkpoint(self, id: CheckpointId) -> Storage:
         """Returns the storage of a checkpoint's directory."""

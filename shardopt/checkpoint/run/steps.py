@@ -132,7 +132,7 @@ class Steps:
         self._warned_of_step = True
         _log.warning(
             'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
-            "before the save, or call it otherwise in the app if it counts something else",
+            "before the save, or call it otherwise in the app if it counts something else [run-root]",
             *(counted, step, counted),
         )
 

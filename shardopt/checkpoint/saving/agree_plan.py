@@ -131,7 +131,7 @@ def _compare_unlike(reports: Sequence[_Report], job: str, kept: bool) -> Compari
     if other is not None:
         difference = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
         problem = Problem("check_replicas", difference, "the same on every rank", "pass the same on every rank")
-        raise StateError("ranks ask for different comparisons", [problem])
+        raise StateError("ranks ask for different comparisons", [problem], code="ranks-differ")
     refuse_unmatched([each.unmatched for each in reports])
     refuse_other_ties([each.tied for each in reports])
     kinds, value_kinds = kinds_of([each.geometry for each in reports]), kinds_of([each.values for each in reports])

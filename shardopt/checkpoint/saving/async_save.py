@@ -247,7 +247,7 @@ class AsyncSaver:
         if in_flight:
             assert last is not None
             problem = Problem(last.url, "a save in flight", "one at a time", 'save later, or with in_flight="wait"')
-            raise CheckpointError(f"{call} was refused", [problem])
+            raise CheckpointError(f"{call} was refused", [problem], code="save-in-flight")
 
 
 _default = AsyncSaver()
@@ -333,4 +333,4 @@ def _optimizers_in(app: Any) -> list[Optimizer]:
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         problem = Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")
-        raise OptionError("an argument that cannot be meant", [problem])
+        raise OptionError("an invalid argument", [problem])

@@ -140,7 +140,7 @@ def make_manifest(
     wanted = [file_name(save_id, rank, slot) for rank, slot in writers]
     if names != wanted:
         problem = Problem("data files", f"{sorted(set(names) ^ set(wanted))}", "what was assigned", "report this")
-        raise CheckpointError("ranks did not write what they were to write", [problem])
+        raise CheckpointError("ranks did not write what they were to write", [problem], code="internal")
     manifest = Manifest(
         save_id=save_id,
         world_size=len(reports),
@@ -201,7 +201,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
         refuse_committed(storage)  # whose commit has removed them
         remedy = "give all ranks the same path, on storage that they share"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
-        raise CheckpointError("rank 0 does not see the files of other ranks", problems)
+        raise CheckpointError("rank 0 does not see the files of other ranks", problems, code="files-missing")
     try:
         with explain_no_space(storage, "the manifest", data.__len__, lambda: 0):
             exclusive = storage.publish_new(MANIFEST_NAME, data)
@@ -219,7 +219,9 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
         _refuse_gone(gone)
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
-        raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
+        raise CheckpointError(
+            "files of the checkpoint were removed while it was committed", problems, code="files-missing"
+        )
     # Files of another save, whose commit will find the path taken, or which died: torch's reader takes every one in the
     # directory. Files that this one refers to may lie here too, where a removed checkpoint is saved again.
     remains = there.difference(file.name for file in manifest.files)
@@ -245,7 +247,9 @@ def _refuse_gone(gone: Sequence[str]) -> None:
     remedy = "save once more; nothing but this run's own rules may remove what is under its root"
     if gone:
         problems = [Problem(each, "removed meanwhile", "what an earlier save has", remedy) for each in gone]
-        raise CheckpointError("what the checkpoint refers to was removed while it was saved", problems)
+        raise CheckpointError(
+            "what the checkpoint refers to was removed while it was saved", problems, code="files-missing"
+        )
 
 
 def _remove_remains(storage: Storage, remains: set[str]) -> None:

@@ -32,7 +32,7 @@ class HostsTarget(SaveTarget):
         super().__init__(ranks, url, durable)
         if base is not None:
             problem = Problem("base", base, "none, for a checkpoint on hosts", "save all of it, or to a shared path")
-            raise OptionError("what lies on hosts refers to nothing", [problem])
+            raise OptionError("what lies on hosts refers to nothing", [problem], code="bad-base")
         root, name = split(url)
         self._hosts = hosts_of(ranks, root)
         self.storage = self._share = self._hosts.share(name, durable)

@@ -82,7 +82,7 @@ class SaveOptions:
         if not isinstance(self.durable, bool):
             problems.append(Problem("durable", repr(self.durable), "one of True, False", "pass one of them"))
         if problems:
-            raise OptionError("arguments that cannot be meant", problems)
+            raise OptionError("invalid arguments", problems)
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def _commit(
     plan, geometry = planning.planned.plan, planning.planned.plan.geometry
     if options.select is not None and not (geometry.members or geometry.per_rank or values):
         problem = Problem("select", repr(options.select), "a regex that is found in some key", "mend the regex")
-        raise StateError("there is nothing to save", [problem])
+        raise StateError("there is nothing to save", [problem], code="nothing-selected")
     unchanged = Unchanged(target.base, parts) if target.base is not None and any(parts) else None
     manifest, data = make_manifest(
         save_id,

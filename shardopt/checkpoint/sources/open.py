@@ -129,7 +129,7 @@ def opener_of(
         if xxhash.xxh3_64_hexdigest(packed) != digest:
             found = f"{len(packed)} other bytes on rank {ranks.rank}"
             problem = Problem(os.fspath(url), found, "what rank 0 has read and sent", "load again")
-            raise CheckpointError("ranks do not see the same checkpoint", [problem])
+            raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
         if ranks.rank == 0:
             answers = own
             answers.replay()

@@ -164,10 +164,12 @@ class CheckpointReader:
         if view.shape != box.sizes or known_dtype != dtype:
             given, required = describe_tensor(view.shape, view.dtype), describe_tensor(box.sizes, dtype)
             remedy = "pass a tensor of the shape and dtype that are stored, or name the box that is to go into this one"
-            raise MismatchError("the tensor does not fit", [Problem(key, given, required, remedy)])
+            raise MismatchError(
+                "the tensor does not fit", [Problem(key, given, required, remedy)], code="cannot-read-tensor"
+            )
         problem = memory_problem(key, view)
         if problem is not None:
-            raise MismatchError("the tensor cannot be read into", [problem])
+            raise MismatchError("the tensor cannot be read into", [problem], code="cannot-read-tensor")
         refuse_swapped(LOAD_IN_SWAP, [tensor])
         pieces = [
             Piece(Box(tuple(map(add, local.offsets, box.offsets)), local.sizes), memory)
@@ -186,7 +188,11 @@ class CheckpointReader:
         if not fits or not everything.contains(box) or min(box.sizes, default=0) < 0:
             given = f"the offsets {list(box.offsets)} and sizes {list(box.sizes)}"
             required = f"a box within {list(everything.sizes)}"
-            raise MismatchError("the tensor has no such box", [Problem(key, given, required, "give one within it")])
+            raise MismatchError(
+                "the tensor has no such box",
+                [Problem(key, given, required, "give one within it")],
+                code="cannot-read-tensor",
+            )
         return box
 
     def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
@@ -290,4 +296,4 @@ class CheckpointReader:
         names = sorted(known)
         listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
         problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
-        return MismatchError("no such key", [problem])
+        return MismatchError("no such key", [problem], code="cannot-read-tensor")

@@ -54,4 +54,4 @@ class Source(ABC):
 def ambiguous(storage: Storage, contents: str) -> FormatError:
     """Returns the error for a directory in which there is more than one thing that could be read."""
     problem = Problem(storage.url, contents, "one checkpoint", "give the path of one of the files")
-    return FormatError("which checkpoint is meant is not clear", [problem])
+    return FormatError("which checkpoint is meant is not clear", [problem], code="no-checkpoint")

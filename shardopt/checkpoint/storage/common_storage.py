@@ -40,7 +40,7 @@ def wait_for_marker(storage: Storage, save_id: str) -> None:
                 required,
                 "save to storage that all ranks share, by one path",
             )
-            raise CheckpointError("ranks do not share the storage", [problem])
+            raise CheckpointError("ranks do not share the storage", [problem], code="files-missing")
         storage.names()  # makes a client of NFS ask the server again
         world().sleep(_PAUSE_SECONDS)
 

@@ -260,7 +260,7 @@ class LocalStorage(Storage):
                 _not_synced.add(device)
                 _log.warning(
                     "the file system of %s does not flush directories (%s): a machine that loses power may lose files "
-                    "that were written just before",
+                    "that were written just before [storage-failed]",
                     path,
                     error.strerror,
                 )

@@ -79,7 +79,7 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
     if not all(isinstance(name, str) for name in names):
         found = f"a {type(options).__name__}"
         remedy = 'give a dict, such as {"endpoint_url": "https://s3.example.org"}'
-        raise OptionError("arguments that cannot be meant", [Problem("storage_options", found, _OPTIONS, remedy)])
+        raise OptionError("invalid arguments", [Problem("storage_options", found, _OPTIONS, remedy)])
     text = absolute_url(url)
     before = _options.get(text)
     _options[text] = dict(options)
@@ -92,7 +92,7 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
             _options[text] = before
         found = f"{', '.join(names)}, at which it raises {type(error).__name__}"
         problem = Problem("storage_options", found, _OPTIONS, "see the documentation of its fsspec class")
-        raise OptionError("arguments that cannot be meant", [problem]) from None  # which may have them in its text
+        raise OptionError("invalid arguments", [problem]) from None  # which may have them in its text
 
 
 _OPTIONS = "arguments of fsspec's file system by name"

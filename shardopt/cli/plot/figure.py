@@ -10,7 +10,7 @@ try:
     from matplotlib.patches import Rectangle
 except ModuleNotFoundError:
     _missing = Problem("matplotlib", "no such package", "matplotlib 3.8 or newer", "pip install 'shardopt[plot]'")
-    raise ShardoptError("there is nothing to draw with", [_missing]) from None
+    raise ShardoptError("matplotlib is not installed", [_missing], code="missing-package") from None
 
 __all__ = ["Axes", "Figure", "Rectangle", "check_output", "rank_color", "save_figure"]
 
@@ -29,7 +29,7 @@ def check_output(path: str) -> None:
     """Raises OptionError for a file name of which no kind of picture follows."""
     if not path.lower().endswith((".png", ".svg", ".pdf")):
         problem = Problem("--out", repr(path), "a name that ends in .png, .svg or .pdf", "give another one")
-        raise OptionError("arguments that cannot be meant", [problem])
+        raise OptionError("invalid arguments", [problem])
 
 
 def save_figure(figure: Figure, path: str) -> None:

@@ -52,7 +52,7 @@ def plot_layout(output: Output, *, url: str, world_size: int | None, glob: str |
         keys = [key for key in reader.manifest.tensors if wanted(key) and 0 not in reader.info(key).shape]
         if not keys:
             problem = Problem(reader.url, "no tensor that matches", "some", "give another pattern")
-            raise MismatchError("there is nothing to draw", [problem])
+            raise MismatchError("there is nothing to draw", [problem], code="nothing-selected")
         sizes = (reader.manifest.world_size, world_size)
         drawn, nbytes = _collect(reader, keys, world_size)
         figure = _draw(reader.url, drawn[:_MOST_TENSORS], nbytes, sizes)

@@ -38,7 +38,7 @@ def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...
         gradients = local_gradients(parameter)
     except GradientError as error:
         problems = [replace(problem, key=f"{name}.grad") for problem in error.problems]
-        raise GradientError(error.message, problems) from None
+        raise GradientError(error.message, problems, code=error.code) from None
     whole = parameter.grad if takes_gradient(parameter) else None
     standing = tuple(local.grad for local in local_tensors(parameter)) if whole is None else local_tensors(whole)
     sparse = any(map(_is_sparse, gradients))
@@ -65,7 +65,7 @@ def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
         _log.warning(
             "not one of the %d parameters of an optimizer has a gradient in its first step, which moves nothing (%s). "
             "Most likely it was made before fully_shard, parallelize_module or to_empty gave the model other "
-            "parameters: make the optimizer after these, from the model's named_parameters() of then",
+            "parameters: make the optimizer after these, from the model's new named_parameters() [stale-parameters]",
             len(trained),
             listed(trained.values()),
         )

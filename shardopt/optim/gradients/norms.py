@@ -69,6 +69,7 @@ class Measured:
             f"the norm of the gradients is {self.total.item()}{where}: they were not clipped, and no step was taken. "
             "Skip it with zero_grad(), or pass error_if_nonfinite=False",
             problems,
+            code="clipping",
         )
 
 
@@ -207,7 +208,9 @@ def _refuse_failed(of_ranks: Tensor, members: Sequence[int]) -> None:
     failed = (of_ranks == _FAILED).nonzero().flatten().tolist()
     if failed:
         names = ", ".join(str(members[rank]) for rank in failed)
-        raise RankError(f"clipping failed on rank {names}: the error there says why; nothing was changed here")
+        raise RankError(
+            f"clipping failed on rank {names}: the error there says why; nothing was changed here", code="rank-failed"
+        )
 
 
 class JointNorm:

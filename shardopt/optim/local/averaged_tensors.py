@@ -36,7 +36,7 @@ def refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[T
     if current != required:
         remedy = "make the averages after the model is complete and sharded, and keep its tensors"
         problem = Problem(name, f"local shapes {current}", f"{required}, as {when}", remedy)
-        raise StateError("a tensor has changed under its average", [problem])
+        raise StateError("a tensor has changed under its average", [problem], code="averages")
 
 
 def is_inexact(dtype: torch.dtype) -> bool:

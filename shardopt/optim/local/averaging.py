@@ -84,14 +84,14 @@ class Averaging:
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             problem = Problem("avg_fn", "avg_fn and multi_avg_fn", "one formula", "leave one of them out")
-            raise StateError("averages cannot be made", [problem])
+            raise StateError("averages cannot be made", [problem], code="averages")
         if dtype is not None and not dtype.is_floating_point:
             problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
-            raise StateError("averages cannot be made", [problem])
+            raise StateError("averages cannot be made", [problem], code="averages")
         if not isinstance(model, nn.Module):
             current = f"a {type(model).__name__}"
             problem = Problem("model", current, "a module, whose parameters have names", "pass the model itself")
-            raise StateError("averages cannot be made", [problem])
+            raise StateError("averages cannot be made", [problem], code="averages")
         self._model = model
         self._use_buffers = use_buffers
         self._device = None if device is None else torch.device(device)
@@ -188,7 +188,7 @@ class Averaging:
         if given != {id(parameter) for parameter in self._params.values()}:
             found, required = "a model with other parameters", "the one that the averages were made of"
             problem = Problem("model", found, required, f"pass that, or make {type(self).__name__}(model) of this one")
-            raise StateError("averages follow one model", [problem])
+            raise StateError("averages follow one model", [problem], code="averages")
         self.update()
 
     def modules(self) -> Iterator[nn.Module]:
@@ -199,7 +199,7 @@ class Averaging:
         """
         remedy = "call shardopt.optim.update_bn(loader, model) within `with averages.swap():`, and evaluate there"
         problem = Problem(type(self).__name__, "averages beside a model", "a module", remedy)
-        raise StateError("averages have no modules of their own", [problem])
+        raise StateError("averages have no modules of their own", [problem], code="averages")
 
     def _apply(self, averages: list[Tensor], weights: list[Tensor]) -> None:
         """Updates averages by the user's formula."""
@@ -388,11 +388,13 @@ class Averaging:
         if replaced:
             remedy = "make the averages anew when parameters are replaced by others"
             current, required = "another parameter in the model, or none", "the one that is averaged"
-            raise StateError("a model has changed", [Problem(name, current, required, remedy) for name in replaced])
+            raise StateError(
+                "a model has changed", [Problem(name, current, required, remedy) for name in replaced], code="averages"
+            )
 
     def _refuse_swapped(self, why: str) -> None:
         if self.swapped:
             problem = Problem(
                 type(self).__name__, "averages in the model", "its own weights", "call swap() to put them back"
             )
-            raise StateError(why, [problem])
+            raise StateError(why, [problem], code="averages")

@@ -105,7 +105,9 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
                 required=f"a dense one, as {why}",
                 remedy=f"set {option} to 0 for this parameter, or use SparseAdam or RowWiseAdagrad",
             )
-            raise GradientError(f"{option} does not go with sparse gradients of shards", [problem])
+            raise GradientError(
+                f"{option} does not go with sparse gradients of shards", [problem], code="sparse-gradient"
+            )
 
 
 def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:

@@ -38,7 +38,9 @@ def refuse_unfit(
     if spec is not None and spec.steps_on is StepsOn.PARAMETERS:
         _refuse_unsuitable(spec, names)
     elif sharded is not None and spec is None:
-        raise AlgorithmError("an unknown optimizer may not step on shards", [unknown(type(optimizer))])
+        raise AlgorithmError(
+            "an unknown optimizer may not step on shards", [unknown(type(optimizer))], code="unknown-algorithm"
+        )
     elif sharded is not None and spec is not None and not spec.elementwise:
         problem = Problem(
             key=sharded.name,
@@ -115,7 +117,7 @@ def parameters_of(
             required="the tensors that the factory is given",
             remedy="let the factory build the optimizer over its argument",
         )
-        raise StateError("the optimizer has tensors without a name", [problem])
+        raise StateError("the optimizer has tensors without a name", [problem], code="bad-parameters")
     here = set(taken)
     parameters = list(dict.fromkeys(owners[local] for local in taken))
     for parameter in parameters:
@@ -126,5 +128,5 @@ def parameters_of(
                 required="one group",
                 remedy="let the factory put all shards of a parameter in one group",
             )
-            raise StateError("a parameter is in two groups", [problem])
+            raise StateError("a parameter is in two groups", [problem], code="bad-groups")
     return parameters

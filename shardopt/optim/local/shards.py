@@ -78,7 +78,9 @@ class Shards:
                 required=f"{shapes_before}, as when the optimizer was built",
                 remedy="build the optimizer after the model is sharded",
             )
-            raise StateError("a parameter was sharded in another way under its optimizer", [problem])
+            raise StateError(
+                "a parameter was sharded in another way under its optimizer", [problem], code="stale-parameters"
+            )
         replaced, self.local_tensors = self.local_tensors, now
         return replaced
 

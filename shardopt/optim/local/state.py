@@ -150,7 +150,9 @@ class LocalState(MutableMapping[Any, Any]):
             AlgorithmError: the algorithm is not known, or cannot make state without a step.
         """
         if self._spec is None:
-            raise AlgorithmError("an optimizer is not known here", [unknown(type(self._optimizer))])
+            raise AlgorithmError(
+                "an optimizer is not known here", [unknown(type(self._optimizer))], code="unknown-algorithm"
+            )
         group_of = self._group_of()
         for parameter in parameters:
             group = group_of.get(parameter)

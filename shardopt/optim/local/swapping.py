@@ -75,7 +75,7 @@ class AveragesInModel:
             "and puts the model's own weights back"
         )
         found = f"values that were written while the averages stood there{others}"
-        raise StateError(_WRITTEN, [Problem(written[0], found, "the averages", remedy)])
+        raise StateError(_WRITTEN, [Problem(written[0], found, "the averages", remedy)], code="averages")
 
     def _versions_now(self) -> dict[str, list[int]]:
         """Returns torch's counters of writes, of each parameter and its local tensors."""
@@ -99,7 +99,7 @@ class Swapped:
     def __enter__(self) -> None:
         if not self._swapped():
             problem = Problem("swap()", "averages in the model already", "its own weights", "do not nest swap()")
-            raise StateError("the model's own weights were put back", [problem])
+            raise StateError("the model's own weights were put back", [problem], code="averages")
 
     def __exit__(self, kind: object, *raised: object) -> None:
         if self._swapped():

@@ -48,5 +48,5 @@ def ramped_decay(
         if not kept
     ]
     if problems:
-        raise StateError("a decay cannot be ramped so", problems)
+        raise StateError("invalid arguments of a decay ramp", problems, code="averages")
     return _Ramp(decay, inv_gamma, power)

@@ -147,16 +147,18 @@ class Schedule:
     def __init__(self, stages: Sequence[WarmupStage]) -> None:
         if not stages:
             remedy = "pass a stage, as [WarmupStage(WarmupPolicy.LINEAR, max_iters=1000, value=0.01)]"
-            raise StateError("a warm-up has no stages", [Problem("stages", "none", "at least one", remedy)])
+            raise StateError(
+                "a warm-up has no stages", [Problem("stages", "none", "at least one", remedy)], code="warm-up"
+            )
         problems = [problem for k in range(len(stages)) for problem in _wrong_fields(stages, k)]
         if problems:
-            raise StateError("a warm-up cannot have these stages", problems)
+            raise StateError("a warm-up cannot have these stages", problems, code="warm-up")
         self._stages = [_with_defaults(stage) for stage in stages]
         self._ends = [stage.max_iters for stage in stages]
         self._starts = [0, *self._ends[:-1]]
         problems = list(self._wrong_multipliers())
         if problems:
-            raise StateError("a warm-up cannot have these stages", problems)
+            raise StateError("a warm-up cannot have these stages", problems, code="warm-up")
 
     @property
     def end(self) -> int:

@@ -154,7 +154,7 @@ class OuterOptimizer(OptimizerWrapper):
         if not self.at_sync_point:
             found, required = f"{self._position[STEPS]} local steps since islands met", "none"
             problem = Problem("add_param_group", found, required, "call sync() on all ranks before it")
-            raise StateError("parameters are added in the middle of an interval", [problem])
+            raise StateError("parameters are added in the middle of an interval", [problem], code="semi-sync")
         anchors = {name: anchor_of(name, param) for name, param in params.items()}
         fragment_of = self.agree(params)
         if self._position[BEGUN]:

@@ -92,10 +92,10 @@ class SemiSync(CombinedOptimizer):
         schedule = SyncSchedule(every, fragments, delay)
         if not isinstance(alpha, int | float) or not 0 <= alpha < 1:
             problem = Problem("alpha", repr(alpha), "0, or more and below 1", "pass what weights keep of themselves")
-            raise OptionError("islands cannot be synchronized so", [problem])
+            raise OptionError("invalid arguments of a semi-synchronous optimizer", [problem], code="semi-sync")
         if not isinstance(inner, KeyedOptimizer):
             problem = Problem("inner", f"a {type(inner).__name__}", "a KeyedOptimizer", "build it with shardopt.keyed")
-            raise StateError("islands cannot be synchronized so", [problem])
+            raise StateError("invalid arguments of a semi-synchronous optimizer", [problem], code="semi-sync")
         refuse_unfit(inner, "inner")
         islands = Islands(process_group, SharedGroup(inner.process_group))
         make_outer = partial(_make_outer, outer, outer_options, inner.process_group)
@@ -218,7 +218,7 @@ class SemiSync(CombinedOptimizer):
         """
         remedy = "save through shardopt.checkpoint; inner.as_torch() has the inner state alone"
         problem = Problem("as_torch", "state of parameters and of anchors", "of parameters alone", remedy)
-        raise StateError("a semi-synchronous optimizer has no positions", [problem])
+        raise StateError("a semi-synchronous optimizer has no positions", [problem], code="semi-sync")
 
     def __repr__(self) -> str:
         position = self._outer._position
@@ -263,11 +263,13 @@ def _make_outer(
         found = f"a {type(outer).__name__}" + ("" if options is None else " and outer_options")
         required = "an algorithm's name or class, or a function of {name: anchor} alone"
         remedy = 'pass outer="adamw" with outer_options, or lambda anchors: shardopt.keyed("adamw", anchors, lr=0.1)'
-        raise OptionError("there is no outer optimizer", [Problem("outer", found, required, remedy)])
+        raise OptionError("there is no outer optimizer", [Problem("outer", found, required, remedy)], code="semi-sync")
     made = outer(dict(anchors))
     if not isinstance(made, KeyedOptimizer) or {*made.params} != {*anchors}:
         found = f"a {type(made).__name__}" + (f" of {len(made.params)}" if isinstance(made, KeyedOptimizer) else "")
         required = f"a KeyedOptimizer of all {len(anchors)} anchors, by their names"
         remedy = 'return shardopt.keyed("adamw", anchors, ...)'
-        raise StateError("the outer optimizer cannot be made", [Problem("outer", found, required, remedy)])
+        raise StateError(
+            "the outer optimizer cannot be made", [Problem("outer", found, required, remedy)], code="semi-sync"
+        )
     return made

@@ -81,7 +81,7 @@ class SemisyncOptimizer(CombinedOptimizer):
             raise IndexError("global_params: found none; required the parameters that global_optimizer has; pass them")
         if not isinstance(num_local_steps, int) or num_local_steps < 1:
             problem = Problem("num_local_steps", repr(num_local_steps), "a whole number, at least 1", "pass 16")
-            raise OptionError("a semi-synchronous optimizer cannot be made", [problem])
+            raise OptionError("a semi-synchronous optimizer cannot be made", [problem], code="semi-sync")
         self._worker_model_params: list[Tensor] = (
             [param for each in given for param in each[PARAMS]] if isinstance(given[0], dict) else given
         )
@@ -186,7 +186,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         """
         remedy = "add it to the optimizer that is meant, before this one is made"
         problem = Problem("add_param_group", "a group for two optimizers", "none", remedy)
-        raise StateError("a semi-synchronous optimizer takes no further groups", [problem])
+        raise StateError("a semi-synchronous optimizer takes no further groups", [problem], code="semi-sync")
 
     def __repr__(self) -> str:
         local, outer = self._optimizer, self._global_optimizer
@@ -243,7 +243,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         if strangers:
             found = f"{len(strangers)} that it has not, of shapes {strangers[:5]}"
             problem = Problem("global_params", found, "parameters of global_optimizer", "pass its parameters")
-            raise StateError("a semi-synchronous optimizer cannot be made", [problem])
+            raise StateError("a semi-synchronous optimizer cannot be made", [problem], code="semi-sync")
         self._global_params = {names[param]: param for param in self._worker_model_params}
         self._anchors = {
             name: assemble(param, [local.detach().clone() for local in local_tensors(param)])
@@ -263,7 +263,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         if twice:
             both, remedy = "a parameter of each optimizer", "make both of one model's named_parameters()"
             problems = [Problem(name, both, "one tensor", remedy) for name in sorted(twice)]
-            raise StateError("two parameters have one name", problems)
+            raise StateError("two parameters have one name", problems, code="semi-sync")
         self._params, self._owners = {}, {}
 
     def _hand_on(self, method: str, value: Any) -> None:

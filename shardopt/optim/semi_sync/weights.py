@@ -42,7 +42,7 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
         )
         problems.append(problem)
     if problems:
-        raise AlgorithmError("islands cannot be synchronized with this algorithm", problems)
+        raise AlgorithmError("islands cannot be synchronized with this algorithm", problems, code="semi-sync")
 
 
 def anchor_of(name: str, param: Tensor) -> Tensor:
@@ -56,7 +56,9 @@ def anchor_of(name: str, param: Tensor) -> Tensor:
         found = f"a {type(param).__name__} of {dtype}"
         required = "a plain tensor, DTensor or ShardedTensor of real floating-point numbers"
         remedy = "leave it out of the inner optimizer, and step it by another one"
-        raise LayoutError("a parameter cannot be synchronized", [Problem(name, found, required, remedy)])
+        raise LayoutError(
+            "a parameter cannot be synchronized", [Problem(name, found, required, remedy)], code="semi-sync"
+        )
     wide = torch.promote_types(dtype, torch.float32)
     return assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
 

@@ -60,12 +60,12 @@ def named(
     pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
     if not pairs and (ranks_of().size == 1 if alone is None else alone):
         problem = Problem("parameters", "none", "at least one", "pass model.named_parameters()")
-        raise StateError("an optimizer got no parameters", [problem])
+        raise StateError("an optimizer got no parameters", [problem], code="bad-parameters")
     for pair in pairs:
         name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, pair)
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             problem = Problem("parameters", f"a {type(pair).__name__}", "(name, tensor)", "pass named_parameters()")
-            raise StateError("an optimizer got parameters without names", [problem])
+            raise StateError("an optimizer got parameters without names", [problem], code="bad-parameters")
     by_name = NamedParameters()
     by_name.tied = dict(tied or {})
     names = [plain_name(name) for name, _ in pairs]
@@ -78,7 +78,7 @@ def named(
         if name in by_name:
             remedy = "give every parameter a name of its own; those that are tied on one rank share a tensor"
             problem = Problem(name, "two parameters", "one", remedy)
-            raise StateError("two parameters have one name", [problem])
+            raise StateError("two parameters have one name", [problem], code="bad-parameters")
         by_name[name] = tensor
     refuse_flattened(by_name)
     return by_name
@@ -98,7 +98,7 @@ def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) 
     if unknown:
         remedy = "mend their spelling; within combined optimizers the key of each stands before its names"
         problem = Problem(argument, listed(unknown), f"some of {listed(known)}", remedy)
-        raise StateError("a name is not known", [problem])
+        raise StateError("a name is not known", [problem], code="bad-options")
 
 
 def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
@@ -121,7 +121,9 @@ def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
         if is_flattened(tensor)
     ]
     if problems:
-        raise StateError("FullyShardedDataParallel (FSDP1) is not supported; fully_shard (FSDP2) is", problems)
+        raise StateError(
+            "FullyShardedDataParallel (FSDP1) is not supported; fully_shard (FSDP2) is", problems, code="bad-parameters"
+        )
 
 
 def refuse_unfit_groups(
@@ -164,7 +166,7 @@ def refuse_unfit_groups(
             else:
                 places[param] = at
     if problems:
-        raise StateError("groups of an optimizer do not fit its parameters", problems)
+        raise StateError("groups of an optimizer do not fit its parameters", problems, code="bad-groups")
 
 
 def described(value: Any) -> str:
@@ -196,7 +198,7 @@ def refuse_non_leaf_tensors(parameters: Mapping[str, Tensor], groups: Iterable[M
         if takes_gradient(tensor) and not (tensor.is_leaf or tensor.retains_grad)
     ]
     if problems:
-        raise StateError("a tensor that is not a leaf cannot be optimized", problems)
+        raise StateError("a tensor that is not a leaf cannot be optimized", problems, code="bad-parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,9 @@ def named_in_groups(
         return named(entries, alone=alone, tied=tied), None
     if groups:
         both = "groups by pattern beside groups with parameters"
-        raise StateError("groups are not as they have to be", [Problem("groups", both, "one of them", "drop one")])
+        raise StateError(
+            "invalid parameter groups", [Problem("groups", both, "one of them", "drop one")], code="bad-groups"
+        )
     members = [[*(each.items() if isinstance(each, Mapping) else each)] for each in (e[PARAMS] for e in entries)]
     params = named([pair for pairs in members for pair in pairs], alone=alone, tied=tied)
     made = []
@@ -298,7 +302,7 @@ def by_pattern(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str,
     """
     if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
         problem = Problem("groups", repr(groups), "a list of dicts", 'write [{"match": r"norm|bias", ...}]')
-        raise StateError("groups are not as they have to be", [problem])
+        raise StateError("invalid parameter groups", [problem], code="bad-groups")
     patterns = tuple(_pattern(position, group) for position, group in enumerate(groups))
     members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
     first_name = first_names(parameters)
@@ -337,4 +341,4 @@ def _pattern(position: int, group: Mapping[str, Any]) -> Pattern:
             required="a regular expression for parameter names",
             remedy='write {"match": r"norm|bias", ...}',
         )
-        raise StateError("a group has no pattern", [problem]) from None
+        raise StateError("a group has no pattern", [problem], code="bad-groups") from None

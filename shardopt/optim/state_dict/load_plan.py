@@ -137,7 +137,9 @@ class LoadPlan:
         """
         if self.problems:
             problems = sorted(self.problems, key=lambda problem: problem.key)
-            raise MismatchError(f"the state does not fit this {self._into}; nothing was changed", problems)
+            raise MismatchError(
+                f"the state does not fit this {self._into}; nothing was changed", problems, code="optimizer-state"
+            )
 
     def apply(self) -> None:
         """Carries the plan out: copies into tensors where they lie, replaces plain values."""

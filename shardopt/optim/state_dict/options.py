@@ -59,7 +59,7 @@ def refuse_bad_options(
             remedy = f"did you mean {meant!r}?" if meant else "mend its spelling or drop it"
             problems.append(Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", remedy))
     if problems:
-        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
+        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems, code="bad-options")
     wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
     problems = [
         Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
@@ -67,7 +67,7 @@ def refuse_bad_options(
         if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
     ]
     if problems:
-        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
+        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems, code="bad-options")
 
 
 def known_options(optimizer: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not _storable(value)
     ]
     if problems:
-        raise StateError("a group has an option that cannot be stored", problems)
+        raise StateError("a group has an option that cannot be stored", problems, code="bad-options")
     return options
 
 
@@ -209,7 +209,7 @@ def warn_of(plan: LoadPlan) -> None:
         ]
         names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in plan.overridden))
         _log.warning(
-            "options of the checkpoint replace those that the code gives:\n%s\n"
+            "options of the checkpoint replace those that the code gives [optimizer-state]:\n%s\n"
             "to go on with those of the code, call optimizer.keep_options(%s) before loading",
             "\n".join(_first(lines, "  ")),
             names,
@@ -217,12 +217,15 @@ def warn_of(plan: LoadPlan) -> None:
     if plan.rounded_anew:
         _log.warning(
             'state in fewer bits was saved with rounding="nearest", and is rounded at random from here on, as the code '
-            'gives no rounding; rounding="nearest" goes on as before: %s%s',
+            'gives no rounding; rounding="nearest" goes on as before: %s%s [low-precision]',
             plan.rounded_anew[0],
             f" and {len(plan.rounded_anew) - 1} more" if len(plan.rounded_anew) > 1 else "",
         )
     if plan.algorithms:
-        _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(_first(plan.algorithms)))
+        _log.warning(
+            "loaded with strict=False from another algorithm [optimizer-state]:\n  %s",
+            "\n  ".join(_first(plan.algorithms)),
+        )
     errors: dict[tuple[str, Any, Any], list[float]] = {}
     for entry, then, now, error in plan.conversions:
         errors.setdefault((entry, then, now), []).append(error)
@@ -232,7 +235,7 @@ def warn_of(plan: LoadPlan) -> None:
         for (entry, then, now), each in errors.items()
     ]
     if lines:
-        _log.warning("state was converted:\n  %s", "\n  ".join(lines))
+        _log.warning("state was converted [low-precision]:\n  %s", "\n  ".join(lines))
 
 
 def _first(lines: Sequence[str], indent: str = "") -> list[str]:

@@ -133,7 +133,7 @@ def _parsed(text: str) -> tuple[tuple[str, ...], range | None]:
 def _refused(text: str, found: str) -> OptionError:
     required = 'interfaces of this host, separated by commas, and a range of ports: "eth0", "eth0,ib0:30000-30100"'
     problem = Problem(f"{NETWORK}={text}", found, required, f"set {NETWORK} on each host, or unset it")
-    return OptionError("ranks cannot listen for one another", [problem])
+    return OptionError("ranks cannot listen for one another", [problem], code="rank-network")
 
 
 def _usable(addresses: Iterable[str]) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ class Node:
         try:
             self._wake = world().socket_pair()
         except OSError as error:
-            raise RankError(f"ranks cannot communicate: {error}") from error
+            raise RankError(f"ranks cannot communicate: {error}", code="rank-network") from error
         thread = world().thread(self._run, f"shardopt-ranks-{self.tree.rank}", daemon=True)
         try:
             thread.start()
@@ -97,7 +97,7 @@ class Node:
             for end in self._wake:
                 end.close()
             self._wake = None
-            raise RankError(f"ranks cannot communicate: {error}") from error
+            raise RankError(f"ranks cannot communicate: {error}", code="rank-network") from error
         self._thread = thread
         _nodes[next(_numbers)] = self
 

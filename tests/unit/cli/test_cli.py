@@ -197,14 +197,16 @@ def test_ctrl_c_ends_quietly():
     assert (process.returncode, err) == (130, "")
 
 
-def test_errors_are_one_line_and_one_document(tmp_path, capsys):
+def test_errors_are_one_line_that_names_what_explains_it_and_one_document(tmp_path, capsys):
     url = str(tmp_path / "nowhere")
     for arguments in (["show", url], ["diff", url, url], ["ls", url], ["prune", url, "--keep-last", "1"]):
         assert main(arguments) == 1
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("shardopt: there is no")
+        assert said.err.endswith(" [shardopt explain no-checkpoint]\n")
         assert main([*arguments, "--json"]) == 1
-        assert json.loads(capsys.readouterr().out)["error"]["type"] == "CheckpointNotFoundError"
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert (error["type"], error["code"]) == ("CheckpointNotFoundError", "no-checkpoint")
     assert main(["show", "nonsense://x"]) == 1
     assert "the protocol 'nonsense'" in capsys.readouterr().err
 

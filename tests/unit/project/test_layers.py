@@ -17,6 +17,7 @@ from tests.support.source import PACKAGE, ROOT, Source, sources
 
 # Floors, from below. A room is a folder, or a file on another floor than its folder; the longest path that fits counts.
 FLOORS = {
+    "codes": -1,
     "redaction": -1,
     "runtime/sockets": -1,
     "version": -1,
@@ -440,7 +441,7 @@ def test_wheel_holds_the_package_alone_and_all_of_it():
     """setuptools leaves out a folder without `__init__.py`, silently."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings["packages"] == {"find": {"include": ["shardopt*"]}}
-    assert settings["package-data"] == {"shardopt": ["py.typed"]}
+    assert settings["package-data"] == {"shardopt": ["py.typed", "cli/troubleshooting.md"]}
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
-    assert (PACKAGE / "py.typed").exists()
+    assert all((PACKAGE / name).exists() for name in settings["package-data"]["shardopt"])

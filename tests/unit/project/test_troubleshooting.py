@@ -1,66 +1,61 @@
-"""docs/troubleshooting.md has every message that the library prints, and none that it does not print any more.
+"""docs/troubleshooting.md has a section for every code of an error, and none that no error has."""
 
-A line of a block of text on the page is a pattern, in which `…` stands for what varies. It matches a whole message; of
-a problem ("found …; required …; …") the end may be left out.
-"""
-
+import copy
+import pickle
 import re
-from functools import cache
+
+import pytest
 
 from shardopt import errors
-from tests.support.messages import LEAST_LETTERS, VARIES, Message, letters_of, messages
-from tests.support.source import ROOT
+from shardopt.cli.explain import sections_of_page
+from shardopt.codes import CODES
+from tests.support.codes import CLASSES, logged, raised
+from tests.support.source import PACKAGE, ROOT
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-PATTERNS = [
-    line.removeprefix(f"  - {VARIES}: ").removeprefix("found ")
-    for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    for line in block.splitlines()
-]
-
-
-def matcher(pattern: str) -> re.Pattern[str]:
-    fixed = [re.escape(part) for part in pattern.split(VARIES)]
-    return re.compile(".*".join(fixed) + "(; .*)?", re.DOTALL)
+PATH = ROOT / "docs" / "troubleshooting.md"
+PAGE = PATH.read_text()
+MOST_LINES = 500
 
 
-@cache
-def matched() -> dict[str, list[Message]]:
-    """The messages that each pattern of the page matches."""
-    texts = [(message, message.text.removeprefix("found ")) for message in messages()]
-    return {
-        pattern: [message for message, text in texts if longest in text and regex.fullmatch(text)]
-        for pattern in dict.fromkeys(PATTERNS)
-        for regex, longest in [(matcher(pattern), max(pattern.split(VARIES), key=len))]
+def test_every_code_has_one_section_and_every_section_a_code():
+    assert [*re.findall(r"^### (\S+)$", PAGE, re.MULTILINE)] == [*CODES]
+    assert len({*CODES}) == len(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_section_says_what_is_printed_why_and_what_to_do(code):
+    parts = re.findall(r"^- (\w+): ", sections_of_page()[code], re.MULTILINE)
+    assert parts[:3] == ["Says", "Why", "Do"]
+
+
+def test_every_code_is_given_and_every_given_one_is_known():
+    given = {code: where for (_, code), where in raised().items()} | logged()
+    assert {code: where for code, where in given.items() if code not in CODES} == {}
+    assert {*CODES} - given.keys() == set()
+
+
+def test_the_table_has_each_class_with_the_codes_that_it_is_raised_with():
+    rows = {
+        row[1]: re.findall(r"\[([\w-]+)\]\(#\1\)", row[2])
+        for row in re.finditer(r"^\| `(\w+Error)` \| (.*) \|$", PAGE, re.MULTILINE)
     }
+    pairs = {*raised(), *((name, kind.code) for name, kind in CLASSES.items())}
+    assert rows == {name: [code for code in CODES if (name, code) in pairs] for name in CLASSES}
 
 
-def test_every_message_is_on_the_page_and_every_one_there_is_printed():
-    there = {message for of_pattern in matched().values() for message in of_pattern}
-    missing = [f"{message.where}: {message.text}" for message in messages() if message not in there]
-    assert not missing, "write what they mean and the way out into docs/troubleshooting.md:\n" + "\n".join(missing)
-    stale = [pattern for pattern, of_pattern in matched().items() if not of_pattern]
-    assert not stale, "nothing prints this any more:\n" + "\n".join(stale)
+@pytest.mark.parametrize(("name", "code"), sorted(raised()))
+def test_an_error_ends_its_first_line_with_its_code_wherever_it_goes(name, code):
+    problem = errors.Problem("key", "this", "that", "mend it")
+    error = CLASSES[name]("it failed", [problem], code=code)
+    assert str(error) == f"it failed [{code}]\n  - {problem}"
+    for same in (pickle.loads(pickle.dumps(error)), copy.copy(error), errors.ShardoptError.from_json(error.to_json())):
+        assert (type(same), same.code, same.problems) == (type(error), code, error.problems)
+    assert CLASSES[name]("it failed").code == CLASSES[name].code
 
 
-def test_no_pattern_stands_for_more_than_a_reader_could_mean():
-    vague = [
-        f"{pattern} ({len({message.text for message in of_pattern})} messages)"
-        for pattern, of_pattern in matched().items()
-        if letters_of(pattern) < LEAST_LETTERS or len({message.text for message in of_pattern}) > 16
-    ]
-    assert not vague
+def test_the_package_has_the_page_itself():
+    assert (PACKAGE / "cli" / "troubleshooting.md").read_text() == PAGE
 
 
-def test_every_class_of_errors_is_in_the_table():
-    classes = {name for name, kind in vars(errors).items() if name.endswith("Error") and isinstance(kind, type)}
-    assert classes == set(re.findall(r"^\| `(\w+Error)` \|", PAGE, re.MULTILINE))
-
-
-def test_messages_are_collected_from_raises_problems_warnings_and_helpers():
-    texts = {message.text for message in messages()}
-    assert "the checkpoint does not fit the app; nothing was changed" in texts  # of a raise
-    assert any(text.startswith("found nothing in the checkpoint; required ") for text in texts)  # of a Problem
-    assert "told to stop: saved step …, and leaving" in texts  # of a log
-    assert "bytes that fail the seal at their end (torn or changed)" in texts  # of a helper that makes an error
-    assert "… died, or ended before this call" in texts  # of a text put together
+def test_the_page_stays_one_that_can_be_read():
+    assert len(PAGE.splitlines()) <= MOST_LINES

@@ -271,7 +271,7 @@ def test_the_failing_ranks_are_named_by_all(any_job, bad):
     )
     text = alike(outcomes, StateError)
     where = {1: f" on rank {bad[0]}", 2: " on ranks 1, 2", 3: ""}[len(bad)]
-    assert text.startswith(f"loading x failed{where}: it does not fit\n")
+    assert text.startswith(f"loading x failed{where}: it does not fit [cannot-store]\n")
     assert all(error.problems == (problem,) for error in outcomes)
     for rank, error in enumerate(outcomes):  # a rank that failed by itself keeps its own error as the cause
         assert isinstance(error.__cause__, StateError) == (rank in bad)
@@ -293,7 +293,8 @@ def test_different_failures_are_all_told(job):
     )
     text = alike(outcomes, MismatchError)
     assert text.startswith(
-        "x failed on rank 1: one does not fit (and on rank 2: no space left; on rank 3: ZeroDivisionError: a bug)\n"
+        "x failed on rank 1: one does not fit (and on rank 2: no space left; on rank 3: ZeroDivisionError: a bug) "
+        "[does-not-fit]\n"
     )
     assert [problem.key for problem in outcomes[0].problems] == ["shared", "a", "b"]
 
@@ -318,7 +319,9 @@ def test_a_decision_that_fails_is_everybodys_error(any_job):
         any_job.start(),
         lambda here: then_once_more(here, lambda here: here.agree("saving p", lambda: None, decide=decide)),
     )
-    assert alike(outcomes, CheckpointExistsError).startswith("saving p failed on rank 0: the path is taken\n")
+    assert alike(outcomes, CheckpointExistsError).startswith(
+        "saving p failed on rank 0: the path is taken [path-taken]\n"
+    )
 
 
 @pytest.mark.parametrize("where", ["report", "decide"])
@@ -345,7 +348,7 @@ def test_an_interrupt_stays_one_and_the_others_are_told(job, rank, kind):
 
     outcomes = together(job.start(), lambda here: then_once_more(here, call))
     assert type(outcomes.pop(rank)) is kind
-    assert alike(outcomes, RankError) == f"x failed on rank {rank}: {kind.__name__}: stop"
+    assert alike(outcomes, RankError) == f"x failed on rank {rank}: {kind.__name__}: stop [rank-failed]"
 
 
 def test_an_interrupted_decision_is_told(job):
@@ -402,7 +405,7 @@ def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
 
     outcomes = together(ranks, call)
     assert type(outcomes.pop(0)) is KeyboardInterrupt
-    assert alike(outcomes, RankError) == "x failed on rank 0: KeyboardInterrupt: "
+    assert alike(outcomes, RankError) == "x failed on rank 0: KeyboardInterrupt:  [rank-failed]"
 
 
 # Ranks that are in different calls.
@@ -418,7 +421,7 @@ def test_ranks_in_different_calls_are_told_at_once_by_all(any_job):
     outcomes = together(any_job.start(), in_calls("saving /a/b", "loading /c", "saving /a/b"))
     assert alike(outcomes, RankError) == (
         "ranks are in different calls: saving on ranks 0, 2; loading on rank 1; "
-        "all must make the same ones, in the same order"
+        "all must make the same ones, in the same order [different-calls]"
     )
     assert time.monotonic() - start < 10  # not the deadline
 
@@ -444,7 +447,7 @@ def test_nobody_is_waited_for_where_two_are_in_different_calls(job):
     # Rank 2 comes late, to an answer that is there.
     assert set(outcomes) == {
         "ranks are in different calls: loading on rank 0; saving on rank 1; "
-        "all must make the same ones, in the same order"
+        "all must make the same ones, in the same order [different-calls]"
     }
     keys = job.store().num_keys()
     for _ in range(3):

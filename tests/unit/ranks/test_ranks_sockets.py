@@ -712,7 +712,7 @@ def test_who_is_cut_off_before_any_answer_names_who_is_gone(job, monkeypatch):
             time.sleep(0.001)
         end_all([ranks[0], ranks[2]])
         thread.join(30.0)
-    assert str(outcomes[3]) == "x: rank 2 died, or ended before this call"
+    assert str(outcomes[3]) == "x: rank 2 died, or ended before this call [rank-lost]"
     assert time.monotonic() - begin < 10.0
     end_all(ranks)
 

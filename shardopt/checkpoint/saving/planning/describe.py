@@ -151,7 +151,8 @@ def describe(
             refused.append(error)
     if refused:
         kind, message = type(refused[0]), refused[0].message
-        raise kind(message, [problem for error in refused for problem in error.problems])
+        problems = [problem for error in refused for problem in error.problems]
+        raise kind(message, problems, code=refused[0].code)
     tied: dict[str, str] = {}
     if len({*addresses.values()}) < len(addresses):
         same = tied_in(views, addresses)

@@ -119,7 +119,7 @@ def _tell(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
         _told.update(keys)
         _log.warning(
             "buffers have other values on other ranks, as running statistics do; those of the first rank that holds "
-            "each are saved, and restored on all: %s",
+            "each are saved, and restored on all: %s [replicas-differ]",
             ", ".join(sorted(keys)),
         )
 
@@ -141,5 +141,7 @@ def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
                 problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
     if problems:
         raise StateError(
-            "replicas have drifted apart", sorted(problems.values(), key=lambda each: (each.key, each.found))
+            "replicas have drifted apart",
+            sorted(problems.values(), key=lambda each: (each.key, each.found)),
+            code="replicas-differ",
         )

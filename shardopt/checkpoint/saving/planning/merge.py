@@ -82,7 +82,7 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
             problems += error.problems
     problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
     if problems:
-        raise StateError(_DIFFER, problems)
+        raise StateError(_DIFFER, problems, code="ranks-differ")
     tied_to = _tied_on_all(descriptions, members, tensors, merger)
     tied = {key: (first, members[key].path) for key, first in tied_to.items()}
     aliases: dict[str, tuple[str, Path]] = {}
@@ -199,7 +199,7 @@ def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geomet
                 united_of[texts] = united([first, *unlike.values()])
             merged[key] = path, united_of[texts]
     if problems:
-        raise StateError(_DIFFER, problems)
+        raise StateError(_DIFFER, problems, code="ranks-differ")
     return _without_filled(merged, geometry)
 
 
@@ -247,7 +247,7 @@ def _knowing(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> tup
     """
     problems = _other_kinds(key, _decoded(key, {merger.kinds[at][0]: each.path for at, each in by_kind.items()}))
     if problems:
-        raise StateError("", problems)
+        raise StateError("", problems, code="ranks-differ")
     holders = {number: merger.first_holder(each.layout, number) for number, each in by_kind.items()}
     ranks = {number: rank for number, rank in holders.items() if rank is not None}
     if not ranks:
@@ -258,12 +258,12 @@ def _knowing(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> tup
         rank, other = ranks[number], by_kind[number]
         if other.dtype != first.dtype:
             difference = f"{first.dtype} on rank {first_rank}, {other.dtype} on rank {rank}"
-            raise StateError("", [_differs(key, difference)])
+            raise StateError("", [_differs(key, difference)], code="ranks-differ")
         if other.layout.shape != first.layout.shape or (
             other.layout is not first.layout and not (other.layout.local and first.layout.local)
         ):
             difference = f"{_place(first.layout)} on rank {first_rank}, {_place(other.layout)} on rank {rank}"
-            raise StateError("", [_differs(key, difference)])
+            raise StateError("", [_differs(key, difference)], code="ranks-differ")
     return {number: by_kind[number] for number in order}, first
 
 
@@ -304,7 +304,7 @@ def _refuse_undeclared(
         if key in tensors
     ]
     if problems:
-        raise StateError("ranks declare other parameters as tied", problems)
+        raise StateError("ranks declare other parameters as tied", problems, code="tied-parameters")
 
 
 def _encode_members(members: Mapping[str, Member]) -> dict[str, Any]:

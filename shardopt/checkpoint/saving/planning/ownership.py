@@ -71,7 +71,7 @@ def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> 
             remedy = 'put the model there by {**optimizer.own({"model": model})}, or save where islands have met'
             problems.append(Problem(key, found, f"a key with {join(place)!r} in it", remedy))
     if problems:
-        raise StateError("values of several islands cannot be saved as one", problems)
+        raise StateError("values of several islands cannot be saved as one", problems, code="semi-sync")
 
 
 def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -86,7 +86,9 @@ def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, M
     problems = [_strange(join(path), optimizer, modules, owned) for path, optimizer in each_with_path]
     if any(problems):
         raise StateError(
-            "an optimizer steps tensors that are no parameters of the model", [each for each in problems if each]
+            "an optimizer steps tensors that are no parameters of the model",
+            [each for each in problems if each],
+            code="stale-parameters",
         )
 
 

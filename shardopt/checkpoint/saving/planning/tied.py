@@ -51,7 +51,7 @@ def refuse_untied(flat: FlatState, views: Mapping[str, View]) -> None:
         if first in views and not _is_same(view_of(tensor, key), views[first])
     ]
     if problems:
-        raise StateError("tied parameters", problems)
+        raise StateError("tied parameters", problems, code="tied-parameters")
 
 
 def refuse_other_ties(declared: Sequence[Mapping[str, str]]) -> None:
@@ -71,7 +71,7 @@ def refuse_other_ties(declared: Sequence[Mapping[str, str]]) -> None:
         if len(ranks_with) > 1:
             names = "; ".join(f"{name} on {names_of(ranks)}" for name, ranks in ranks_with.items())
             problems.append(Problem(f"tied[{alias!r}]", names, "the same on every rank", remedy))
-    raise StateError("ranks declare other parameters as tied", problems)
+    raise StateError("ranks declare other parameters as tied", problems, code="tied-parameters")
 
 
 def _is_same(one: View, other: View) -> bool:

@@ -65,12 +65,12 @@ class Base:
         if parent is None or target_parent is None or parent[0].url != target_parent[0].url:
             where = target.url if target_parent is None else target_parent[0].url
             problem = Problem("base", storage.url, f"a checkpoint in {where}, beside the new one", "save beside it")
-            raise OptionError("a save cannot refer to that", [problem])
+            raise OptionError("a save cannot refer to that", [problem], code="bad-base")
         self.directory = parent[1]
         if not DIRECTORY_NAME.fullmatch(self.directory):
             required = "a directory named by ASCII letters, digits and =+,@~._-"
             problem = Problem("base", repr(self.directory), required, "give the directory another name")
-            raise OptionError("a save cannot refer to that", [problem])
+            raise OptionError("a save cannot refer to that", [problem], code="bad-base")
         self.source = OwnSource(storage, data)
         self.manifest = self.source.manifest
         self._files: dict[int, DataFileReader | None] = {}
@@ -173,7 +173,10 @@ def open_found(found: FoundBase, section: bytes, target: Storage) -> Base | None
         _log.warning("all that this rank has is written again: %s", error)
         return None
     if base.digest != found.digest:
-        _log.warning("all that this rank has is written again: it sees another checkpoint at %s than rank 0", found.url)
+        _log.warning(
+            "all that this rank has is written again: it sees another checkpoint at %s than rank 0 [bad-base]",
+            found.url,
+        )
         return None
     return base
 

@@ -117,7 +117,9 @@ class Block:
             try:
                 mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
-                raise CheckpointError(f"cannot allocate {nbytes} bytes of host memory: {error}") from error
+                raise CheckpointError(
+                    f"cannot allocate {nbytes} bytes of host memory: {error}", code="no-space"
+                ) from error
             for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # advice that this system may not know
                 with suppress(AttributeError, OSError):
                     mapped.madvise(getattr(mmap, advice))

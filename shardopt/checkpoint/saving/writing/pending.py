@@ -122,7 +122,9 @@ class PendingSave:
     def abandon_in_child(self) -> None:
         """Ends the save in a forked child, which has no thread that goes on with it."""
         self._error, self._reported = (
-            RankError(f"saving {self.url} goes on in the process that this one was forked from"),
+            RankError(
+                f"saving {self.url} continues in the process that this one was forked from", code="save-in-flight"
+            ),
             True,
         )
         self.staged.set_in_child()

@@ -206,7 +206,7 @@ class Staging:
             problems = [
                 Problem(key, "changed by another hand than its optimizer's", required, remedy) for key in changed_keys
             ]
-            raise StateError("state was changed while it was being copied", problems)
+            raise StateError("state was changed while it was being copied", problems, code="changed-while-copied")
 
     def _copy_shares(self, writes: RankWrites | None) -> list[Copy]:
         """Copies boxes of what other ranks hold too, and describes the state by the copies."""

@@ -207,7 +207,7 @@ def _decode(root: Any, where: str, most_offsets: int) -> DcpMetadata:
     version = metadata.get("version")
     if version is not None and not (type(version) is str and version.startswith("1.")):
         problem = Problem(where, f"version {_text(version)}", "1.0.0", "install a newer shardopt")
-        raise FormatError("the distributed checkpoint needs a newer reader", [problem])
+        raise FormatError("the distributed checkpoint needs a newer reader", [problem], code="newer-format")
     places = _decode_places(metadata["storage_data"])
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, DcpEntry] = {}

@@ -222,7 +222,7 @@ def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:
             problems = list(damaged_segments(file, entry))
             if not problems:
                 return problems
-            error = CheckpointError("a file is damaged", problems)
+            error = CheckpointError("a file is damaged", problems, code="damaged")
         except CheckpointError as unreadable:
             if not file.storage.pass_over(file.name, copy, unreadable):
                 raise
@@ -258,7 +258,7 @@ def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping
     fetch(requests, use=check)
     if problems:
         message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
-        raise MismatchError(message, [problems[key] for key in sorted(problems)])
+        raise MismatchError(message, [problems[key] for key in sorted(problems)], code="cast-overflow")
 
 
 def damaged_segments(

@@ -72,7 +72,7 @@ def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
     lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
     if lost is not None:
         problem = lost_problem(entry.key, lost, source.dtype, target.dtype)
-        raise CheckpointError("a number cannot be cast, and the load is not whole", [problem])
+        raise CheckpointError("a number cannot be cast, and the load is not whole", [problem], code="cast-overflow")
     target.copy_(source)
 
 

@@ -55,7 +55,7 @@ class Islands:
         """
         found = self._merge(what, [asdict(problem) for problem in problems])
         if found:
-            raise MismatchError(f"{what}: islands differ", [Problem(**each) for each in found])
+            raise MismatchError(f"{what}: islands differ", [Problem(**each) for each in found], code="semi-sync")
 
     def refuse_other_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Compares tensors with those of the first island, bit by bit, in batches of bounded size. Collective over all.
@@ -150,7 +150,7 @@ class Islands:
             "make the inner optimizer with keyed(..., process_group=mesh['island']), and SemiSync with "
             "process_group=mesh['across']"
         )
-        raise OptionError("islands overlap", [Problem("process_group", found, required, remedy)])
+        raise OptionError("islands overlap", [Problem("process_group", found, required, remedy)], code="semi-sync")
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -49,7 +49,7 @@ class SyncSchedule:
                     required += f", {'below' if name == 'delay' else 'at most'} every={bound!r}"
                 problems.append(Problem(name, repr(value), required, "pass the number of local steps, or of fragments"))
         if problems:
-            raise OptionError("islands cannot be synchronized so", problems)
+            raise OptionError("invalid arguments of a semi-synchronous optimizer", problems, code="semi-sync")
 
     def due(self, step: int) -> int | None:
         """Returns the fragment whose exchange begins after this local step; None where there is none."""

@@ -1,10 +1,11 @@
 """Errors between ranks: bounded by how many ranks there are, the same on all of them, and never without a problem."""
 
+import copy
 import json
 import pickle
 
 from shardopt.checkpoint.loading.reconcile import _pack, _unpack
-from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
+from shardopt.errors import MismatchError, Problem, RankError, ShardoptError, StateError
 from shardopt.ranks.failures import describe, merge
 
 RANKS = 16_384
@@ -81,6 +82,22 @@ def test_many_kinds_are_summed_up():
 def test_a_problem_that_is_larger_than_the_bound_is_there_shortened():
     sent = describe(StateError("wrong", [Problem("k" * 10_000, "x", "y", "z")]), RANKS)
     assert sent["problems"][0]["key"].startswith("kkk") and len(json.dumps(sent)) < 2000
+
+
+def test_the_code_goes_wherever_the_error_goes():
+    sent = [(rank, describe(StateError("wrong", code="tied-parameters"), 2)) for rank in range(2)]
+    error = ShardoptError.from_json(merge("saving", sent, 2))
+    assert isinstance(error, StateError) and str(error) == "saving failed: wrong [tied-parameters]"
+    for same in (pickle.loads(pickle.dumps(error)), copy.copy(error), ShardoptError.from_json(error.to_json())):
+        assert (same.code, str(same)) == (error.code, str(error))
+    assert ShardoptError.from_json({**error.to_json(), "code": "of-a-later-version"}).code == StateError.code
+    other = ShardoptError.from_json(describe(KeyError("x")))
+    assert isinstance(other, RankError) and other.code == "rank-failed"
+
+
+def test_a_code_stands_at_the_end_of_the_first_line():
+    error = RankError("rank 1 is elsewhere:\n  train.py:3 step", [Problem("a", "b", "c", "d")])
+    assert str(error).splitlines()[:2] == ["rank 1 is elsewhere: [rank-lost]", "  train.py:3 step"]
 
 
 def test_the_error_says_how_many_more_there_are_wherever_it_goes():

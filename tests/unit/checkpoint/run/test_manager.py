@@ -188,7 +188,7 @@ def test_a_damaged_newest_is_logged_and_the_one_before_taken(tmp_path, caplog, n
     caplog.clear()
     manager.save(2, app_of(20))
     assert manager.steps() == [1, 2, 3]
-    makes_way = f"what is damaged there makes way for what is saved now: {manager.path(2)}"
+    makes_way = f"what is damaged there makes way for what is saved now: {manager.path(2)} [damaged]"
     assert [record.getMessage() for record in caplog.records] == [makes_way]
     manager.save(3, app_of(30))
     assert manager.steps() == [1, 3]  # the one that was restored, and the newest

@@ -190,7 +190,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(runtime,
     assert runtime.pinned == {}
     memory.free()
     assert [record.getMessage() for record in caplog.records] == [
-        "host memory cannot be pinned (error 2 of the driver; see ulimit -l): copies to it take longer"
+        "host memory cannot be pinned (error 2 of the driver; see ulimit -l): copies to it take longer [no-space]"
     ]
 
 
