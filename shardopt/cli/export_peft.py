@@ -28,9 +28,6 @@ def export_peft(
         entries["lora_alpha"] = int(lora_alpha) if lora_alpha.is_integer() else lora_alpha
     if base_model is not None:
         entries["base_model_name_or_path"] = base_model
-    if "lora_alpha" not in entries:
-        problem = Problem("--lora-alpha", "nothing", "a number", "give it as the training had it")
-        raise OptionError("the adapters alone do not tell their scale", [problem])
     checkpoint.export_peft(src, dst, entries, model=model or "model", adapter=adapter)
     output.line(f"{dst}: the adapters of {src}, for PeftModel.from_pretrained")
     output.data({"src": src, "dst": dst, "config": entries})
@@ -44,5 +41,6 @@ def _read_config(path: str) -> dict[str, Any]:
         entries = str(error)
     if not isinstance(entries, dict):
         found = entries if isinstance(entries, str) else f"a {type(entries).__name__}"
-        raise OptionError("arguments that cannot be meant", [Problem("--config", found, "a JSON object", "see PEFT")])
+        problem = Problem("--config", found, "a JSON object", 'write one, such as {"lora_dropout": 0.1}')
+        raise OptionError("arguments that cannot be meant", [problem])
     return entries

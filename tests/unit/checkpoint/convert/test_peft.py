@@ -121,14 +121,19 @@ def test_what_has_no_adapter_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"), [(None, "--lora-alpha: found nothing"), ("[1]", "--config: found a list"), ("{", "--config: ")]
+    ("config", "status", "said"),
+    [
+        (None, 1, "lora_alpha: found nothing; required a number"),
+        ("[1]", 2, "--config: found a list; required a JSON object"),
+        ("{", 2, "--config: found Expecting property name"),
+    ],
 )
-def test_a_verb_without_what_it_needs_is_status_2(tmp_path, capsys, config, said):
+def test_a_verb_without_what_it_needs_writes_nothing(tmp_path, capsys, config, status, said):
     checkpoint.save(tmp_path / "c", {"model": adapted("default")})
     line = ["export-peft", str(tmp_path / "c"), str(tmp_path / "peft")]
     if config is not None:
         (tmp_path / "config.json").write_text(config)
         line += ["--config", str(tmp_path / "config.json")]
-    assert main(line) == 2
+    assert main(line) == status
     assert said in capsys.readouterr().err and not (tmp_path / "peft").exists()
     assert main([*line[:3], "--lora-alpha", "2", "--model", "other"]) == 1
