@@ -46,8 +46,10 @@ def test_in_these_tests_it_is_on(tmp_path, framework):
 
 
 def go_on(framework, out, stop):
+    """Trains to the end, or until a rank is interrupted in a step."""
     if stop is None:
-        return jobs.train(framework, out)
+        jobs.train(framework, out)
+        return
     from integrations.task import Network
 
     forward, calls = Network.forward, []
