@@ -99,15 +99,24 @@ def launch(train: Train, description: str) -> None:
     override(config, tomllib.loads("\n".join(arguments.set)))
     config["out"] = arguments.out or config["out"]
 
+    train(config, join_job(config.get("collective_seconds")))
+    dist.barrier()  # a rank that leaves while another still talks to it aborts that one
+    dist.destroy_process_group()
+
+
+def join_job(collective_seconds: float | None = None) -> torch.device:
+    """Joins the job that torchrun has started; returns this rank's device. Collective.
+
+    Args:
+        collective_seconds: how long a collective waits for others; None for as long as torch has it.
+    """
     use_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # NCCL wants one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpus else torch.device("cpu")
     if use_gpus:
         torch.cuda.set_device(device)
-    backend, limit = "cpu:gloo,cuda:nccl" if use_gpus else "gloo", config.get("collective_seconds")
-    if limit:
-        init_with_limit(backend, timedelta(seconds=limit))
+    backend = "cpu:gloo,cuda:nccl" if use_gpus else "gloo"
+    if collective_seconds:
+        init_with_limit(backend, timedelta(seconds=collective_seconds))
     else:
         dist.init_process_group(backend)
-    train(config, device)
-    dist.barrier()  # a rank that leaves while another still talks to it aborts that one
-    dist.destroy_process_group()
+    return device

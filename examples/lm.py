@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over bytes."""
+"""A small decoder-only transformer over bytes, or over tokens of any vocabulary."""
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,19 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of the next byte at every position, for at most `context` bytes."""
+    """Logits of the next byte, or token of a vocabulary, at every position, for at most `context` of them."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int = BYTES) -> None:
         super().__init__()
-        self.byte = nn.Embedding(BYTES, width)
+        self.byte = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, BYTES, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.position.weight, std=0.1)  # beside bytes of std 1: what a byte is tells more than where
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) int64 to (batch, time, 256)."""
+        """(batch, time) int64 to (batch, time, vocabulary)."""
         x = self.byte(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

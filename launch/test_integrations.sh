@@ -15,4 +15,4 @@ if ! cmp --silent configs/integrations.txt "$folder/made-from"; then
     cp configs/integrations.txt "$folder/made-from"
 fi
 export PYTHONPATH="$PWD:$PWD/$folder${PYTHONPATH:+:$PYTHONPATH}"
-exec .venv/bin/python -m pytest tests/integrations tests/docs/test_blocks.py -k "integrations or torchtitan" --exhaustive "$@"
+exec .venv/bin/python -m pytest tests/integrations tests/docs/test_blocks.py -k "integrations or torchtitan or lora" --exhaustive "$@"

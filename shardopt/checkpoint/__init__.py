@@ -3,6 +3,7 @@
 from shardopt.checkpoint.convert.convert import ConvertReport as ConvertReport
 from shardopt.checkpoint.convert.convert import convert as convert
 from shardopt.checkpoint.convert.peft import export_peft as export_peft
+from shardopt.checkpoint.convert.peft import peft_rename as peft_rename
 from shardopt.checkpoint.convert.reshard import reshard as reshard
 from shardopt.checkpoint.convert.verify import VerifyReport as VerifyReport
 from shardopt.checkpoint.convert.verify import verify as verify

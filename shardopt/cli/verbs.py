@@ -144,6 +144,20 @@ VERBS = (
         ),
     ),
     Verb(
+        "export-peft",
+        "write the low-rank adapters of a checkpoint as a folder of PEFT's",
+        "shardopt.cli.export_peft:export_peft",
+        (
+            _arg("src", help="a checkpoint"),
+            _arg("dst", help="the folder to write"),
+            _arg("--lora-alpha", help="the product of A and B is scaled by this / r", type=float, metavar="ALPHA"),
+            _arg("--base-model", help="the folder, or the name on the hub, of the base model", metavar="NAME"),
+            _arg("--config", help="a JSON file with other entries of adapter_config.json", metavar="FILE"),
+            _arg("--model", help="the key of the model in the app that was saved; model where it is left out"),
+            _arg("--adapter", help="the name of the adapter, where the model has several", metavar="NAME"),
+        ),
+    ),
+    Verb(
         "prune",
         "list the checkpoints of a run that rules would not keep, and with --yes remove them",
         "shardopt.cli.prune:prune",

@@ -1,6 +1,7 @@
 """The contract of every storage, wherever the bytes lie."""
 
 import errno
+import functools
 import importlib
 import os
 import stat
@@ -33,12 +34,13 @@ from shardopt.checkpoint.storage import (
     wrap_os_errors,
 )
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
+from tests.docs.blocks import ROOT, blocks_of
 from tests.harness import Fault
 from tests.harness.faults import watched
 from tests.harness.planned_fs import PlannedFileSystem
 from tests.harness.s3 import reached, s3_server
 
-KINDS = ["local", "memory", "directory", "generic local", "failing", "short", "recorded", "s3"]
+KINDS = ["local", "memory", "directory", "generic local", "failing", "short", "recorded", "s3", "own"]
 FAULTS = {"failing": OSError(errno.EBUSY, "SlowDown"), "short": "short"}
 
 
@@ -53,6 +55,14 @@ def impatient(monkeypatch):
     monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(pause_seconds=0.001))
 
 
+@functools.cache
+def class_on_page():
+    """The storage that docs/recipes/own-storage.md writes."""
+    names = {}
+    exec(blocks_of(ROOT / "docs/recipes/own-storage.md")[0].text, names)
+    return names["SqliteStorage"]
+
+
 def make(kind, folder):
     if kind == "local":
         return storage_of(folder / "root")
@@ -60,6 +70,8 @@ def make(kind, folder):
         return storage_of(f"memory://shardopt-tests/{uuid.uuid4().hex}")
     if kind == "recorded":
         return ReplayStorage(make("memory", folder), RecordedReads())
+    if kind == "own":
+        return class_on_page()(f"sqlite://{folder}/a.db/root")
     if kind in FAULTS:  # every request, once
         return RemoteStorage(PlannedFileSystem(FAULTS[kind]), f"/{folder.name}")
     if kind == "directory":
@@ -310,7 +322,7 @@ def test_remains_of_a_publication_have_a_name_that_is_known(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "directory", "generic local"])
+@pytest.mark.parametrize("kind", ["local", "memory", "directory", "generic local", "own"])
 def test_a_checkpoint_takes_the_same_line_everywhere(tmp_path, monkeypatch, kind):
     for module in ("saving.commit", "sources.open"):
         there = importlib.import_module(f"shardopt.checkpoint.{module}")

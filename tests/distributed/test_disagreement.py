@@ -1,5 +1,7 @@
 """Ranks that do not do the same: one lacks a tensor, sees another directory, or meets damage that others do not."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from shardopt.errors import (
     CorruptionError,
     LayoutError,
     MismatchError,
+    OptionError,
     PartialLoadError,
     RankError,
     StateError,
@@ -129,6 +132,25 @@ def test_a_key_that_no_rank_has_is_told_once_with_what_single_ranks_miss(tmp_pat
     ]
     assert "the checkpoint does not fit the app; nothing was changed" in message
     assert outcomes[1:] == outcomes[:1] * 2
+
+
+def load_adapters(path, mine, missing):
+    """Rank r has the adapters that it is told, which are not stored."""
+    app = {"a": torch.zeros(2)} | {key: torch.ones(2) for key in mine[dist.get_rank()]}
+    try:
+        report = checkpoint.load(path, app, strict=checkpoint.Strictness(missing=re.compile(missing)))
+    except OptionError as error:
+        assert not app["a"].any()
+        return [problem.found for problem in error.problems]
+    return app["a"].tolist(), report.missing
+
+
+def test_a_regex_for_missing_keys_has_to_be_found_on_some_rank(tmp_path):
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(2)})
+    outcomes = run_ranks(2, load_adapters, str(tmp_path / "c"), [[], ["lora_A"]], "lora_")
+    assert outcomes == [([1, 1], ()), ([1, 1], ("lora_A",))]
+    outcomes = run_ranks(2, load_adapters, str(tmp_path / "c"), [[], ["lora_A"]], "lora_C")
+    assert outcomes == [["'lora_C', which is found in no key of the app"]] * 2
 
 
 def load_uninitialized(path):

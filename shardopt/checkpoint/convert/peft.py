@@ -1,4 +1,10 @@
-"""Writes the adapters of a checkpoint as a folder of PEFT's: `adapter_model.safetensors` and `adapter_config.json`."""
+"""Adapters between checkpoints and PEFT's folders, which are `adapter_model.safetensors` and `adapter_config.json`.
+
+model.layers.0.q_proj.weight                                      in a Hugging Face folder
+base_model.model.model.layers.0.q_proj.base_layer.weight          the same in a model of PEFT's
+base_model.model.model.layers.0.q_proj.lora_A.weight              in PEFT's folder
+base_model.model.model.layers.0.q_proj.lora_A.default.weight      the same in a model of PEFT's
+"""
 
 from __future__ import annotations
 
@@ -10,14 +16,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
-from shardopt.errors import CheckpointExistsError, MismatchError, Problem
+from shardopt.errors import CheckpointExistsError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import whole
+from shardopt.state.names import plain_name
 
 TENSORS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
@@ -37,6 +46,39 @@ class _Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return whole(self.shape).numel * self.dtype.itemsize
+
+
+def peft_rename(model: torch.nn.Module, *, key: str = "model", adapter: str = "default") -> dict[str, str]:
+    """Returns the rules of `load(rename=)` that give stored weights the names they have in a model of PEFT's. Local.
+
+    They are for the folder of the base model, and for a folder of PEFT's that has its adapter:
+
+        app = {"model": get_peft_model(base, LoraConfig(...))}
+        rename = checkpoint.peft_rename(app["model"])
+        checkpoint.load("hf-folder", app, rename=rename, strict=checkpoint.Strictness(missing=re.compile("lora_")))
+        checkpoint.load("peft-folder", app, rename=rename, select="lora_")
+
+    Args:
+        model: a model that PEFT has put adapters into, sharded or not. Only its names are looked at.
+        key: the key of the model in the app.
+        adapter: the name of the adapter.
+
+    Raises:
+        OptionError: the model has no module with that adapter.
+    """
+    names = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    part = re.compile(rf"(.+)\.lora_[AB]\.{re.escape(adapter)}\.weight")
+    modules = {found[1].removeprefix(_PREFIX): None for name in names if (found := part.fullmatch(name))}
+    if not modules:
+        required = f"parameters named ….lora_A.{adapter}.weight, as PEFT makes them"
+        problem = Problem("model", "none", required, "pass what get_peft_model returns, and adapter= as it was named")
+        raise OptionError("there is no adapter in the model", [problem])
+    root, within = f"{key}.{_PREFIX}", "|".join(map(re.escape, modules))
+    return {
+        rf"^({re.escape(_PREFIX)})?": root,
+        rf"^({re.escape(root)}(?:{within}))\.(weight|bias)$": r"\1.base_layer.\2",
+        r"\.(lora_[AB])\.weight$": rf".\1.{adapter}.weight",
+    }
 
 
 def export_peft(

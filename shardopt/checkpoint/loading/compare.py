@@ -105,7 +105,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             problem = Problem(
                 key, "nothing in the checkpoint", _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING
             )
-            match.note(problem, strictness.missing)
+            match.note(problem, strictness.choice_for_missing(key))
     for alias, key in names.aliases.items():
         own, other = names.manifest.values.get(alias), names.manifest.values.get(key)
         if key in chosen and own is not None and (other is None or own[1] != other[1]):

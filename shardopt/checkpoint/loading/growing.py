@@ -110,7 +110,8 @@ def with_places(
         ends = [path for key, path in there.items() if manifest.values.get(key, ((), None))[1] != {}]
         gone = [key for key, path in here.items() if not any(is_below(other, path) for other in there.values())]
         for key, path in here.items():
-            if key in gone and strictness.missing != "raise" and not any(is_below(path, end) for end in ends):
+            may_lack = key in gone and strictness.choice_for_missing(key) != "raise"
+            if may_lack and not any(is_below(path, end) for end in ends):
                 parts[path] = leaves[key].value
             else:
                 del leaves[key]

@@ -134,7 +134,7 @@ def load(
         base_root: as for `open`.
 
     Raises:
-        OptionError: this rank is not in `process_group`.
+        OptionError: this rank is not in `process_group`; or a regex of `Strictness(missing=)` is found in no key.
         CheckpointNotFoundError, FormatError: there is nothing here to load.
         MismatchError: the checkpoint does not fit, or has numbers that a cast would lose. All of it is listed.
         StateError: averages stand in a tensor that would be loaded (`EMA.swap`). Nothing was changed by these two.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
-from shardopt.errors import CheckpointError, MismatchError, Problem
+from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
@@ -40,6 +40,7 @@ class RankPlan:
     Args:
         into: the tensors to be filled by the app's keys, of tied ones the first.
         per_rank: the stored values of this rank, by stored key.
+        unmatched: what is wrong with a regex of keys that may be missing.
         may_grow: the keys of plain containers of which other things are stored.
         growing: those that get what is stored.
         shared: those of `into` of which each box is read by one of the ranks that have it.
@@ -53,6 +54,7 @@ class RankPlan:
     match: Match
     into: Mapping[str, View] = field(default_factory=dict)
     per_rank: Mapping[str, Any] = field(default_factory=dict)
+    unmatched: Sequence[Problem] = ()
     may_grow: Sequence[str] = ()
     growing: Sequence[Growing] = ()
     shared: Mapping[str, View] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class RankPlan:
             dict(self.flat.tied),
             bool(match.tensors or match.values or match.per_rank) or is_met(self.flat, self.names),
             self.may_grow,
+            [asdict(problem) for problem in self.unmatched],
         ]
 
 
@@ -126,7 +129,8 @@ def plan_rank(
     match = compare(flat, views, names, strictness, ranks.size)
     differs = match.problems or match.missing or match.unexpected
     may_grow = growing_in(flat, names, select) if differs and grow is None else []
-    plan = RankPlan(reader, flat, names, match, growing=growing, may_grow=may_grow)
+    unmatched = strictness.unmatched(flat, names)
+    plan = RankPlan(reader, flat, names, match, growing=growing, may_grow=may_grow, unmatched=unmatched)
     if match.problems or may_grow:
         return plan
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
@@ -187,10 +191,13 @@ def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
     Raises:
         CheckpointError: ranks would load from different checkpoints.
         StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
+        OptionError: a regex of keys that may be missing is found in no key on any rank.
     """
-    digests, fingerprints, differences, casts, unmatched, tied, met, may_grow = zip(*reports, strict=True)
+    digests, fingerprints, differences, casts, unmatched, tied, met, may_grow, lacking = zip(*reports, strict=True)
     if all(unmatched):
         refuse_unmatched(unmatched)
+    if all(lacking):
+        raise OptionError("a regex matches nothing", [Problem(**each) for each in lacking[0]])
     if any(tied):
         refuse_other_ties(tied)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)

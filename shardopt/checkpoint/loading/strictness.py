@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from shardopt.checkpoint.loading.names import Names
@@ -31,10 +33,12 @@ Choice = Literal["raise", "warn", "ignore"]
 
 @dataclass(frozen=True, slots=True)
 class Strictness:
-    """One choice for each kind of difference between a checkpoint and an app; "raise" is the default for all.
+    r"""One choice for each kind of difference between a checkpoint and an app; "raise" is the default for all.
 
     Args:
-        missing: keys of the app, and options of its groups, that the checkpoint has not; they stay as they are.
+        missing: keys of the app, and options of its groups, that the checkpoint has not; they stay as they are. A
+            compiled regex lets those pass in which it is found, and no others: `re.compile(r"\.lora_[AB]\.")` for
+            adapters that begin on a stored model. One that is found in no key of the app, on any rank, is refused.
         unexpected: keys of the checkpoint, and options of its groups, that the app has not; they are left out. A
             schedule such as OneCycleLR adds options, of which another one knows nothing.
         dtype: "cast" converts floating point and complex values to the dtype that the app has. Numbers that it cannot
@@ -44,7 +48,7 @@ class Strictness:
         uninitialized: an optimizer that has state on one side only; it stays as it is.
     """
 
-    missing: Choice = "raise"
+    missing: Choice | re.Pattern[str] = "raise"
     unexpected: Choice = "raise"
     dtype: Literal["raise", "cast"] = "raise"
     uninitialized: Choice = "raise"
@@ -55,9 +59,31 @@ class Strictness:
         allowed = {"dtype": ("raise", "cast")}
         for name in ("missing", "unexpected", "dtype", "uninitialized"):
             choices = allowed.get(name, ("raise", "warn", "ignore"))
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: found {getattr(self, name)!r}; required one of {choices}")
-        object.__setattr__(self, "lets_objects_differ", self.missing != "raise" and self.unexpected != "raise")
+            is_pattern = name == "missing" and isinstance(self.missing, re.Pattern)
+            if not is_pattern and getattr(self, name) not in choices:
+                or_regex = ", or a compiled regex" if name == "missing" else ""
+                raise ValueError(f"{name}: found {getattr(self, name)!r}; required one of {choices}{or_regex}")
+        passes = self.missing in ("warn", "ignore") and self.unexpected != "raise"
+        object.__setattr__(self, "lets_objects_differ", passes)
+
+    def choice_for_missing(self, key: str) -> Choice:
+        """Returns what holds for a key of the app that the checkpoint has not."""
+        if isinstance(self.missing, re.Pattern):
+            return "ignore" if self.missing.search(key) else "raise"
+        return self.missing
+
+    def unmatched(self, flat: FlatState, names: Names) -> list[Problem]:
+        """Returns a problem where `missing` is a regex that is found in no key, or option of groups, to be loaded."""
+        if not isinstance(self.missing, re.Pattern):
+            return []
+        for key in names.chosen & flat.leaves.keys():
+            options = flat.leaves[key].value
+            of_group = options if isinstance(options, dict) else ()
+            if self.missing.search(key) or any(self.missing.search(f"{key}.{name}") for name in of_group):
+                return []
+        found = f"{self.missing.pattern!r}, which is found in no key of the app"
+        remedy = f"correct the regex; the app has {', '.join(islice(flat.leaves, 3)) or 'none'}"
+        return [Problem("missing", found, "a regex of keys that may be missing", remedy)]
 
 
 STRICT = Strictness()
@@ -77,7 +103,7 @@ def log_passed_over(url: str, missing: Sequence[str], unexpected: Sequence[str],
         (missing, strictness.missing, "of the app that the checkpoint has not"),
         (unexpected, strictness.unexpected, "of the checkpoint that the app has not"),
     ):
-        if keys and choice == "ignore":
+        if keys and (choice == "ignore" or isinstance(choice, re.Pattern)):
             first = ", ".join([*keys[:_MOST_KEYS], *(["..."] if len(keys) > _MOST_KEYS else [])])
             texts.append(f"{len(keys)} {'key' if len(keys) == 1 else 'keys'} {whose} ({first})")
     if texts:
@@ -98,7 +124,8 @@ def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) 
         if target.groups is not None:
             known = {name for group in target.groups for name in group}
             sections[(*target.path, PARAM_GROUPS)] = known
-    done: dict[tuple[int, int], dict[str, Any]] = {}
+    done: dict[tuple[int, int, str], dict[str, Any]] = {}
+    by_key = isinstance(strictness.missing, re.Pattern)  # else the same for all that share their options
     values, passed = dict(names.manifest.values), dict[str, str]()
     for key, (path, stored) in names.manifest.values.items():
         known = sections.get(path[:-1], set())
@@ -108,19 +135,23 @@ def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) 
         own: Mapping[str, Any] = leaf.value if leaf is not None else dict.fromkeys(known)
         if other_algorithm(stored, str(own.get(ALGORITHM) or "")):
             continue
-        form = id(stored), id(own) if leaf is not None else id(known)
+        form = id(stored), id(own) if leaf is not None else id(known), key if by_key else ""
         if form not in done:
             left_out = [name for name in stored if name not in own and name not in _KEPT]
             left_out = left_out if strictness.unexpected != "raise" else []
-            added = {name: value for name, value in own.items() if name not in stored and name not in _KEPT}
-            added = added if strictness.missing != "raise" and leaf is not None else {}
+            added = {
+                name: value
+                for name, value in (own.items() if leaf is not None else ())
+                if name not in stored and name not in _KEPT
+                if strictness.choice_for_missing(f"{key}.{name}") != "raise"
+            }
             done[form] = {name: value for name, value in stored.items() if name not in left_out} | added
             passed |= {f"{key}.{name}": "the checkpoint" for name in left_out}
             passed |= {f"{key}.{name}": "the app" for name in added}
         values[key] = path, done[form]
     warnings = []
     for key, side in passed.items():
-        choice = strictness.unexpected if side == "the checkpoint" else strictness.missing
+        choice = strictness.unexpected if side == "the checkpoint" else strictness.choice_for_missing(key)
         if choice == "warn":
             remedy = "attach the schedule that adds it before the load"
             warnings.append(Problem(key, f"an option that {side} alone has", "one that both have", remedy))

@@ -1,11 +1,11 @@
-"""Opens storage by URL: the one place that decides between local directories and all else that fsspec opens."""
+"""Opens storage by URL, here alone: a program's own, local directories, and all else that fsspec opens."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ _LOCAL = re.compile(r"(?:file|local)://|file:(?=/)")
 _URL = re.compile(rf"(?:{_NAME}::)*{_NAME}://")
 _LINK = re.compile(rf"::(?={_URL.pattern})")  # of a chain of fsspec's: a protocol follows
 _NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
+_own: dict[str, Callable[[str], Storage]] = {}  # by protocol
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
@@ -62,6 +63,25 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
         CheckpointError: fsspec does not know the protocol, or the package that it needs for it is not there.
     """
     return world().open_storage(os.fspath(url), durable, _open)
+
+
+def register_storage(protocol: str, opener: Callable[[str], Storage]) -> None:
+    """Has URLs of a protocol opened by a program's own storage from now on, in this process. Local.
+
+    Each rank calls it, before it saves or loads; a program that has registered the protocol already exchanges it.
+
+    Args:
+        protocol: what stands before "://", such as "sqlite".
+        opener: makes the storage of a URL. Its `url` is that URL, by which it is opened again.
+
+    Raises:
+        OptionError: the protocol is none, or one that stands for local paths.
+    """
+    if not re.fullmatch(_NAME, protocol) or protocol in ("file", "local"):
+        required = 'letters and digits, two at least, and neither "file" nor "local"'
+        problem = Problem("protocol", repr(protocol), required, 'give what stands before "://"')
+        raise OptionError("arguments that cannot be meant", [problem])
+    _own[protocol] = opener
 
 
 def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> None:
@@ -111,6 +131,9 @@ def _open(text: str, durable: bool) -> Storage:
     url = absolute_url(text)
     if not _URL.match(url):
         return LocalStorage(url, durable)
+    own = _own.get(url.partition("://")[0])
+    if own is not None:
+        return own(url)
     try:
         fs, path = _file_system(url)
     except (ImportError, ValueError, TypeError, OSError) as error:

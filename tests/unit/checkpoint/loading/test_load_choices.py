@@ -1,12 +1,14 @@
 """Choices of a load: strictness by kind, selection, renaming, conversion, verification first."""
 
+import re
+
 import pytest
 import torch
 
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
-from shardopt.errors import CorruptionError, MismatchError, PartialLoadError
+from shardopt.errors import CorruptionError, MismatchError, OptionError, PartialLoadError
 
 
 def model_and_optimizer(init=True):
@@ -110,6 +112,47 @@ def test_missing_and_unexpected_have_a_choice_each(saved):
     assert same(bits(app), saved[1])
 
 
+def test_a_regex_lets_those_keys_be_missing_in_which_it_is_found(saved, caplog):
+    adapters = {"q.lora_A.weight": torch.ones(2), "q.lora_B.weight": torch.zeros(2)}
+    app = app_of(*model_and_optimizer()) | {"adapters": adapters, "other": torch.full((2,), 5.0)}
+    before = bits(app)
+    only = Strictness(missing=re.compile(r"\.lora_[AB]\."))
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(saved[0], app, strict=only)
+    assert [problem.key for problem in caught.value.problems] == ["other"] and same(bits(app), before)
+    del app["other"]
+    with caplog.at_level("INFO", logger="shardopt"):
+        report = checkpoint.load(saved[0], app, strict=only)
+    assert report.missing == ("adapters.q.lora_A.weight", "adapters.q.lora_B.weight")
+    assert "2 keys of the app that the checkpoint has not (adapters.q.lora_A.weight, " in caplog.text
+    assert app["step"] == 1 and adapters["q.lora_A.weight"].all()
+    checkpoint.save(saved[0].parent / "with", app)
+    assert checkpoint.load(saved[0].parent / "with", app, strict=only).missing == ()  # as a program that is run again
+
+
+def test_a_regex_for_missing_keys_that_is_found_in_none_is_refused(saved):
+    app = app_of(*model_and_optimizer())
+    before = bits(app)
+    for select in (None, r"^model\."):
+        with pytest.raises(OptionError, match=r"'lora', which is found in no key of the app.*correct the regex"):
+            checkpoint.load(saved[0], app, strict=Strictness(missing=re.compile("lora")), select=select)
+    assert same(bits(app), before)
+    with pytest.raises(OptionError):  # not among those that are loaded
+        checkpoint.load(saved[0], app, strict=Strictness(missing=re.compile("exp_avg")), select=r"^model\.")
+
+
+def test_a_regex_lets_options_of_groups_be_missing(tmp_path):
+    plain, scheduled = model_and_optimizer(), model_and_optimizer()
+    checkpoint.save(tmp_path / "c", app_of(*plain))
+    torch.optim.lr_scheduler.OneCycleLR(scheduled[1], max_lr=0.5, total_steps=20)
+    with pytest.raises(MismatchError, match="max_lr"):
+        few = Strictness(missing=re.compile(r"param_groups\..*\.initial_lr$"))
+        checkpoint.load(tmp_path / "c", app_of(*scheduled), strict=few)
+    added = Strictness(missing=re.compile(r"\.param_groups\..*\.(initial_lr|(max|min)_(lr|momentum)|base_momentum)$"))
+    checkpoint.load(tmp_path / "c", app_of(*scheduled), strict=added)
+    assert scheduled[1].param_groups[0]["max_lr"] == 0.5
+
+
 def test_conversion_only_on_request_and_only_of_inexact_dtypes(tmp_path):
     numbers = torch.arange(300_000, dtype=torch.float32).reshape(600, 500) / 7
     checkpoint.save(tmp_path / "c", {"x": numbers, "n": torch.arange(3)})
@@ -150,6 +193,8 @@ def test_keys_are_renamed_by_rules(tmp_path):
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="missing"):
         Strictness(missing="maybe")
+    with pytest.raises(ValueError, match="unexpected"):
+        Strictness(unexpected=re.compile("a"))
 
 
 def flip_last_byte_of(path, key):

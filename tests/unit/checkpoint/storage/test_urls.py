@@ -4,6 +4,7 @@ import os
 import re
 import zipfile
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from shardopt import checkpoint
 from shardopt.checkpoint import Manager, Tier
 from shardopt.checkpoint.dcp import StorageReader, StorageWriter
-from shardopt.checkpoint.storage import absolute_url, storage_of
+from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, absolute_url, register_storage, storage_of
+from shardopt.checkpoint.storage import open as storage_open
 from shardopt.errors import CheckpointError, OptionError
 
 
@@ -112,3 +114,26 @@ def test_homes_and_dots_are_resolved(here, monkeypatch):
 def test_what_lies_on_hosts_has_an_absolute_path():
     with pytest.raises(OptionError, match="an absolute path"):
         checkpoint.save("hosts://run/step-1", app())
+
+
+def test_a_protocol_of_the_programs_own_is_opened_by_it(monkeypatch):
+    monkeypatch.setattr(storage_open, "_own", {})
+    with pytest.raises(CheckpointError, match="the protocol 'own'"):
+        storage_of("own://a/b")
+    opened = []
+
+    def opener(url):
+        opened.append(url)
+        return LocalStorage("/nowhere")
+
+    register_storage("own", opener)
+    assert isinstance(storage_of("own://a/b"), LocalStorage) and opened == ["own://a/b"]
+    register_storage("own", lambda url: RemoteStorage(fsspec.filesystem("memory"), url))  # again, in its place
+    assert isinstance(storage_of("own://a/b"), RemoteStorage)
+    assert storage_of("own:/a").url.endswith("own:/a")  # a path
+
+
+@pytest.mark.parametrize("protocol", ["file", "local", "", "a", "a://", "a b"])
+def test_what_is_no_protocol_is_refused(protocol):
+    with pytest.raises(OptionError, match="protocol: found"):
+        register_storage(protocol, LocalStorage)
