@@ -33,6 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Takes what has been made so far, some million objects, out of every later garbage collection, which looks at each."""
+    """Keeps what was collected, a million objects, out of garbage collections, which would look at each of them."""
     gc.collect()
     gc.freeze()

@@ -135,5 +135,5 @@ def test_a_bucket_is_served(tmp_path):
 
 
 def test_each_benchmark_is_run():
-    run = {*SMALL, "simulate_scale", "scale_of_files", "many_files", "s3_files"}
+    run = {*SMALL, "simulate_scale", "scale_of_files", "many_files", "s3_files", "plot_results"}
     assert {*MODULES} - {*SHARED} - NOT_RUN == run
