@@ -18,7 +18,12 @@ BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
 class Span(NamedTuple):
-    """Bytes of a file, from `offset` on, and the writable memory that they are to be read into."""
+    """Bytes of a file, and the memory that they are read into.
+
+    Args:
+        offset: of the first of them in the file.
+        memory: writable; as many bytes are read as it has.
+    """
 
     offset: int
     memory: memoryview
@@ -184,6 +189,11 @@ def unreadable(path: str, error: OSError) -> UnreadableError:
 
 
 def too_short(path: str, offset: int) -> CorruptionError:
-    """Returns the error for a file that ends at `offset`, before the end of the bytes that are read."""
+    """Returns the error for a file that ends before the bytes that were to be read.
+
+    Args:
+        path: of the file, as it is printed.
+        offset: where the file ends.
+    """
     problem = Problem(path, f"its end before byte {offset}", "all of the file", "restore from another checkpoint")
     return CorruptionError("a file is shorter than it was", [problem])
