@@ -37,7 +37,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # from a c
 
 from benchmarks.peers import RESULTS, write_table
 from shardopt.ranks import Ranks
-from shardopt.world import Store, World, using
+from shardopt.runtime.stores import Store
+from shardopt.world import World, using
 
 matplotlib.use("Agg")
 

@@ -37,7 +37,8 @@ from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.connections.session import pack_reports
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
 from shardopt.runtime.gc_pause import gc_paused
-from shardopt.world import READ, WRITE, Selector, Store, using, world
+from shardopt.runtime.stores import Store
+from shardopt.world import READ, WRITE, Selector, using, world
 
 commit_module: Any = importlib.import_module("shardopt.checkpoint.saving.commit")
 save_module: Any = importlib.import_module(

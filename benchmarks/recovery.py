@@ -46,7 +46,7 @@ from benchmarks.s3_files import BUCKET, served
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME, writer_of
-from shardopt.checkpoint.run.identity import LABEL_NAME, RUN_NAME, RunIdentity
+from shardopt.checkpoint.run.root import LABEL_NAME, RUN_NAME, RunIdentity
 from shardopt.state.flatten import flatten
 from tests.harness.s3 import reached
 

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from shardopt import checkpoint
 from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading import checking
 from shardopt.checkpoint.sources.reading import fetch as read
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.sharding.box import whole
@@ -52,7 +53,7 @@ def main() -> None:
     print("| MiB a request | at a time | seconds | MB/s | at most in flight, MiB |")
     print("|---|---|---|---|---|")
     for mib, threads in ((2, 4), (2, 8), (8, 4), (8, 8), (8, 16), (16, 8), (32, 8)):
-        read._FAR_BATCH_BYTES, read._FAR_THREADS = mib << 20, threads
+        checking._FAR_BATCH_BYTES, checking._FAR_THREADS = mib << 20, threads
         seconds = []
         for _ in range(3):
             begin = time.perf_counter()

@@ -78,7 +78,7 @@ def make_run(log: Path) -> None:
     """
     handler = logging.FileHandler(log)
     logging.getLogger("shardopt").addHandler(handler)
-    logging.getLogger("shardopt").setLevel(logging.INFO)
+    logging.getLogger("shardopt").setLevel(logging.DEBUG)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Model()
@@ -142,7 +142,7 @@ def main(folder: Path) -> None:
         f"shardopt show {last} {key}",
         lambda output: show(output, url=last, **SHOW | {"key": key}),
     )
-    select = r"^model\.(layers\.0\.|embed)|^data|^step|param_groups"
+    select = r"^model|^data|^step|param_groups"
     draw_text(
         folder / "diff.svg",
         f"shardopt diff {first} {last} --select '{select}'",

@@ -35,7 +35,7 @@ train() {
         wait "$job" || fail "$log"
     fi
     job=
-    grep -h "restored step\|told to stop" "$log" | sed 's/^/     /' || true
+    grep -h "resumed step\|told to stop" "$log" | sed 's/^/     /' || true
     echo "     $(tail -n 1 "$run/loss.jsonl")"
 }
 

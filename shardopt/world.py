@@ -26,18 +26,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
-    DistError,
-    FileStore,
-    HashStore,
-    PrefixStore,
-    ProcessGroup,
-    Store,
-    TCPStore,
-)
-
+from shardopt.runtime.late import late
 from shardopt.runtime.sockets import (
     OFTEN_SECONDS,
     addresses_of_interfaces,
@@ -46,6 +37,14 @@ from shardopt.runtime.sockets import (
     pair_kept_from_children,
     prepare,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shardopt.runtime import stores
+    from shardopt.runtime.stores import Store
+else:
+    stores = late("shardopt.runtime.stores")
 
 __all__ = [
     "NO_SIGNAL",
@@ -60,8 +59,6 @@ __all__ = [
     "Lock",
     "Selector",
     "Socket",
-    "Store",
-    "StoreError",
     "Thread",
     "World",
     "using",
@@ -73,9 +70,6 @@ T = TypeVar("T")
 
 Socket = socket.socket
 Selector = selectors.BaseSelector
-
-StoreError = DistError
-"""What a store raises that cannot be reached."""
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 """What a selector waits for: something to read, room to write."""
@@ -212,11 +206,11 @@ class World:
 
     def store_of(self, group: ProcessGroup, prefix: str) -> Store:
         """Returns the store of a process group, with a prefix before all keys."""
-        return PrefixStore(prefix, group.get_group_store())
+        return stores.of_group(group, prefix)
 
     def local_store(self) -> Store:
         """Returns a store of this process alone."""
-        return HashStore()
+        return stores.of_process()
 
     def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> socket.socket:
         """Returns a socket that listens at an address of this host, at a free port. It does not block.
@@ -292,15 +286,11 @@ class World:
 
     def store_host(self, store: Store) -> str | None:
         """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
-        store = _without_prefixes(store)
-        if isinstance(store, HashStore):
-            return ""
-        return str(store.host) if isinstance(store, TCPStore) else None
+        return stores.host_of(store)
 
     def store_file(self, store: Store) -> str | None:
         """Returns the path of a store that is a file; None for any other."""
-        store = _without_prefixes(store)
-        return str(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]  # of a compiled class
+        return stores.file_of(store)
 
     def most_descriptors(self) -> int:
         """Returns how many files and sockets this process may have open at once."""
@@ -324,12 +314,6 @@ class World:
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
         """Opens the storage at a URL, with the opener that the real world has."""
         return opener(url, durable)
-
-
-def _without_prefixes(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def utc_text(seconds: float) -> str:

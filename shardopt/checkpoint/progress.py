@@ -43,14 +43,14 @@ def progress_bar(doing: str) -> Iterator[Progress | None]:
     with checkpoint.progress_bar("saving") as progress:
         checkpoint.save(url, app, progress=progress)
     """
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        yield None
+        return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bars
     except ImportError:
-        yield None
-        return
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield None
         return
     columns = ("[progress.description]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -8,11 +8,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from shardopt.checkpoint import CheckpointReader
-from shardopt.cli.output import cell_width, nbytes_text, plural, shortened
+from shardopt.checkpoint.sources.contents import CheckpointContents
+from shardopt.checkpoint.text import nbytes_text, plural
+from shardopt.cli.output import cell_width, shortened
 from shardopt.cli.tree import Leaf, patterns_of
 from shardopt.errors import StateError
-from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.state.paths import PARAM_GROUPS
 from shardopt.state.values import encode_value
 
 _LONGEST_VALUE = 200
@@ -22,7 +23,7 @@ _MOST_BOXES = 16
 
 
 def leaves_of(
-    reader: CheckpointReader, wanted: Callable[[str], bool], show_all: bool = False, boxes: bool = False
+    contents: CheckpointContents, wanted: Callable[[str], bool], show_all: bool = False, boxes: bool = False
 ) -> Iterator[Leaf]:
     """Yields a leaf for each key that is wanted; one for all parameters of an optimizer that have equal options.
 
@@ -30,26 +31,24 @@ def leaves_of(
         show_all: whether long texts are whole.
         boxes: whether each tensor has a line for each box.
     """
-    stored = reader.manifest
+    stored = contents.manifest
     alike_boxes: dict[Hashable, int] = {}
     for key in filter(wanted, stored.tensors):
-        info = reader.info(key)
+        _, dtype, layout, tied_to, _ = stored.tensors[key]
         # One number for equal cuts, which are the same object for most tensors of a checkpoint.
-        cuts = alike_boxes.setdefault(id(info.boxes), alike_boxes.setdefault(info.boxes, len(alike_boxes)))
-        dtype = dtype_text(info.dtype)
-        elements = prod(info.shape)
-        notes = [f"in {plural(len(info.boxes), 'box')}"] if len(info.boxes) > 1 else []
-        notes += [f"tied to {info.tied_to}"] if info.tied_to is not None else []
-        counted = elements if info.tied_to is None else 0
+        cuts = alike_boxes.setdefault(id(layout.boxes), alike_boxes.setdefault(layout.boxes, len(alike_boxes)))
+        notes = [f"in {plural(len(layout.boxes), 'box')}"] if len(layout.boxes) > 1 else []
+        notes += [f"tied to {tied_to}"] if tied_to is not None else []
+        counted = prod(layout.shape) if tied_to is None else 0
         yield Leaf(
             key=key,
-            alike=("tensor", dtype, info.shape, cuts, info.tied_to),
-            text=f"{dtype} {list(info.shape)}",
+            alike=("tensor", dtype.name, layout.shape, cuts, tied_to),
+            text=f"{dtype.name} {list(layout.shape)}",
             notes=", ".join(notes),
-            dtype=dtype,
+            dtype=dtype.name,
             elements=counted,
-            nbytes=counted * info.dtype.itemsize,
-            details=tuple(box_lines(reader, key, show_all)) if boxes else (),
+            nbytes=counted * dtype.itemsize,
+            details=tuple(box_lines(contents, key, show_all)) if boxes else (),
         )
     options: defaultdict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
     for key in filter(wanted, stored.values):
@@ -94,19 +93,14 @@ def _wrapped(texts: Sequence[str]) -> Iterator[str]:
             line = ""
 
 
-def box_lines(reader: CheckpointReader, key: str, show_all: bool) -> Iterator[str]:
+def box_lines(contents: CheckpointContents, key: str, show_all: bool) -> Iterator[str]:
     """Yields a line for each box of a tensor, and the file that has it."""
-    layout = reader.manifest.tensors[key].layout
+    layout = contents.manifest.tensors[key].layout
     pairs = list(zip(layout.boxes, layout.files, strict=True))
     for box, file in pairs if show_all else pairs[:_MOST_BOXES]:
-        yield f"{box} in {reader.manifest.files[file].path}"
+        yield f"{box} in {contents.manifest.files[file].path}"
     if len(pairs) > _MOST_BOXES and not show_all:
         yield f"and {len(pairs) - _MOST_BOXES:,} more (--all)"
-
-
-def dtype_text(dtype: Any) -> str:
-    """Returns the name of a dtype of torch: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def value_text(value: Any, show_all: bool = False) -> str:
@@ -132,9 +126,9 @@ def typed(value: Any, key: str) -> Any:
         return {"text": repr(value)}
 
 
-def head_line(reader: CheckpointReader) -> str:
+def head_line(contents: CheckpointContents) -> str:
     """Returns what there is to say of all of a checkpoint, after its URL."""
-    stored = reader.manifest
+    stored = contents.manifest
     saved = f"saved by {plural(stored.world_size, 'rank')} as {stored.save_id}"
     own, beside = (
         f"{plural(len(files), 'file')}, {nbytes_text(sum(file.nbytes for file in files))}"
@@ -143,34 +137,35 @@ def head_line(reader: CheckpointReader) -> str:
     return f"{saved}, {own}" + (f", and of earlier saves {beside}" if stored.referred_files else "")
 
 
-def tensor_document(reader: CheckpointReader, key: str) -> dict[str, Any]:
+def tensor_document(contents: CheckpointContents, key: str) -> dict[str, Any]:
     """Returns all about a tensor but its bytes, as JSON has it."""
-    info, layout = reader.info(key), reader.manifest.tensors[key].layout
-    names = [reader.manifest.files[file].path for file in layout.files]
+    _, dtype, layout, tied_to, _ = contents.manifest.tensors[key]
+    names = [contents.manifest.files[file].path for file in layout.files]
+    elements = prod(layout.shape)
     return {
-        "dtype": dtype_text(info.dtype),
-        "shape": list(info.shape),
-        "elements": prod(info.shape),
-        "bytes": prod(info.shape) * info.dtype.itemsize,
-        "tied_to": info.tied_to,
+        "dtype": dtype.name,
+        "shape": list(layout.shape),
+        "elements": elements,
+        "bytes": elements * dtype.itemsize,
+        "tied_to": tied_to,
         "boxes": [
             {"offsets": list(box.offsets), "sizes": list(box.sizes), "file": name}
-            for box, name in zip(info.boxes, names, strict=True)
+            for box, name in zip(layout.boxes, names, strict=True)
         ],
     }
 
 
-def document(reader: CheckpointReader, wanted: Callable[[str], bool]) -> dict[str, Any]:
+def document(contents: CheckpointContents, wanted: Callable[[str], bool]) -> dict[str, Any]:
     """Returns the contents of a checkpoint as JSON has them."""
-    stored = reader.manifest
+    stored = contents.manifest
     return {
-        "url": reader.url,
+        "url": contents.url,
         "save_id": stored.save_id,
         "saved_at": stored.saved_at,
         "world_size": stored.world_size,
         "metrics": stored.metrics,
         "files": [{"name": file.path, "bytes": file.nbytes} for file in stored.files],
-        "tensors": {key: tensor_document(reader, key) for key in filter(wanted, sorted(stored.tensors))},
+        "tensors": {key: tensor_document(contents, key) for key in filter(wanted, sorted(stored.tensors))},
         "values": {key: typed(stored.values[key][1], key) for key in filter(wanted, sorted(stored.values))},
         "per_rank": sorted(filter(wanted, stored.per_rank)),
     }

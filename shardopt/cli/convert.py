@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES
+from shardopt.checkpoint.converting.convert import MAX_FILE_BYTES
 from shardopt.cli.output import Output
 from shardopt.cli.rules import parse_rename
 from shardopt.errors import OptionError, Problem

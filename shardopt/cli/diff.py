@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.loading.renaming import names_by_rules, refuse_collisions
 from shardopt.checkpoint.progress import Counter
 from shardopt.checkpoint.run.branches import by_numbers
+from shardopt.checkpoint.text import plural
 from shardopt.cli.contents import head_line, typed, value_text
 from shardopt.cli.difference import TensorDifference, difference_of
-from shardopt.cli.output import Cell, Output, Span, plural
+from shardopt.cli.output import Cell, Output, Span, cell_width
 from shardopt.cli.rules import parse_rename
 from shardopt.cli.show import chosen_by
-from shardopt.cli.tree import patterns_of
-from shardopt.state.param_groups import PARAM_GROUPS
+from shardopt.cli.tree import names_by_pattern, patterns_of
+from shardopt.state.paths import PARAM_GROUPS
 
 _MOST_LINES = 100
+_LONGEST_CHANGE = 60  # columns of a value
+_NOTHING = "nothing"
+_OPAQUE = (bytes, np.ndarray, torch.Tensor)
 
 
 class ValueDifference(NamedTuple):
@@ -148,8 +156,7 @@ def _print(
 ) -> None:
     output.line("A  ", Span(reader_a.url, "bold"), f": {head_line(reader_a)}")
     output.line("B  ", Span(reader_b.url, "bold"), f": {head_line(reader_b)}")
-    lines: list[list[Cell]] = [_tensor_line(key, each) for key, each in found.unequal.items()]
-    output.table(_some(lines, show_all), right=[])
+    output.table(_some(_tensor_lines(found.unequal, show_all), show_all), right=[])
     value_lines = _value_lines(found.values, show_all)
     for line in _some(value_lines, show_all):
         output.line(*line)
@@ -158,7 +165,8 @@ def _print(
         for line in _some(patterns, show_all):
             output.line(*line)
     for key in found.not_compared:
-        output.line(Span(f"not compared: {key}, a value of each of other numbers of ranks", "yellow"))
+        why = "each rank has its own, and the numbers of ranks differ"
+        output.line(Span(f"not compared: {key}: {why}", "yellow"))
     equal = [each for each in found.tensors.values() if each.kind == "equal"]
     by_checksum = sum(each.by_checksum for each in equal)
     summary = [f"{plural(len(equal), 'tensor')} equal ({by_checksum:,} by checksum)"]
@@ -174,20 +182,37 @@ def _print(
     )
 
 
-def _tensor_line(key: str, found: TensorDifference) -> list[Cell]:
-    name = Span(key, "bold")
+def _tensor_lines(unequal: Mapping[str, TensorDifference], show_all: bool) -> list[list[Cell]]:
+    """Returns a line for each tensor that differs; one for layers whose tensors differ in one way."""
+    if show_all:
+        return [_tensor_line(key, [each]) for key, each in unequal.items()]
+    ways = {key: (each.kind, each.a, each.b, bool(each.differing)) for key, each in unequal.items()}
+    return [_tensor_line(key, [unequal[name] for name in names]) for key, names in names_by_pattern(ways).items()]
+
+
+def _tensor_line(key: str, alike: Sequence[TensorDifference]) -> list[Cell]:
+    found, name = alike[0], Span(key, "bold")
+    count = [Span(f"{len(alike):,} ×", "dim")] if len(alike) > 1 else []
     if found.kind == "shape":
-        return [name, Span(f"{found.a} → {found.b}", "red")]
+        return [name, Span(f"{found.a} → {found.b}", "red"), *count]
     if found.kind == "bits":
-        return [name, Span("equal values, other bits (-0.0 or NaN)", "yellow")]
+        return [name, Span("equal values, other bits (-0.0 or NaN)", "yellow"), *count]
     what = [f"{found.a} → {found.b}"] if found.kind == "dtype" else []
     if found.differing:
-        what.append(f"max {found.maximum:.4g}")
-        what.append(f"norm {found.norm:.4g} ({found.relative:.2g} of A)")
-        what.append(f"{found.differing:,} of {plural(found.elements, 'element')}")
+        elements = sum(each.elements for each in alike)
+        relative = _greatest(each.relative for each in alike)
+        of_a = f"{'up to ' * (len(alike) > 1)}{relative:.2g} of A"
+        what.append(f"max {_greatest(each.maximum for each in alike):.4g}")
+        what.append(f"norm {math.hypot(*(each.norm for each in alike)):.4g} ({of_a})")
+        what.append(f"{sum(each.differing for each in alike):,} of {plural(elements, 'element')}")
     else:
         what.append("equal values")
-    return [name, Span(", ".join(what), "red" if found.differing else "yellow")]
+    return [name, Span(", ".join(what), "red" if found.differing else "yellow"), *count]
+
+
+def _greatest(numbers: Iterable[float]) -> float:
+    """Returns the greatest number; NaN where one is."""
+    return max(numbers, key=lambda number: (math.isnan(number), number))
 
 
 def _value_lines(values: Sequence[ValueDifference], show_all: bool) -> list[list[Cell]]:
@@ -200,8 +225,7 @@ def _value_lines(values: Sequence[ValueDifference], show_all: bool) -> list[list
             alike[f"{root}.{PARAM_GROUPS}", _changes(a, b, show_all)].append(parameter)
             continue
         of_rank = f" of rank {ranks[0]}" if ranks else ""
-        change = f"  {value_text(a, show_all)} → {value_text(b, show_all)}"
-        lines.append([Span(f"{key}{of_rank}", "bold"), Span(change, "red")])
+        lines.append([Span(f"{key}{of_rank}", "bold"), Span(f"  {_change(a, b, show_all)}", "red")])
     for (root, changes), parameters in alike.items():
         patterns = patterns_of(parameters)
         shown = patterns if show_all else patterns[:4]
@@ -213,9 +237,19 @@ def _value_lines(values: Sequence[ValueDifference], show_all: bool) -> list[list
 
 
 def _changes(a: Mapping[Any, Any], b: Mapping[Any, Any], show_all: bool) -> str:
-    names = [name for name in {**a, **b} if not _are_equal(a.get(name, "nothing"), b.get(name, "nothing"))]
-    texts = [{name: value_text(of[name], show_all) if name in of else "nothing" for name in names} for of in (a, b)]
-    return ", ".join(f"{name} {texts[0][name]} → {texts[1][name]}" for name in names)
+    names = [name for name in {**a, **b} if not _are_equal(a.get(name, _NOTHING), b.get(name, _NOTHING))]
+    changes = ((name, _change(a.get(name, _NOTHING), b.get(name, _NOTHING), show_all)) for name in names)
+    return ", ".join(f"{name} {change}" for name, change in changes)
+
+
+def _change(a: Any, b: Any, show_all: bool) -> str:
+    """Returns two values with an arrow; of those that say nothing to a reader, such as random state, "differs"."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return _changes(a, b, show_all)
+    texts = ["nothing" if value is _NOTHING else value_text(value, show_all) for value in (a, b)]
+    is_opaque = any(isinstance(value, _OPAQUE) for value in (a, b))
+    is_long = not show_all and max(map(cell_width, texts)) > _LONGEST_CHANGE
+    return "differs" if is_opaque or is_long else " → ".join(texts)
 
 
 def _some(lines: Sequence[list[Cell]], show_all: bool) -> Sequence[list[Cell]]:

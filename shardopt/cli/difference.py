@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from shardopt.checkpoint import CheckpointReader
+from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.checkpoint.sources.equality import checksums_are_equal, raw_bytes
-from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
-from shardopt.cli.contents import dtype_text
+from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 from shardopt.cli.statistics import as_array
 from shardopt.sharding.box import whole
 
@@ -72,8 +72,8 @@ def difference_of(
     found = TensorDifference(
         "equal",
         by_checksum=True,
-        a=f"{dtype_text(info.dtype)} {list(info.shape)}",
-        b=f"{dtype_text(other.dtype)} {list(other.shape)}",
+        a=f"{dtype_name(info.dtype)} {list(info.shape)}",
+        b=f"{dtype_name(other.dtype)} {list(other.shape)}",
         elements=math.prod(info.shape),
     )
     nbytes = found.elements * info.dtype.itemsize

@@ -12,11 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from shardopt.cli.flags import put_flags
 from shardopt.cli.output import Output, ReaderGone
 from shardopt.cli.parser import parse
-from shardopt.errors import OptionError, ShardoptError
+from shardopt.cli.verbs import Verb
+from shardopt.errors import OptionError, Problem, ShardoptError
 from shardopt.version import __version__
 
+_WITHOUT_TORCH = "install it (pytorch.org), or add --no-stats to `show URL KEY`; `ls` and `verify` need none"
 _WRONG, _WRONG_CALL, _INTERRUPTED, _READER_GONE = 1, 2, 130, 141
 
 
@@ -31,21 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         verb, values = parse(sys.argv[1:] if arguments is None else arguments, __version__)
-        return _call(verb.function, **values)
+        return _call(verb, **values)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def _call(function: str, json: bool, **values: Any) -> int:
+def _call(verb: Verb, json: bool, **values: Any) -> int:
     """Runs a verb; returns the exit status. Errors of this package and of the system are printed as one line."""
     output = Output(json)
     try:
         try:
-            module, _, name = function.partition(":")
+            module, _, name = verb.function.partition(":")
             status: int = getattr(importlib.import_module(module), name)(output, **values)
             output.finish()
-        except (ShardoptError, OSError) as error:
-            output.fail(error)
+        except (ShardoptError, OSError, ModuleNotFoundError) as error:
+            output.fail(_as_said(error, verb))
             output.finish()
             status = _WRONG_CALL if isinstance(error, OptionError) else _WRONG
         return status
@@ -55,3 +58,15 @@ def _call(function: str, json: bool, **values: Any) -> int:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         return _READER_GONE
+
+
+def _as_said(error: Exception, verb: Verb) -> Exception:
+    """Returns an error as the shell prints it; raises one that is a fault of this package."""
+    if isinstance(error, ModuleNotFoundError):
+        if error.name != "torch":
+            raise error
+        problem = Problem("torch", "not installed", "torch, to read tensors", _WITHOUT_TORCH)
+        return ShardoptError("this needs torch", [problem], code="missing-package")
+    if isinstance(error, ShardoptError):
+        put_flags(error, verb.arguments)
+    return error

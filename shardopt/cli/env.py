@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from shardopt.checkpoint.format.constants import file_name
 from shardopt.checkpoint.storage import common_storage, storage_of
-from shardopt.cli.output import Output, plural
+from shardopt.checkpoint.text import plural
+from shardopt.cli.output import Output
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks, ranks_of
 from shardopt.redaction import redacted

@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardopt import checkpoint
-from shardopt.checkpoint.run.branches import CheckpointId
-from shardopt.checkpoint.run.identity import run_at
-from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, look_at
+from shardopt.checkpoint.converting.verify import verify as verify_checkpoint
+from shardopt.checkpoint.run.branches import Branches, CheckpointId
+from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, list_step, look_at
 from shardopt.checkpoint.run.retention import Retention
+from shardopt.checkpoint.run.root import run_at
 from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
+from shardopt.checkpoint.sources.contents import CheckpointContents
+from shardopt.checkpoint.sources.open_source import open_source
 from shardopt.checkpoint.storage import storage_of
-from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural, runs_of
+from shardopt.checkpoint.text import nbytes_text, plural
+from shardopt.cli.output import Cell, Output, Span, runs_of
 from shardopt.cli.rules import parse_rules
 from shardopt.errors import CheckpointError
 from shardopt.world import utc_text
@@ -45,7 +48,7 @@ def ls(
     listing = list_run(url, verify)
     tiers, problem = _tiers_of(listing.url, verify)
     if not (listing.checkpoints or listing.branches or tiers):
-        listing = RunListing(listing.url, listing.branches, (_one(url, verify),))
+        return _ls_one(output, url, verify, rules)
     kept = listing.reasons_to_keep(rules)
     print_listing(output, listing, rules, kept)
     _print_tiers(output, tiers)
@@ -57,17 +60,34 @@ def ls(
     return int(is_wrong or any(_has_damage(here) for _, here in tiers if here is not None))
 
 
+def _ls_one(output: Output, url: str, verify: bool, rules: Retention) -> int:
+    """Lists one checkpoint, and says of which run it is; status 1 where it is damaged or unreadable."""
+    of_run = list_step(url, verify)
+    listing = of_run or RunListing(storage_of(url).url, Branches(), (_one(url, verify),))
+    (one,) = listing.checkpoints
+    kept = list_run(listing.url).reasons_to_keep(rules) if of_run and rules.last is not None else {}
+    place = "one checkpoint, of no run"
+    if one.id is not None:
+        branch = f", on branch {one.id.branch}" if listing.branches else ""
+        place = f"step {one.id.step} of the run at {listing.url}{branch}"
+    output.line(Span(one.url, "bold"), f": {place}", "" if one.in_run else ", which the run has abandoned")
+    _print_table(output, [one], rules, kept)
+    run = listing.url if of_run else None
+    output.data(document(listing, rules, kept) | {"url": one.url, "run": run, "tiers": []})
+    return int(one.condition in _WRONG)
+
+
 def _one(url: str, verify: bool) -> Listed:
     """Describes a checkpoint that is no part of a run. Raises CheckpointNotFoundError where there is none."""
     listed = look_at(storage_of(url), verify)
     if listed.condition != "unfinished":
         return listed
     # Of another format, or none at all.
-    with checkpoint.open(url) as reader:
-        stored = reader.manifest
-    problems = checkpoint.verify(url).problems if verify else ()
+    contents = CheckpointContents(open_source(storage_of(url)))
+    stored = contents.manifest
+    problems = verify_checkpoint(url).problems if verify else ()
     return Listed(
-        url=reader.url,
+        url=contents.url,
         condition="damaged" if problems else "whole" if verify else "committed",
         problems=problems,
         saved_at=stored.saved_at,
@@ -106,21 +126,11 @@ def print_listing(output: Output, listing: RunListing, rules: Retention, kept: d
     """Prints a listing as a table, those of the run first, then those that are abandoned."""
     run = [each for each in listing.checkpoints if each.in_run]
     aside = [each for each in listing.checkpoints if not each.in_run]
-    if [each.id for each in listing.checkpoints] == [None]:
-        output.line(Span(listing.url, "bold"), ": one checkpoint, of no run")
-    else:
-        branch = f", on branch {listing.branches.current}" if listing.branches else ""
-        committed = [each for each in run if each.condition not in ("unfinished", "base")]
-        nbytes = nbytes_text(sum(each.nbytes or 0 for each in listing.checkpoints))
-        output.line(Span(listing.url, "bold"), f": a run of {plural(len(committed), 'checkpoint')}{branch}, {nbytes}")
-    metrics = list(dict.fromkeys(name for each in listing.checkpoints for name in each.metrics or {}))
-    beside = ["beside"] if any(each.nbytes_beside for each in run) else []
-    header = ["step", "saved", "ranks", "tensors", "bytes", *beside, *metrics, "condition", "kept"]
-    rows = [_row(each, metrics, rules, kept, bool(beside)) for each in run]
-    output.table(
-        [[Span(name, "dim") for name in header], *rows],
-        right=[0, *range(2, 5 + len(beside) + len(metrics))],
-    )
+    branch = f", on branch {listing.branches.current}" if listing.branches else ""
+    committed = [each for each in run if each.condition not in ("unfinished", "base")]
+    nbytes = nbytes_text(sum(each.nbytes or 0 for each in listing.checkpoints))
+    output.line(Span(listing.url, "bold"), f": a run of {plural(len(committed), 'checkpoint')}{branch}, {nbytes}")
+    _print_table(output, run, rules, kept)
     for each in aside:
         if each.id is not None:
             state = ", to be removed" if each.to_be_removed else ""
@@ -129,7 +139,26 @@ def print_listing(output: Output, listing: RunListing, rules: Retention, kept: d
                 Span(each.condition, _STYLES[each.condition]),
                 f"{state}, in {each.id.name}",
             )
-    for each in listing.checkpoints:
+    _complain_of(output, aside)
+
+
+def _print_table(
+    output: Output, listed: Sequence[Listed], rules: Retention, kept: dict[CheckpointId, list[str]]
+) -> None:
+    """Prints a row for each checkpoint, then their problems."""
+    metrics = list(dict.fromkeys(name for each in listed for name in each.metrics or {}))
+    beside = ["beside"] if any(each.nbytes_beside for each in listed) else []
+    header = ["step", "saved", "ranks", "tensors", "bytes", *beside, *metrics, "condition", "kept"]
+    rows = [_row(each, metrics, rules, kept, bool(beside)) for each in listed]
+    output.table(
+        [[Span(name, "dim") for name in header], *rows],
+        right=[0, *range(2, 5 + len(beside) + len(metrics))],
+    )
+    _complain_of(output, listed)
+
+
+def _complain_of(output: Output, listed: Sequence[Listed]) -> None:
+    for each in listed:
         for problem in each.problems:
             output.complain(str(problem))
 
@@ -164,7 +193,7 @@ def _ls_tier(output: Output, url: str, verify: bool) -> int:
     listing = list_tier(url, verify)
     _print_tier(output, listing)
     output.line(
-        Span("Each host has its own; how many a step is on, and which are whole, Manager.where() tells.", "dim")
+        Span("Each host has its own share; Manager.where() knows which steps are whole, and on how many hosts.", "dim")
     )
     output.data(_tier_document({"path": listing.url}, listing))
     return int(_has_damage(listing))
@@ -197,7 +226,7 @@ def _print_tiers(output: Output, tiers: Sequence[Tier]) -> None:
 
 def _print_tier(output: Output, listing: TierListing, rules: str = "") -> None:
     """Prints what a host has on a tier as a table."""
-    run = "of nobody knows which run"
+    run = "of an unknown run"
     if listing.run is not None:
         run = f"of run {listing.run.id[:8]}, which began at {listing.run.root}"
     begin, rules = ("tier ", f" ({rules})") if rules else ("", "")

@@ -13,18 +13,13 @@ import sys
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from shardopt.errors import ShardoptError
 from shardopt.redaction import redacted
 
-try:
+if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
-except ModuleNotFoundError:  # of the extra `cli`
-    HAS_RICH = False
-else:
-    HAS_RICH = True
 
 _WIDEST_PADDED = 60  # a column of one very long key does not push away those beside it in all other rows
 
@@ -121,6 +116,8 @@ class Output:
         if self._console is None:
             self._write("".join(span.text for span in plain).rstrip() + "\n")
         else:
+            from rich.text import Text  # slow to import, and there where a console is
+
             self._console.print(Text.assemble(*plain), soft_wrap=True, highlight=False)
 
     def _write(self, text: str) -> None:
@@ -134,7 +131,11 @@ class Output:
 
 def _terminal() -> Console | None:
     """Returns a console for colours, where stdout is a terminal that has them."""
-    if not HAS_RICH or not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    try:
+        from rich.console import Console  # of the extra `cli`
+    except ModuleNotFoundError:
         return None
     return Console(markup=False, emoji=False, highlight=False)
 
@@ -152,29 +153,6 @@ def cell_width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-
-
-def nbytes_text(nbytes: float) -> str:
-    """Returns a number of bytes in units of 10³: "1.34 GB"."""
-    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def count_text(count: float) -> str:
-    """Returns a count in units of 10³: "124 M"."""
-    return _scaled(count, ("", "K", "M", "B", "T"))
-
-
-def _scaled(number: float, units: Sequence[str]) -> str:
-    unit = 0
-    while number >= 999.5 and unit < len(units) - 1:
-        number, unit = number / 1000, unit + 1
-    digits = f"{number:.0f}" if unit == 0 or number >= 99.95 else f"{number:.3g}"
-    return f"{digits} {units[unit]}".rstrip()
-
-
-def plural(count: int, word: str) -> str:
-    """Returns "1 tensor", "2 tensors", "2 boxes"."""
-    return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('x') else 's'}"
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -61,7 +61,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(version: str) -> _Parser:
-    parser = _Parser(prog="shardopt", description="Looks into checkpoints, compares, verifies and rewrites them.")
+    parser = _Parser(
+        prog="shardopt",
+        description="Looks into checkpoints, compares, verifies and rewrites them.",
+        epilog="Every verb has its own help: shardopt VERB --help.",
+    )
     parser.add_argument("--version", action="version", version=f"shardopt {version}")
     parser.known.append("--version")
     words: dict[str, list[str]] = {}
@@ -75,7 +79,9 @@ def _parser(version: str) -> _Parser:
         if group and group not in groups:
             of_group = commands.add_parser(group, help=f"{group} {' or '.join(words[group])}")
             groups[group] = of_group.verbs(words[group])
-        command: _Parser = groups.get(group, commands).add_parser(name, help=verb.help, description=verb.help)
+        command: _Parser = groups.get(group, commands).add_parser(
+            name, help=verb.help, description=f"{verb.help[0].upper()}{verb.help[1:]}."
+        )
         for names, options in (*verb.arguments, JSON):
             sign = {"metavar": names[0].upper()} if not names[0].startswith("-") else {}
             command.add_argument(*names, **sign | options)

@@ -10,8 +10,9 @@ from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.sources.referred import references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.checkpoint.text import nbytes_text, plural
 from shardopt.cli import ls
-from shardopt.cli.output import Output, Span, nbytes_text, plural
+from shardopt.cli.output import Output, Span
 from shardopt.cli.rules import parse_rules
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardopt.checkpoint.run.retention import Mode, Retention
 from shardopt.errors import OptionError, Problem
+
+_FLAGS = {"last": "--keep-last", "every": "--keep-every"}
+"""Argument of `Retention` → the flag that stands for it."""
 
 
 def parse_rules(keep_last: int | None, keep_every: int | None, best: str | None) -> Retention:
@@ -14,7 +18,11 @@ def parse_rules(keep_last: int | None, keep_every: int | None, best: str | None)
     if keep_last is None and (keep_every is not None or best is not None):
         remedy = "without it all are kept, whatever the other rules"
         raise OptionError("no rule was given", [Problem("--keep-last", "nothing", "a number", remedy)])
-    return Retention(keep_last, keep_every, None if best is None else _parse_best(best))
+    try:
+        return Retention(keep_last, keep_every, None if best is None else _parse_best(best))
+    except OptionError as error:
+        error.problems = tuple(replace(each, key=_FLAGS.get(each.key, each.key)) for each in error.problems)
+        raise
 
 
 def _parse_best(text: str) -> tuple[str, Mode, int]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from math import prod
+from typing import TYPE_CHECKING
 
-from shardopt import checkpoint
-from shardopt.checkpoint import CheckpointReader
+from shardopt.checkpoint.progress import progress_bar
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Retention
+from shardopt.checkpoint.sources.contents import CheckpointContents
+from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.text import count_text, nbytes_text, plural
 from shardopt.cli import ls
 from shardopt.cli.contents import (
     box_lines,
     document,
-    dtype_text,
     head_line,
     leaves_of,
     tensor_document,
@@ -24,11 +27,17 @@ from shardopt.cli.contents import (
     typed,
     value_text,
 )
-from shardopt.cli.output import Cell, Output, Span, count_text, nbytes_text, plural
-from shardopt.cli.statistics import Statistics, statistics_of
+from shardopt.cli.output import Cell, Output, Span
 from shardopt.cli.tree import Row, rows_of, tree_of
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
+from shardopt.runtime.late import late
 from shardopt.world import utc_text
+
+if TYPE_CHECKING:
+    from shardopt.cli import statistics as of_elements
+    from shardopt.cli.statistics import Statistics
+else:
+    of_elements = late("shardopt.cli.statistics")
 
 _MOST_ROWS = 200  # that are shown unless more are asked for
 _MOST_CHILDREN = 60
@@ -55,7 +64,7 @@ def show(
     if depth is not None and depth < 1:
         raise OptionError("there is no such tree", [Problem("--depth", str(depth), "at least 1", "give more levels")])
     try:
-        reader = checkpoint.open(url)
+        contents = CheckpointContents(open_source(storage_of(url)))
     except CheckpointNotFoundError:
         listing = list_run(url)
         if key is not None or not (listing.checkpoints or listing.branches):
@@ -64,26 +73,33 @@ def show(
         ls.print_listing(output, listing, Retention(), kept)
         output.data(ls.document(listing, Retention(), kept))
         return 0
-    with reader:
-        if key is None:
-            _show_all(output, reader, wanted, depth, flat, all, boxes)
-        elif key in reader.manifest.tensors:
-            _show_tensor(output, reader, key, statistics=not no_stats, show_all=all)
-        elif key in reader.manifest.values:
-            value = reader.read(key)
-            output.text(value if isinstance(value, str) else text_of(value))
-            output.data({"url": reader.url, "key": key, "value": typed(value, key)})
-        elif key in reader.manifest.per_rank:
-            values = {rank: reader.per_rank(rank).get(key) for rank in range(reader.manifest.world_size)}
-            for rank, value in values.items():
-                output.line(f"rank {rank}: {value_text(value, show_all=True)}")
-            output.data({"url": reader.url, "key": key, "ranks": [typed(value, key) for value in values.values()]})
-        else:
-            below = f"{key}."
-            if not any(each.startswith(below) for each in (*reader.keys(), *reader.manifest.per_rank)):
-                reader.read(key)  # which says what there is
-            _show_all(output, reader, lambda name: name.startswith(below) and wanted(name), depth, flat, all, boxes)
+    stored = contents.manifest
+    if key is None:
+        _show_all(output, contents, wanted, depth, flat, all, boxes)
+    elif key in stored.tensors:
+        _show_tensor(output, contents, key, statistics=not no_stats, show_all=all)
+    elif key in stored.values:
+        value = stored.values[key][1]
+        output.text(value if isinstance(value, str) else text_of(value))
+        output.data({"url": contents.url, "key": key, "value": typed(value, key)})
+    elif key in stored.per_rank:
+        values = {rank: contents.per_rank(rank).get(key) for rank in range(stored.world_size)}
+        for rank, value in values.items():
+            output.line(f"rank {rank}: {value_text(value, show_all=True)}")
+        output.data({"url": contents.url, "key": key, "ranks": [typed(value, key) for value in values.values()]})
+    else:
+        below, known = f"{key}.", (*contents.keys(), *stored.per_rank)
+        if not any(each.startswith(below) for each in known):
+            raise contents.unknown(key, {*known, *modules_of(known)}, "a key")
+        _show_all(output, contents, lambda name: name.startswith(below) and wanted(name), depth, flat, all, boxes)
     return 0
+
+
+def modules_of(keys: Iterable[str]) -> Iterator[str]:
+    """Yields all that keys lie below: "a" and "a.b" of "a.b.c"."""
+    for key in keys:
+        parts = key.split(".")
+        yield from (".".join(parts[:n]) for n in range(1, len(parts)))
 
 
 def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> Callable[[str], bool]:
@@ -105,31 +121,31 @@ def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> C
 
 def _show_all(
     output: Output,
-    reader: CheckpointReader,
+    contents: CheckpointContents,
     wanted: Callable[[str], bool],
     depth: int | None,
     flat: bool,
     show_all: bool,
     boxes: bool,
 ) -> None:
-    stored = reader.manifest
+    stored = contents.manifest
     if not any(map(wanted, (*stored.tensors, *stored.values, *stored.per_rank))) and (stored.tensors or stored.values):
-        problem = Problem(reader.url, "no key that matches", "some", "see all by `shardopt show`")
+        problem = Problem(contents.url, "no key that matches", "some", "leave out the pattern to see all keys")
         raise MismatchError("there is nothing to show", [problem], code="nothing-selected")
     if output.as_json:
-        output.data(document(reader, wanted))
+        output.data(document(contents, wanted))
         return
     saved_at = "" if stored.saved_at is None else f", {utc_text(stored.saved_at)}"
-    output.line(Span(reader.url, "bold"), f": {head_line(reader)}{saved_at}")
+    output.line(Span(contents.url, "bold"), f": {head_line(contents)}{saved_at}")
     if stored.metrics:
         output.line("metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in stored.metrics.items()))
     if flat:
-        for leaf in sorted(leaves_of(reader, wanted, show_all, boxes), key=lambda leaf: leaf.key):
+        for leaf in sorted(leaves_of(contents, wanted, show_all, boxes), key=lambda leaf: leaf.key):
             output.line(Span(leaf.key, "bold"), f"  {leaf.text}", f"  {leaf.notes}" if leaf.notes else "")
             for line in leaf.details:
                 output.line(Span(f"    {line}", "dim"))
         return
-    root = tree_of(leaves_of(reader, wanted, show_all, boxes))
+    root = tree_of(leaves_of(contents, wanted, show_all, boxes))
     sums = root.sums
     output.line(
         f"{plural(sums.tensors, 'tensor')}, {count_text(sums.elements)} elements, {nbytes_text(sums.nbytes)}",
@@ -168,33 +184,32 @@ def _print_rows(output: Output, rows: list[Row]) -> None:
     output.table(cells, right=[2, 3])
 
 
-def _show_tensor(output: Output, reader: CheckpointReader, key: str, statistics: bool, show_all: bool) -> None:
+def _show_tensor(output: Output, contents: CheckpointContents, key: str, statistics: bool, show_all: bool) -> None:
     """Shows a tensor.
 
     Args:
         statistics: whether its bytes are read.
         show_all: whether each box has a line.
     """
-    info = reader.info(key)
-    found = None
+    _, dtype, layout, tied_to, _ = contents.manifest.tensors[key]
+    found, elements = None, prod(layout.shape)
     if statistics:
-        with checkpoint.progress_bar("reading") as progress:
-            found = statistics_of(reader, key, progress)
-    elements = prod(info.shape)
+        with progress_bar("reading") as progress:
+            found = of_elements.statistics_of(of_elements.reader_of(contents), key, progress)
     output.line(
         Span(key, "bold"),
-        f"  {dtype_text(info.dtype)} {list(info.shape)}, {plural(elements, 'element')}, ",
-        nbytes_text(elements * info.dtype.itemsize),
-        f", tied to {info.tied_to}" if info.tied_to is not None else "",
+        f"  {dtype.name} {list(layout.shape)}, {plural(elements, 'element')}, ",
+        nbytes_text(elements * dtype.itemsize),
+        f", tied to {tied_to}" if tied_to is not None else "",
     )
-    for line in box_lines(reader, key, show_all):
+    for line in box_lines(contents, key, show_all):
         output.line(Span(f"  {line}", "dim"))
     if found is not None:
         if elements <= _MOST_PRINTED:
-            output.text(str(reader.read(key)))
+            output.text(str(of_elements.reader_of(contents).read(key)))
         _print_statistics(output, found)
     wire = None if found is None else asdict(found)
-    output.data({"url": reader.url, "key": key, **tensor_document(reader, key), "statistics": wire})
+    output.data({"url": contents.url, "key": key, **tensor_document(contents, key), "statistics": wire})
 
 
 def _print_statistics(output: Output, found: Statistics) -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
+from shardopt.checkpoint.sources.contents import CheckpointContents
+from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 
 BINS = 20
 """The most bins of a histogram."""
@@ -44,6 +45,11 @@ class Statistics:
     magnitudes: bool = False
     edges: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+
+
+def reader_of(contents: CheckpointContents) -> CheckpointReader:
+    """Returns what reads the tensors of an open checkpoint."""
+    return CheckpointReader(contents.source)
 
 
 def statistics_of(reader: CheckpointReader, key: str, progress: Progress | None = None) -> Statistics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -149,16 +149,21 @@ def _chained(name: str, count: int, node: Node, collapse: bool) -> tuple[str, in
 
 
 def _entries(node: Node, collapse: bool) -> list[tuple[str, int, Node]]:
-    """Returns the children of a node with their names; as one those that are alike, if their names differ in a number
-    alone, or if they are modules."""
+    """Returns the children of a node with their names; as one those that are alike."""
     if not collapse:
         return [(name, 1, child) for name, child in node.children.items()]
+    return [(_name_of_all(names), len(names), node.children[names[0]]) for names in _alike_children(node)]
+
+
+def _alike_children(node: Node) -> Iterable[list[str]]:
+    """Returns the names of a node's children, together those that are alike and whose names differ in a number alone,
+    or that are modules."""
     alike: defaultdict[Hashable, list[str]] = defaultdict(list)
     for name, child in node.children.items():
         match = _NUMBERED.fullmatch(name)
         around = (match[1], match[3]) if match else name if child.leaf is not None else None
         alike[around, child.alike].append(name)
-    return [(_name_of_all(names), len(names), node.children[names[0]]) for names in alike.values()]
+    return alike.values()
 
 
 def _name_of_all(names: list[str]) -> str:
@@ -185,12 +190,23 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 def patterns_of(names: Iterable[str]) -> list[str]:
     """Returns names as few patterns: "layers.{0..31}.norm.weight"."""
-    root = tree_of(Leaf(name, None, "") for name in names)
+    return [*names_by_pattern(dict.fromkeys(names))]
 
-    def patterns(node: Node, before: str) -> Iterator[str]:
-        for name, _, child in _entries(node, collapse=True):
-            if child.leaf is not None:
-                yield before + name
-            yield from patterns(child, f"{before}{name}.")
 
-    return [*patterns(root, "")]
+def names_by_pattern(names: Mapping[str, Hashable]) -> dict[str, list[str]]:
+    """Returns few patterns, each with the names that it stands for.
+
+    Args:
+        names: each with what those of one pattern have in common.
+    """
+    root = tree_of(Leaf(name, alike, "") for name, alike in names.items())
+
+    def walk(group: Sequence[tuple[str, Node]], before: str) -> Iterator[tuple[str, list[str]]]:
+        for alike in _alike_children(group[0][1]):  # all of the group have the same
+            pattern = before + _name_of_all(alike)
+            inner = [(f"{path}{name}", node.children[name]) for path, node in group for name in alike]
+            if inner[0][1].leaf is not None:
+                yield pattern, [path for path, _ in inner]
+            yield from walk([(f"{path}.", node) for path, node in inner], f"{pattern}.")
+
+    return dict(walk([("", root)], ""))

@@ -40,9 +40,9 @@ def _flag(name: str, help: str) -> Argument:
     return _arg(name, help=help, action="store_true")
 
 
-JSON = _flag("--json", "print one JSON document in the place of text")
+JSON = _flag("--json", "print one JSON document instead of text")
 
-_URL = _arg("url", help="a path, or anything that fsspec opens")
+_URL = _arg("url", help="a checkpoint: a path, or anything that fsspec opens")
 _SELECT = _arg(
     "--select", help="only keys in which this regular expression is found, after renaming", metavar="PATTERN"
 )
@@ -50,61 +50,61 @@ _DROP_PER_RANK = _flag("--drop-per-rank", "leave out values that each rank has f
 _FILE = _arg("--out", "-o", help="the file to write: .png, .svg or .pdf", required=True, metavar="FILE")
 
 
-def _rename(of: str) -> Argument:
-    text = "a regular expression and what to put for it" + of
+def _rename(keys: str) -> Argument:
+    text = f"rename {keys}: a regular expression and its replacement; may be given again"
     return _arg("--rename", help=text, action="append", metavar="PATTERN=INTO")
 
 
 def _rules(keep_last: str, required: bool) -> tuple[Argument, ...]:
     return (
         _arg("--keep-last", help=keep_last, type=int, required=required, metavar="N"),
-        _arg("--keep-every", help="those of steps that are multiples of this", type=int, metavar="STEPS"),
-        _arg("--best", help="those of the N best values of a metric", metavar="METRIC:min|max:N"),
+        _arg("--keep-every", help="keep steps that are multiples of this", type=int, metavar="STEPS"),
+        _arg("--best", help="keep the N best by a metric, such as loss:min:2", metavar="METRIC:min|max:N"),
     )
 
 
 VERBS = (
     Verb(
         "ls",
-        "list the checkpoints of a run: when, ranks, bytes, metrics, which are whole, which are kept and why",
+        "list the checkpoints of a run: when saved, ranks, bytes, metrics, condition, what rules keep",
         "shardopt.cli.ls:ls",
         (
-            _arg("url", help="the root of a run, one checkpoint, or this host's directory of a tier"),
-            _flag("--verify", "read every byte of each, and compare all checksums"),
-            *_rules("the rule to keep so many of the newest, to see what the rules would keep", required=False),
+            _arg("url", help="a run, one checkpoint, or this host's directory of a tier"),
+            _flag("--verify", "read every byte and compare all checksums"),
+            *_rules("show what rules would keep: the newest N, and what the next two options name", required=False),
         ),
     ),
     Verb(
         "show",
-        "show what a checkpoint holds, as a tree; or one tensor of it with statistics, or one value",
+        "show what a checkpoint holds: a tree, one tensor with statistics, or one value",
         "shardopt.cli.show:show",
         (
             _URL,
-            _arg("key", help="of a tensor or a value, or of all below a module", nargs="?"),
+            _arg("key", help="a tensor, a value, or a module", nargs="?"),
             _arg("--glob", help="only keys that match, such as '*.weight'", metavar="PATTERN"),
-            _arg("--regex", help="only keys in which it is found", metavar="PATTERN"),
-            _arg("--depth", help="so many levels of the tree; what lies below is summed", type=int, metavar="N"),
-            _flag("--flat", "one line for each key, without sums"),
-            _flag("--all", "every line, however many there are, and repeated layers one by one"),
-            _flag("--boxes", "the boxes of each tensor, and the files that have them"),
-            _flag("--no-stats", "of one tensor: do not read its bytes"),
+            _arg("--regex", help="only keys in which this regular expression is found", metavar="PATTERN"),
+            _arg("--depth", help="show N levels of the tree, with the sums of what is below", type=int, metavar="N"),
+            _flag("--flat", "print one line for each key, without sums"),
+            _flag("--all", "print every line, and each of repeated layers"),
+            _flag("--boxes", "list the boxes of each tensor and their files"),
+            _flag("--no-stats", "do not read the bytes of a tensor (needs no torch)"),
         ),
     ),
     Verb(
         "diff",
-        "compare two checkpoints, whatever ranks saved them, by checksums and values; status 1 if they differ",
+        "compare two checkpoints by checksums and values, across shardings; status 1 if they differ",
         "shardopt.cli.diff:diff",
         (
             _arg("a", help="a checkpoint", metavar="A"),
             _arg("b", help="the other one", metavar="B"),
-            _rename(", in the keys of A"),
+            _rename("keys of A"),
             _SELECT,
-            _flag("--all", "every difference, however many there are"),
+            _flag("--all", "print every difference, and each of repeated layers"),
         ),
     ),
     Verb(
         "verify",
-        "read all of one or more checkpoints and check every checksum",
+        "read every byte of checkpoints and compare all checksums",
         "shardopt.cli.verify:verify",
         (_arg("urls", help="paths, or anything that fsspec opens", nargs="+", metavar="URL"),),
     ),
@@ -114,32 +114,41 @@ VERBS = (
         "shardopt.cli.reshard:reshard",
         (
             _arg("src", help="a checkpoint"),
-            _arg("dst", help="where the other one is to be"),
+            _arg("dst", help="where to write"),
             _arg("--world-size", help="the number of ranks", type=int, required=True, metavar="N"),
             _DROP_PER_RANK,
         ),
     ),
     Verb(
         "convert",
-        "write a checkpoint, of whatever format, in another one",
+        "convert a checkpoint to another format",
         "shardopt.cli.convert:convert",
         (
-            _arg("src", help="a checkpoint: ours, or of torch.distributed.checkpoint, Hugging Face, torch.save"),
-            _arg("dst", help="where the other one is to be"),
+            _arg("src", help="a checkpoint of shardopt, torch.distributed.checkpoint, Hugging Face or torch.save"),
+            _arg("dst", help="where to write"),
             _arg("--to", help="shardopt, dcp, huggingface or torch", required=True, metavar="FORMAT"),
-            _rename(""),
+            _rename("keys"),
             _SELECT,
             _arg(
                 "--skip", help="leave out keys, as stored, in which this regular expression is found", metavar="PATTERN"
             ),
-            _arg("--dtype", help="of floating-point tensors outside of optimizers, such as bfloat16", metavar="DTYPE"),
-            _arg("--weights", help="averages by their key, such as ema, in the place of the weights", metavar="KEY"),
-            _arg("--max-file-bytes", help="of tensors in a file; 5e9 where it is left out", type=int, metavar="BYTES"),
             _arg(
-                "--world-size", help="for shardopt: the number of ranks that share the tensors", type=int, metavar="N"
+                "--dtype",
+                help="of floating-point tensors outside of optimizers, such as bfloat16",
+                metavar="DTYPE",
+            ),
+            _arg("--weights", help="write averages instead of the weights: their key, such as ema", metavar="KEY"),
+            _arg(
+                "--max-file-bytes",
+                help="most bytes of tensors in a file; 5e9 by default",
+                type=int,
+                metavar="BYTES",
+            ),
+            _arg(
+                "--world-size", help="the number of ranks that share the tensors (shardopt only)", type=int, metavar="N"
             ),
             _DROP_PER_RANK,
-            _flag("--check", "read what was written, and compare the digest of each tensor"),
+            _flag("--check", "read what was written and compare the digest of each tensor"),
             _flag("--digests", "print the digest of each tensor"),
         ),
     ),
@@ -159,13 +168,13 @@ VERBS = (
     ),
     Verb(
         "prune",
-        "list the checkpoints of a run that rules would not keep, and with --yes remove them",
+        "list the checkpoints of a run that rules would not keep; --yes removes them",
         "shardopt.cli.prune:prune",
         (
             _arg("root", help="the root of a run"),
-            *_rules("so many of the newest stay", required=True),
-            _flag("--verify", "read every byte first: what is damaged takes nobody's place"),
-            _flag("--yes", "remove them; without this nothing is changed"),
+            *_rules("keep the newest N", required=True),
+            _flag("--verify", "read every byte first; damaged checkpoints do not count as kept"),
+            _flag("--yes", "remove them; nothing is changed without this"),
         ),
     ),
     Verb(
@@ -176,31 +185,31 @@ VERBS = (
     ),
     Verb(
         "env",
-        "print what a report of a fault needs: versions, ranks; of a directory, whether all see it, and its speed",
+        "print what a bug report needs: versions, ranks; with a directory, whether all see it and its speed",
         "shardopt.cli.env:env",
         (
-            _arg("url", help="a directory to try; files are written there and removed again", nargs="?"),
-            _arg("--mib", help="how much each rank writes; 64 where it is left out", type=int, metavar="MIB"),
+            _arg("url", help="a directory to test; files are written there and removed", nargs="?"),
+            _arg("--mib", help="how much each rank writes; 64 by default", type=int, metavar="MIB"),
         ),
     ),
     Verb(
         "plot layout",
-        "draw which rank holds what of the largest tensors, as stored, and on another number of ranks",
+        "draw which rank holds what of the largest tensors, now and on other ranks",
         "shardopt.cli.plot.plot_layout:plot_layout",
         (
             _URL,
-            _arg("--world-size", help="the number of ranks afterwards", type=int, metavar="N"),
+            _arg("--world-size", help="the number of other ranks", type=int, metavar="N"),
             _arg("--glob", help="only keys that match", metavar="PATTERN"),
             _FILE,
         ),
     ),
     Verb(
         "plot run",
-        "draw the metrics of a run over its steps, the bytes of its checkpoints, and the seconds of its saves",
+        "draw a run by its steps: metrics, bytes of checkpoints, seconds of saves",
         "shardopt.cli.plot.plot_run:plot_run",
         (
             _arg("root", help="the root of a run"),
-            _arg("--log", help="a log, for the seconds and stalls of its saves", action="append", metavar="FILE"),
+            _arg("--log", help="a log, for the seconds of saves; may be given again", action="append", metavar="FILE"),
             _FILE,
         ),
     ),

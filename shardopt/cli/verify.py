@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardopt import checkpoint
-from shardopt.cli.output import Output, Span, plural
+from shardopt.checkpoint.converting.verify import verify as verify_checkpoint
+from shardopt.checkpoint.progress import progress_bar
+from shardopt.checkpoint.text import plural
+from shardopt.cli.output import Output, Span
 from shardopt.errors import ShardoptError
 
 
@@ -20,8 +22,8 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
 
 def _verify(output: Output, url: str) -> dict[str, Any]:
     try:
-        with checkpoint.progress_bar("verifying") as progress:
-            report = checkpoint.verify(url, progress=progress)
+        with progress_bar("verifying") as progress:
+            report = verify_checkpoint(url, progress=progress)
     except ShardoptError as error:
         output.error(error)
         return {"url": url, "ok": False, "error": error.to_json()}

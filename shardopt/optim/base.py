@@ -37,7 +37,8 @@ from shardopt.runtime.torch_private import (
     out_of_inference_mode,
 )
 from shardopt.sharding.view import is_held
-from shardopt.state.param_groups import ALGORITHM, NAMES_OF_TORCH, PARAM_GROUPS, PARAMS, STATE, are_named
+from shardopt.state.param_groups import ALGORITHM, NAMES_OF_TORCH, PARAMS, are_named
+from shardopt.state.paths import PARAM_GROUPS, STATE
 from shardopt.state.state import Tied
 
 __all__ = ["KeyedOptimizer", "StateDict"]

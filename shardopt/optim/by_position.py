@@ -32,7 +32,8 @@ from shardopt.runtime.torch_private import (
     without_hooks,
 )
 from shardopt.sharding.view import local_tensors
-from shardopt.state.param_groups import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED
+from shardopt.state.param_groups import PARAMS, UNTOUCHED
+from shardopt.state.paths import PARAM_GROUPS, STATE
 from shardopt.state.values import decode_value, encode_value
 
 _REMEDY = "load what as_torch() of an optimizer with the same groups gave, or torch's getters with it"

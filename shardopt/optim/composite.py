@@ -19,7 +19,8 @@ from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.runtime.torch_private import not_compiled, step_nested
 from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
-from shardopt.state.param_groups import PARAMS, STATE
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.paths import STATE
 
 
 class CompositeOptimizer(KeyedOptimizer):

@@ -27,7 +27,8 @@ from shardopt.optim.state_dict.saved_form import KeyedGroup
 from shardopt.runtime.torch_private import not_compiled
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import is_held
-from shardopt.state.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
+from shardopt.state.param_groups import GIVEN, PARAMS, UNTOUCHED, are_named, options_by_member
+from shardopt.state.paths import PARAM_GROUPS, STATE
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):

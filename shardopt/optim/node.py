@@ -37,7 +37,8 @@ from shardopt.runtime.torch_private import (
     is_torchs_getter_asking,
     take_torchs_attributes,
 )
-from shardopt.state.param_groups import PARAM_GROUPS, STATE, renamed_group
+from shardopt.state.param_groups import renamed_group
+from shardopt.state.paths import PARAM_GROUPS, STATE
 
 StateDict = dict[str, Any]
 OwnState = dict[str, MutableMapping[str, Any]]

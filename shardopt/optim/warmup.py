@@ -14,7 +14,8 @@ from shardopt.optim.composite import OptimizerWrapper, StateOfParts
 from shardopt.optim.node import Held, OwnState
 from shardopt.optim.schedules.stages import Schedule, WarmupPolicy, WarmupStage, is_rate, line_of
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.state.param_groups import PARAMS, STATE
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.paths import STATE
 
 __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
 

@@ -23,7 +23,8 @@ from shardopt.ranks.connections.message_hub import Share
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import describe, different_calls, merge, numbered_in_group
 from shardopt.ranks.lost import Lost, Witness, lost_text
-from shardopt.world import Store, StoreError, world
+from shardopt.runtime.stores import Store, StoreError
+from shardopt.world import world
 
 T = TypeVar("T")
 Decide = Callable[[list[Any]], tuple[Any, Sequence[Share]]]

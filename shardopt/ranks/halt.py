@@ -7,7 +7,7 @@ from shardopt.ranks.channel import Channel, CutOff, Silent
 from shardopt.ranks.connections.heartbeat import Silence
 from shardopt.ranks.failures import names_of
 from shardopt.ranks.lost import Lost, lost_text
-from shardopt.world import StoreError
+from shardopt.runtime.stores import StoreError
 
 
 class Halt:

@@ -11,7 +11,8 @@ from shardopt.ranks.connections.heartbeat import Silence
 from shardopt.ranks.connections.join import STORE_SECONDS, read_record, record, unreached_key, within
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import names_of
-from shardopt.world import StoreError, world
+from shardopt.runtime.stores import StoreError
+from shardopt.world import world
 
 _ASK_SECONDS = 2.0
 _MOST_ASKED = 4

@@ -23,7 +23,8 @@ from shardopt.ranks.failures import describe
 from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer, OpenFile
 from shardopt.ranks.halt import Halt
-from shardopt.world import StoreError, world
+from shardopt.runtime.stores import StoreError
+from shardopt.world import world
 
 T = TypeVar("T")
 

@@ -13,20 +13,12 @@ here changes. One that torch brings gets a file of its own, as `dtensor`, `shard
                    a dimension less or more: asked only by algorithms that reduce, never of registered kinds
 """
 
-from shardopt.runtime.exports import offer as _offer
-from shardopt.sharding.box import Box as Box
-from shardopt.sharding.box import cover_faults as cover_faults
-from shardopt.sharding.box import whole as whole
-from shardopt.sharding.gradients import local_gradients as local_gradients
-from shardopt.sharding.kinds import cut_range as cut_range
-from shardopt.sharding.kinds import register_kind as register_kind
-from shardopt.sharding.layout import Layout as Layout
-from shardopt.sharding.pieces import Piece as Piece
-from shardopt.sharding.pieces import View as View
-from shardopt.sharding.pieces_tensor import PiecesTensor as PiecesTensor
-from shardopt.sharding.tensor_kind import TensorKind as TensorKind
-from shardopt.sharding.view import assemble as assemble
-from shardopt.sharding.view import local_tensors as local_tensors
-from shardopt.sharding.view import view_of as view_of
+from typing import TYPE_CHECKING
 
-_offer(__name__)
+# Imported when a name is first asked for: what lists and verifies checkpoints needs neither torch nor these.
+if TYPE_CHECKING:
+    from shardopt.sharding.public import *  # noqa: F403  # re-exports, for type checkers
+else:
+    from shardopt.runtime.exports import lazily as _lazily
+
+    __getattr__, __dir__ = _lazily(__name__, "shardopt.sharding.public")

@@ -34,27 +34,15 @@ from shardopt.sharding.traceable import is_composite, parts_of
 from shardopt.state.names import ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.state.param_groups import (
     NAMES_OF_TORCH,
-    PARAM_GROUPS,
     PARAMS,
-    STATE,
     UNTOUCHED,
     Numbered,
     are_named,
     numbers_in,
     options_by_member,
 )
-from shardopt.state.state import (
-    FlatState,
-    Index,
-    Leaf,
-    Path,
-    PerRank,
-    RestoreTarget,
-    Stateful,
-    Tied,
-    join,
-    refuse_chains,
-)
+from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
+from shardopt.state.state import FlatState, Leaf, PerRank, RestoreTarget, Stateful, Tied, refuse_chains
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.")

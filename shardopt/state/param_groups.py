@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeGuard
 
-import torch
-from torch.optim import Optimizer
-
 from shardopt.errors import Problem, StateError
+from shardopt.runtime.late import torch
+from shardopt.state.paths import PARAM_GROUPS, STATE
 
-STATE = "state"
-PARAM_GROUPS = "param_groups"
 PARAMS = "params"
 AVERAGING = "__averaging"
 """The place of averages' own state among that of parameters."""
@@ -246,7 +243,7 @@ class Numbered:
         return {**group, **taken}
 
 
-def numbers_in(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+def numbers_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
     """Returns the parameters of an optimizer by the numbers that its state has for them; None if it has none."""
     groups, entries = state.get(PARAM_GROUPS), state.get(STATE)
     if not isinstance(groups, list) or not isinstance(entries, dict):

@@ -17,6 +17,7 @@ are one dtype, such as int64 and longlong, the sized one comes back.)
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import re
@@ -26,19 +27,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from shardopt.errors import Problem, StateError
+from shardopt.runtime.late import torch
 
 _EXACT_INT = 2**53  # larger ones lose digits in readers that hold numbers as doubles
 _LONG_INT_BITS = 8192  # Python takes no decimals of more than 4300 digits, for which it needs quadratic time
 _DECIMAL, _HEXADECIMAL = re.compile(r"-?[0-9]{1,4096}"), re.compile(r"-?0x[0-9a-f]+")
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")  # what else np.dtype takes for a name has side effects
-_TORCH_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits)", str(dtype))
-}
 _DEPTH_LIMIT = 64
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**58  # of a stored array: strides are made of all sizes, even where one is 0
 _MOST_PER_KEY, _SPARE = 32, 4096  # jumps from place to place; a few are made on average
@@ -61,6 +57,14 @@ class OnAnyRank:
     """
 
     value: bool
+
+
+@functools.cache
+def _torch_dtypes() -> dict[str, torch.dtype]:
+    """Returns those of torch's dtypes by name of which tensors have a form."""
+    dtypes = (getattr(torch, name) for name in dir(torch))
+    found = ((str(dtype).removeprefix("torch."), dtype) for dtype in dtypes if isinstance(dtype, torch.dtype))
+    return {name: dtype for name, dtype in found if not re.match(r"q|bits", name)}
 
 
 def encode_value(value: Any, key: str = "value", depth: int = 0) -> Any:
@@ -106,13 +110,18 @@ def _encode_rare(value: Any, key: str, depth: int) -> Any:
     if _is_numpy(value):
         shape = list(value.shape) if kind is np.ndarray else None
         return {"numpy": [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
-    if kind is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided:
+    if _is_tensor(kind) and value.device.type == "cpu" and value.layout == torch.strided:
         name = str(value.dtype).removeprefix("torch.")
-        if name in _TORCH_DTYPES:
+        if name in _torch_dtypes():
             plain = value.detach().resolve_conj().resolve_neg().contiguous()
             raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
             return {"tensor": [name, list(value.shape), base64.b64encode(raw).decode()]}
     raise _refused(key, f"a value of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _is_tensor(kind: type) -> bool:
+    """Whether a type is torch's own of tensors; torch is not imported to find out that another one is not."""
+    return kind.__name__ == "Tensor" and kind is torch.Tensor
 
 
 def _is_numpy(value: Any) -> bool:
@@ -241,7 +250,7 @@ def _decode_array(kind: str, body: Any) -> Any:
             return array[()] if shape is None else array.copy()
     if kind == "tensor":
         name, shape, raw = body
-        data, dtype = bytearray(base64.b64decode(raw, validate=True)), _TORCH_DTYPES[name]
+        data, dtype = bytearray(base64.b64decode(raw, validate=True)), _torch_dtypes()[name]
         flat_tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         return flat_tensor.reshape(_sizes(shape))
     raise _malformed(f"a malformed or unknown {kind[:20]!r}")

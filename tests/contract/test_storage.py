@@ -23,7 +23,6 @@ from shardopt import checkpoint
 from shardopt.checkpoint.storage import (
     LocalStorage,
     RecordedReads,
-    RemoteStorage,
     ReplayStorage,
     Span,
     is_temporary,
@@ -33,6 +32,7 @@ from shardopt.checkpoint.storage import (
     storage_of,
     wrap_os_errors,
 )
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.docs.blocks import ROOT, blocks_of
 from tests.harness import Fault

@@ -214,7 +214,7 @@ def test_rank_0_alone_tells_what_was_restored(tmp_path):
     run_ranks(RANKS, save_three, str(tmp_path))
     first, *others = run_ranks(2, restore_and_look, str(tmp_path))
     assert others == [""]
-    assert f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 3 ranks, " in first
+    assert f"shardopt: resumed step 3 from {tmp_path}/step-00000003, saved by 3 ranks on " in first
 
 
 def change_what_is_there(root):

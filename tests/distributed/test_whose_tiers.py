@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
-from shardopt.checkpoint.run.identity import RunIdentity, decode_run
+from shardopt.checkpoint.run.root import RunIdentity, decode_run
 from shardopt.errors import CheckpointError, CorruptionError
 from tests.harness import run_ranks
 

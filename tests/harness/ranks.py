@@ -31,7 +31,9 @@ T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = [
     "tests.harness.rank",
-    "shardopt.checkpoint",  # with fsspec: a fifth of a second in each rank of each test that imports it
+    "shardopt.checkpoint.public",  # what ranks of most tests import
+    "shardopt.checkpoint.storage.file_systems",  # with fsspec: a fifth of a second in each rank that imports it
+    "shardopt.sharding.public",
     "shardopt.nn",
     "safetensors.torch",
     "tests.support.cases",  # torch's own table of optimizers: two seconds

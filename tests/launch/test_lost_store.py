@@ -81,7 +81,7 @@ def test_the_host_of_the_store_is_lost(tmp_path):
             except subprocess.TimeoutExpired:
                 job.kill()
                 job.wait()
-    restored = re.findall(r"restored step (\d+) from (\S+),", said(base, log_path))
+    restored = re.findall(r"resumed step (\d+) from (\S+),", said(base, log_path))
     print(f"step {must} was copied; restored {restored}")
     assert restored and all(url.startswith("hosts://") for _, url in restored), said(base, log_path)
     assert must <= min(int(step) for step, _ in restored) <= max(int(step) for step, _ in restored) < STEPS

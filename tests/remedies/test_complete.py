@@ -9,7 +9,7 @@ from tests.remedies.collected import NAMES_A_CALL, VARIES, pattern, remedies
 
 STEPS = "a step, its gradients or its scaler reach it, and no load"
 ISLANDS = "the loop of islands reaches it, on several ranks"
-RANKS = "ranks that disagree reach it: tests/distributed and tests/unit/checkpoint/convert/test_reshard.py"
+RANKS = "ranks that disagree reach it: tests/distributed and tests/unit/checkpoint/converting/test_reshard.py"
 LINE = "a line of the log, or a part of a message, and no remedy"
 ELSEWHERE = {
     r"optim/(backward|scaler|gradients/|local/)": STEPS,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from shardopt.world import StoreError
+from shardopt.runtime.stores import StoreError
 from tests.simulation.tasks import Process, Scheduler, Task
 
 T = TypeVar("T")

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.storage import LocalStorage, RemoteStorage
+from shardopt.checkpoint.storage import LocalStorage
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.checkpoint.storage.retry import RetryPolicy
 from shardopt.world import World, using
 from tests.simulation.files import FileSystem, SimulatedOs
@@ -237,8 +238,8 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
             SimpleNamespace(_exit=world.exit_at_once, write=lambda fd, data: len(data)),
         ),
         # Buffers of their own size would cost more than all else that is done with so few bytes.
-        ("shardopt.checkpoint.sources.reading.fetch", "_BATCH_BYTES", 1 << 12),
-        ("shardopt.checkpoint.sources.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.sources.reading.checking", "_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.sources.reading.checking", "_FAR_BATCH_BYTES", 1 << 12),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),

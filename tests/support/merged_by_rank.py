@@ -11,7 +11,7 @@ from shardopt.checkpoint.saving.planning.describe import Description, Geometry
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
-from shardopt.state.state import Path, kinds_differ, tell_path
+from shardopt.state.paths import Path, kinds_differ, tell_path
 from shardopt.state.values import canonical, decode_value, united
 
 _DIFFER = "ranks have different things under one key"

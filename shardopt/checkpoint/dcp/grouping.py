@@ -17,8 +17,8 @@ from typing import Any
 
 from shardopt.checkpoint.format.values import Values
 from shardopt.errors import MismatchError, Problem
-from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED
-from shardopt.state.state import Index, Path, join
+from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, UNTOUCHED
+from shardopt.state.paths import PARAM_GROUPS, Index, Path, join
 from shardopt.state.values import canonical, encode_value
 
 _STATE = "state"

@@ -36,7 +36,7 @@ from shardopt.checkpoint.storage import absolute_url
 from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
-from shardopt.state.state import join
+from shardopt.state.paths import join
 
 
 class StorageReader(DcpStorageReader):

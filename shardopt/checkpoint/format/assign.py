@@ -20,7 +20,7 @@ from shardopt.checkpoint.format.constants import Dtype
 from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import Layout
-from shardopt.state.state import Path
+from shardopt.state.paths import Path
 
 BytesByRank = npt.NDArray[np.float64]
 """Bytes to write, by rank."""

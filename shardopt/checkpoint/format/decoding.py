@@ -39,7 +39,7 @@ from shardopt.checkpoint.format.values import decode_each, decode_path, unpack
 from shardopt.errors import FormatError, Problem
 from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, whole
-from shardopt.state.state import Path, join
+from shardopt.state.paths import Path, join
 from shardopt.state.values import decode_value
 
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from shardopt.errors import StateError
-from shardopt.state.param_groups import PARAM_GROUPS, are_named_mapping, options_by_member
-from shardopt.state.state import Path, join, nest
+from shardopt.state.param_groups import are_named_mapping, options_by_member
+from shardopt.state.paths import PARAM_GROUPS, Path, join, nest
 
 Values = Mapping[str, tuple[Path, Any]]
 

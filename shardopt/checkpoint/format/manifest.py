@@ -22,7 +22,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.format.values import Values, decode_each, encode_each, encode_path, pack
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
-from shardopt.state.state import Path
+from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
 
 RenameRules = tuple[tuple[str, str], ...]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardopt.checkpoint.format.constants import read_size
-from shardopt.state.state import Index, Path
+from shardopt.state.paths import Index, Path
 from shardopt.state.values import decode_value, encode_value
 
 Values = Mapping[str, tuple[Path, Any]]

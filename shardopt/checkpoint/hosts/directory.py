@@ -14,6 +14,9 @@ from shardopt.checkpoint.format.constants import DIRECTORY_NAME
 from shardopt.errors import CheckpointError, NoSpaceError, Problem
 from shardopt.world import world
 
+PREFIX = "hosts://"
+"""Begins the URL of a checkpoint on hosts."""
+
 _IDENTITY_NAME = ".host"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _IDENTITY_BYTES = 16

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME, FILE_NAME, RECORD_NAME
-from shardopt.checkpoint.hosts.directory import HostDirectory
+from shardopt.checkpoint.hosts.directory import PREFIX, HostDirectory
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer
 
-PREFIX = "hosts://"
 At = Sequence[tuple[str, int]]
 
 

@@ -22,18 +22,8 @@ from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
-from shardopt.state.state import (
-    CheckedStateful,
-    FlatState,
-    Leaf,
-    Path,
-    PerRank,
-    RestoreTarget,
-    is_below,
-    keys_below,
-    kinds_differ,
-    tell_path,
-)
+from shardopt.state.paths import Path, is_below, keys_below, kinds_differ, tell_path
+from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
 _MISSING = (
     "give its old name with rename={...}, remove it from the app, leave it as it is with "

@@ -19,7 +19,8 @@ import torch
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.state.state import FlatState, Leaf, Path, is_below, join, keys_below, kinds_differ, nest
+from shardopt.state.paths import Path, is_below, join, keys_below, kinds_differ, nest
+from shardopt.state.state import FlatState, Leaf
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -132,7 +133,7 @@ def warn_of_gone(growing: Iterable[Growing]) -> None:
     if gone:
         more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
         _log.warning(
-            "containers are as they were saved, without what the app had: %s%s [does-not-fit]",
+            "containers are as saved; these entries of the app are gone: %s%s [does-not-fit]",
             ", ".join(gone[:3]),
             more,
         )

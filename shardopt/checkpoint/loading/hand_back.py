@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.errors import CheckpointError, CorruptionError, PartialLoadError, Problem, ShardoptError
-from shardopt.state.state import PartialStateful, RestoreTarget, join
+from shardopt.state.paths import join
+from shardopt.state.state import PartialStateful, RestoreTarget
 
 CHANGED_NOTHING = "this load changed nothing"
 MAY_HAVE_CHANGED = "the app may be loaded in part, and optimizers in it refuse to step until a load is whole"

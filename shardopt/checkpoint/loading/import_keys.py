@@ -45,8 +45,9 @@ from shardopt.checkpoint.loading.renaming import (
     under_names_of,
 )
 from shardopt.state.names import names_under_wrappers
-from shardopt.state.param_groups import NAMES_OF_TORCH, PARAM_GROUPS, PARAMS, STATE
-from shardopt.state.state import FlatState, Index, Path, RestoreTarget, join
+from shardopt.state.param_groups import NAMES_OF_TORCH, PARAMS
+from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
+from shardopt.state.state import FlatState, RestoreTarget
 
 ReadTensor = Callable[[str], Tensor]
 """Returns a stored tensor, by its key in the checkpoint."""

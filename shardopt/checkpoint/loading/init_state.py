@@ -20,8 +20,8 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.torchs_own import TorchsState, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful, join, keys_below
+from shardopt.state.paths import PARAM_GROUPS, join, keys_below
+from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
 
 
 @dataclass(slots=True)

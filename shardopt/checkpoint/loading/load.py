@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from shardopt.checkpoint.hosts.directory import PREFIX as HOSTS_PREFIX
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
-from shardopt.checkpoint.hosts.hosts import PREFIX as HOSTS_PREFIX
 from shardopt.checkpoint.loading.growing import own_places, warn_of_gone
 from shardopt.checkpoint.loading.hand_back import (
     CHANGED_NOTHING,
@@ -172,7 +172,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     ranks = ranks_of(options.process_group, options.deadline_seconds)
     with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused():
         report, differences = _load(ranks, url, app, options)
-    emit_report("load", report)
+    emit_report("load", report, for_all=ranks.rank == 0)
     if report.missing or report.unexpected:
         log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
     for difference in differences:
@@ -236,7 +236,7 @@ def _load_into(
         paths = [each.path for each in loaded]
         warn_of_other_rates(each for each in schedules if each[0].path in paths)
         for line in arguments:
-            _log.warning("a schedule goes on as it was saved: %s [optimizer-state]", line)
+            _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
     if plan.growing and ranks.rank == 0:
         warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}

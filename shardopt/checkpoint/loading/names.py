@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.state.state import FlatState, Path
+from shardopt.state.paths import Path
+from shardopt.state.state import FlatState
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.renaming import renamer, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
-from shardopt.state.param_groups import N_AVERAGED, STATE
-from shardopt.state.state import FlatState, Path, join
+from shardopt.state.param_groups import N_AVERAGED
+from shardopt.state.paths import STATE, Path, join
+from shardopt.state.state import FlatState
 
 
 def names_in_app(

@@ -14,18 +14,9 @@ from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES
 from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import Problem, ShardoptError
-from shardopt.state.param_groups import PARAM_GROUPS, PARAMS, STATE, Groups, groups_elsewhere, groups_of, with_options
-from shardopt.state.state import (
-    CheckedStateful,
-    FlatState,
-    GroupedStateful,
-    Leaf,
-    PartialStateful,
-    Path,
-    RestoreTarget,
-    join,
-    nest,
-)
+from shardopt.state.param_groups import PARAMS, Groups, groups_elsewhere, groups_of, with_options
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
+from shardopt.state.state import CheckedStateful, FlatState, GroupedStateful, Leaf, PartialStateful, RestoreTarget
 
 
 class StateOfObject:

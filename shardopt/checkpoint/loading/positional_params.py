@@ -16,7 +16,8 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.view import view_of
 from shardopt.state.names import names_under_wrappers
 from shardopt.state.param_groups import NAMES_OF_TORCH, PARAMS, Groups
-from shardopt.state.state import FlatState, RestoreTarget, join
+from shardopt.state.paths import join
+from shardopt.state.state import FlatState, RestoreTarget
 
 _MOST_NAMES = 6
 _log = logging.getLogger("shardopt.checkpoint")

@@ -21,8 +21,8 @@ from shardopt.checkpoint.loading.names import Names, owner_of
 from shardopt.checkpoint.loading.positional_params import names_in
 from shardopt.errors import MismatchError, Problem
 from shardopt.state.names import may_have_wrappers, names_under_wrappers
-from shardopt.state.param_groups import PARAM_GROUPS, STATE
-from shardopt.state.state import FlatState, Path, is_below, join, nest
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, is_below, join, nest
+from shardopt.state.state import FlatState
 
 T = TypeVar("T")
 Values = Mapping[str, tuple[Path, Any]]

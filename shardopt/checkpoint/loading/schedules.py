@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.loading.names import Names
 from shardopt.errors import Problem
-from shardopt.state.param_groups import PARAM_GROUPS, PARAMS
-from shardopt.state.state import FlatState, Path, RestoreTarget, join
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.paths import PARAM_GROUPS, Path, join
+from shardopt.state.state import FlatState, RestoreTarget
 
 _BASE, _LAST, _INNER = "base_lrs", "_last_lr", "_schedulers"
 _LIMITS = ("min_lrs", "max_lrs")  # which the code gives, and groups have not

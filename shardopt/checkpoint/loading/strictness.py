@@ -15,12 +15,12 @@ from shardopt.state.param_groups import (
     ALGORITHM,
     GIVEN,
     IMPLEMENTATION_OPTIONS,
-    PARAM_GROUPS,
     STORAGE_OPTIONS,
     UNTOUCHED,
     other_algorithm,
 )
-from shardopt.state.state import FlatState, Path
+from shardopt.state.paths import PARAM_GROUPS, Path
+from shardopt.state.state import FlatState
 
 _MOST_KEYS = 5
 _KEPT = frozenset({ALGORITHM, GIVEN, UNTOUCHED, *STORAGE_OPTIONS, *IMPLEMENTATION_OPTIONS})
@@ -156,5 +156,5 @@ def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) 
             remedy = "attach the schedule that adds it before the load"
             warnings.append(Problem(key, f"an option that {side} alone has", "one that both have", remedy))
         else:
-            _log.info("passed over %s, an option that %s alone has", key, side)
+            _log.info("ignored option %s, which only %s has", key, side)
     return replace(names, manifest=replace(names.manifest, values=values)), warnings

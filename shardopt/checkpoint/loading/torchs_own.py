@@ -28,14 +28,13 @@ from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
     IMPLEMENTATION_OPTIONS,
     NAMES_OF_TORCH,
-    PARAM_GROUPS,
     PARAMS,
-    STATE,
     Numbered,
     numbers_in,
     other_algorithm,
 )
-from shardopt.state.state import FlatState, Path, RestoreTarget, Tied, join, nest
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
+from shardopt.state.state import FlatState, RestoreTarget, Tied
 from shardopt.state.values import canonical, encode_value
 
 _log = logging.getLogger("shardopt.checkpoint")

@@ -21,7 +21,7 @@ from shardopt.checkpoint.rearrange.geometry import Place
 from shardopt.checkpoint.rearrange.notation import Axes, Found, infer, renamed_path, size_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Drop, Rule
 from shardopt.errors import MismatchError, Problem
-from shardopt.state.state import Path
+from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
 
 

@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardopt.checkpoint.rearrange.geometry import Digit
-from shardopt.state.state import Path, join
+from shardopt.state.paths import Path, join
 
 PAD = "_"
 """Begins the names of axes that only one side has: zeros where they are made, left out where they are stored."""

@@ -122,7 +122,7 @@ class Turns(Generic[J]):
             try:
                 self._do(job)
             except BaseException as error:  # the training goes on meanwhile
-                _log.error("in the background, %s failed: %s", self._describe(job), error)
+                _log.error("%s failed in the background: %s", self._describe(job), error)
                 self.failures.note(number, error)
             with self._changed:
                 self._jobs.popleft()

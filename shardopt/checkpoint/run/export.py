@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES, ConvertOptions, convert_on
+from shardopt.checkpoint.converting.convert import MAX_FILE_BYTES, ConvertOptions, convert_on
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.background import Task, Turns

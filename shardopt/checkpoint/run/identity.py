@@ -11,75 +11,22 @@ the run before, and a root may be moved.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from shardopt.checkpoint.format.constants import (
-    damaged,
-    pack_record,
-    unpack_record,
-)
 from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.run.root import LABEL_NAME, RUN_NAME, Root, RunIdentity, run_at
+from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.redaction import redacted
 from shardopt.world import world
 
-RUN_NAME = "run.json"
-"""Under the root of a run and of its mirror."""
-LABEL_NAME = ".run"
-"""In a host's directory of a tier."""
-
-_FORMAT = "shardopt-run"
-_ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 16
 
 _log = logging.getLogger("shardopt.checkpoint")
-
-
-class RunIdentity(NamedTuple):
-    """The identity of a run.
-
-    Args:
-        id: 32 hexadecimal digits.
-        root: its URL when the run began, for messages alone: roots may be moved.
-    """
-
-    id: str
-    root: str
-
-    def pack(self) -> bytes:
-        """Returns the record's bytes."""
-        return pack_record(_FORMAT, id=self.id, root=self.root)
-
-
-def decode_run(data: bytes, where: str) -> RunIdentity:
-    """Decodes a record from untrusted bytes. Raises CorruptionError."""
-    wire = unpack_record(data, where)
-    number, root = wire.get("id"), wire.get("root")
-    is_whole = isinstance(number, str) and _ID.fullmatch(number) and isinstance(root, str)
-    if wire.get("format") != _FORMAT or not is_whole:
-        raise damaged(where, "no record of a run")
-    return RunIdentity(str(number), str(root))
-
-
-def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
-    """Returns the run whose record lies in a directory; None where there is none.
-
-    Raises:
-        CheckpointError: it cannot be read. CorruptionError: it is damaged.
-    """
-    with wrap_os_errors(f"look into {storage.url}"):
-        try:
-            data = storage.read_record(name)
-        except FileNotFoundError:
-            return None
-    return decode_run(data, f"{storage.url}/{name}")
 
 
 def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:

@@ -150,8 +150,8 @@ class Keeper(Task):
         if self._saved is not None and newest > self._saved.step and not self._warned:
             self._warned = True
             _log.warning(
-                "step %d was saved where step %d is already, which is not of this job: started again, it would restore "
-                "that. restore(app, step=...) takes a run back to an earlier step [run-root]",
+                "step %d was saved below step %d of another job: a restart would resume from that one. "
+                "restore(app, step=...) takes a run back to an earlier step [run-root]",
                 self._saved.step,
                 newest,
             )
@@ -174,7 +174,9 @@ class Keeper(Task):
 
     def _say_removed(self, damaged: Collection[str]) -> None:
         if damaged:
-            _log.warning("what is damaged there makes way for what is saved now: %s [damaged]", ", ".join(damaged))
+            _log.warning(
+                "damaged checkpoints are removed before they are saved again: %s [damaged]", ", ".join(damaged)
+            )
 
 
 @contextmanager

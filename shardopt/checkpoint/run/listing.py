@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardopt.checkpoint.convert.verify import verify
+from shardopt.checkpoint.converting.verify import verify
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
-from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of
+from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of, parse_id
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.retention import Retention, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.sources.reading.fetch import threads_for
+from shardopt.checkpoint.sources.reading.checking import threads_for
 from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
@@ -103,6 +103,27 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
 
     with world().thread_pool(threads_for(root.storage), "shardopt-list") as pool:
         return RunListing(root.url, branches, _with_bases([*pool.map(look, ids)]))
+
+
+def list_step(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing | None:
+    """Lists one checkpoint of a run, with the URL and the branches of the run; None for any other. Local.
+
+    Args:
+        url: of the directory of a step.
+        verify_bytes: as for `list_run`.
+    """
+    parent, _, name = storage_of(url).url.rstrip("/").rpartition("/")
+    id = parse_id(name)
+    if id is None or not parent:
+        return None
+    root = Root(storage_of(parent))
+    try:
+        root.ids()
+        branches = branches_of(root.records.values())
+    except CheckpointError:  # one may be able to read the checkpoint, and nothing around it
+        return None
+    one = look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
+    return None if one.condition == "unfinished" else RunListing(root.url, branches, (one,))
 
 
 def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:

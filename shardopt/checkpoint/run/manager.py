@@ -341,8 +341,9 @@ class Manager:
         with run.ranks.beating():
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:
-            where = run.root.url if restored or run.root.is_there() else f"{run.root.url}, which is not there"
-            nothing = f"restored nothing: there is no checkpoint in {where}"
+            nothing = f"starting fresh: no checkpoint in {run.root.url}"
+            if restored is None and not run.root.is_there():
+                nothing = f"starting fresh: {run.root.url} does not exist"
             announce(nothing if restored is None else summary_of(restored, select))
         return 0 if restored is None else restored.id.step
 

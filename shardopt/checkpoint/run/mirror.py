@@ -173,7 +173,7 @@ class MirrorCopier(Task):
             manifest, nbytes = copied
             total = sum(file.nbytes for file in manifest.own_files)
             self.report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
-            emit_report("upload", self.report)
+            emit_report("upload", self.report, for_all=ranks.rank == 0)
             upload.afterwards(self.remote)
 
 

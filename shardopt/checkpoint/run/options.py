@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import signal
 import stat
@@ -11,9 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from shardopt.checkpoint.arguments import count_problem, is_count, optional_count_problem, refuse
 from shardopt.checkpoint.saving.save import SaveOptions
 from shardopt.checkpoint.storage import is_in_archive, storage_of
-from shardopt.errors import OptionError, Problem
+from shardopt.errors import Problem
 from shardopt.world import world
 
 _REMEDY = "pass it as in stop_on=signal.SIGTERM"
@@ -63,33 +63,6 @@ def refuse_unknown_branch(branch: int, current: int) -> None:
     """Raises OptionError for a branch that a run does not have."""
     remedy = "see abandoned_steps() for those that there are"
     refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
-
-
-def is_count(value: Any, least: int) -> bool:
-    """Whether a value is a whole number of at least so much; True and False are none."""
-    try:
-        return not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        return False
-
-
-def refuse(problems: Iterable[Problem]) -> None:
-    """Raises OptionError if there are any."""
-    problems = list(problems)
-    if problems:
-        raise OptionError("invalid arguments", problems)
-
-
-def count_problem(name: str, value: Any, least: int) -> list[Problem]:
-    """Returns the problem of a number of steps or checkpoints, if there is one."""
-    if is_count(value, least):
-        return []
-    return [Problem(name, repr(value), f"at least {least}, as an int", "give a number of steps or checkpoints")]
-
-
-def optional_count_problem(name: str, value: Any, least: int) -> list[Problem]:
-    """Returns the same of a number that may be None."""
-    return [] if value is None else count_problem(name, value, least)
 
 
 def _choice_problem(name: str, value: Any, choices: Sequence[Any]) -> list[Problem]:

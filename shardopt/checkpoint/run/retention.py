@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from shardopt.checkpoint.run.options import is_count, optional_count_problem, refuse
+from shardopt.checkpoint.arguments import is_count, optional_count_problem, refuse
 from shardopt.errors import Problem
 
 Mode = Literal["min", "max"]

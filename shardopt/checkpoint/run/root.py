@@ -1,15 +1,71 @@
-"""The root of a run: the directories of its checkpoints, and the records of its branches."""
+"""The root of a run: the directories of its checkpoints, and the records of its branches and of its name."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import (
+    DCP_METADATA_NAME,
+    FILE_NAME,
+    MANIFEST_NAME,
+    damaged,
+    pack_record,
+    unpack_record,
+)
 from shardopt.checkpoint.run.branches import Branch, CheckpointId, parse_id, read_records
-from shardopt.checkpoint.sources.dcp import METADATA_NAME
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
+
+RUN_NAME = "run.json"
+"""Under the root of a run and of its mirror."""
+LABEL_NAME = ".run"
+"""In a host's directory of a tier."""
+
+_FORMAT = "shardopt-run"
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class RunIdentity(NamedTuple):
+    """The identity of a run.
+
+    Args:
+        id: 32 hexadecimal digits.
+        root: its URL when the run began, for messages alone: roots may be moved.
+    """
+
+    id: str
+    root: str
+
+    def pack(self) -> bytes:
+        """Returns the record's bytes."""
+        return pack_record(_FORMAT, id=self.id, root=self.root)
+
+
+def decode_run(data: bytes, where: str) -> RunIdentity:
+    """Decodes a record from untrusted bytes. Raises CorruptionError."""
+    wire = unpack_record(data, where)
+    number, root = wire.get("id"), wire.get("root")
+    is_whole = isinstance(number, str) and _ID.fullmatch(number) and isinstance(root, str)
+    if wire.get("format") != _FORMAT or not is_whole:
+        raise damaged(where, "no record of a run")
+    return RunIdentity(str(number), str(root))
+
+
+def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
+    """Returns the run whose record lies in a directory; None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read. CorruptionError: it is damaged.
+    """
+    with wrap_os_errors(f"look into {storage.url}"):
+        try:
+            data = storage.read_record(name)
+        except FileNotFoundError:
+            return None
+    return decode_run(data, f"{storage.url}/{name}")
 
 
 class Root:
@@ -45,7 +101,7 @@ class Root:
     def refuse_checkpoint(self) -> None:
         """Raises CheckpointError where this is a checkpoint itself and no run's root, as the last listing has shown."""
         own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
-        if own or METADATA_NAME in self.names:
+        if own or DCP_METADATA_NAME in self.names:
             parent = os.path.dirname(self.url)
             is_step = parse_id(os.path.basename(self.url)) is not None
             remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"

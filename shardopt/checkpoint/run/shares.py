@@ -23,10 +23,9 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.hosts.directory import is_host_directory
-from shardopt.checkpoint.hosts.hosts import PREFIX
+from shardopt.checkpoint.hosts.directory import PREFIX, is_host_directory
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
-from shardopt.checkpoint.run.identity import LABEL_NAME, RunIdentity, run_at
+from shardopt.checkpoint.run.root import LABEL_NAME, RunIdentity, run_at
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.verified_chunks import verify
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors

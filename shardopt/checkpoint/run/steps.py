@@ -18,8 +18,9 @@ from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.save import SaveTerms, save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
+from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError, UnreadableError
-from shardopt.world import world
+from shardopt.world import utc_text, world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -121,7 +122,7 @@ class Steps:
             self.background.wait()  # which may have failed, and then is no checkpoint
         url = self._after.url_of(id, at_root)
         if url is not None and self._run.ranks.rank == 0:
-            announce(f"step {id.step} is in {url} already: nothing was saved")
+            announce(f"step {id.step} is already in {url}: nothing to save")
         return url is not None
 
     def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
@@ -281,12 +282,12 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
         except (CorruptionError, CheckpointNotFoundError) as error:
             if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
                 tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
-                _log.warning("%s: trying once more", error)
+                _log.warning("%s: trying again", error)
                 continue
             failures[candidate.url] = error
             what = "damaged" if isinstance(error, CorruptionError) else "gone"
             step = candidate.id.step
-            _log.warning("the checkpoint of step %d is %s, taking the one before it: %s", step, what, error)
+            _log.warning("step %d is %s, resuming from the one before it: %s", step, what, error)
         else:
             return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})
 
@@ -294,19 +295,9 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
 def summary_of(restored: Restored, select: str | None) -> str:
     """Returns a line for the log about a restore, of all keys or of those that `select` finds."""
     report = restored.report
-    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
-    ago = "" if report.saved_at is None else f", {_duration(world().wall_clock() - report.saved_at)} ago"
+    saved = f"saved by {plural(report.world_size, 'rank')}"
+    if report.saved_at is not None:
+        seconds = max(round(world().wall_clock() - report.saved_at), 1)  # clocks of hosts differ
+        saved += f" on {utc_text(report.saved_at)}, {seconds_text(seconds)} ago"
     alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"
-    return f"restored step {restored.id.step} from {report.url}, saved by {ranks}{ago}{alone}"
-
-
-def _duration(seconds: float) -> str:
-    """ "5 s", "3 min", "2 h 5 min", "4 days"; clocks of hosts differ, so it may be less than nothing."""
-    minutes, hours = round(seconds / 60), seconds / 3600
-    if seconds < 100:
-        return f"{max(seconds, 0):.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if hours < 48:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{hours / 24:.0f} days"
+    return f"resumed step {restored.id.step} from {report.url}, {saved}{alone}"

@@ -90,7 +90,7 @@ class BackgroundSave:
                 report = save_described(self._ranks, self.pending.url, self._described, self._plans, options)
                 seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
-                emit_report("save", self.pending.result())
+                emit_report("save", self.pending.result(), for_all=self._ranks.rank == 0)
                 self._afterwards(self.pending.result())
         except BaseException as error:
             if self.pending.done:

@@ -259,4 +259,4 @@ def _remove_remains(storage: Storage, remains: set[str]) -> None:
             if FILE_NAME.fullmatch(name):
                 storage.remove(name)
     except (OSError, CheckpointError) as error:
-        _log.warning("remains of other saves could not be removed from %s: %s", storage.url, error)
+        _log.warning("leftover files of other saves could not be removed from %s: %s", storage.url, error)

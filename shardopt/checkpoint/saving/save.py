@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 
 from shardopt.checkpoint.format.manifest import RenameRules
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.hosts.hosts import PREFIX as HOSTS
+from shardopt.checkpoint.hosts.directory import PREFIX as HOSTS
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.saving.agree_plan import Comparison, PlanCache, Planning, compare_reports
@@ -202,7 +202,7 @@ def save_now(
         report = save_described(ranks, url, described, _plans, options)
     seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
-    emit_report("save", report)
+    emit_report("save", report, for_all=ranks.rank == 0)
     return report
 
 

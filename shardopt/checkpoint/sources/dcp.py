@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, damaged
+from shardopt.checkpoint.format.constants import DCP_METADATA_NAME, MANIFEST_LIMIT_BYTES, damaged
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import path_of, with_options_by_member
@@ -25,10 +25,8 @@ from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError
 from shardopt.sharding.box import whole
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import Path, join
+from shardopt.state.paths import PARAM_GROUPS, Path, join
 
-METADATA_NAME = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 _READ_BYTES = 8 << 20  # at a time, of plain values that lie side by side
 
@@ -77,12 +75,12 @@ class DcpSource(Source):
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.url = storage, storage.url
-        where = f"{storage.url}/{METADATA_NAME}"
+        where = f"{storage.url}/{DCP_METADATA_NAME}"
         with wrap_os_errors(f"read {where}"):
-            nbytes = storage.size(METADATA_NAME)
+            nbytes = storage.size(DCP_METADATA_NAME)
             if nbytes > MANIFEST_LIMIT_BYTES:
                 raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
-            data = storage.read(METADATA_NAME, 0, nbytes)
+            data = storage.read(DCP_METADATA_NAME, 0, nbytes)
         self.digest = xxhash.xxh3_64_hexdigest(data)
         metadata = read_metadata(data, where)
         self._sizes = self._sizes_of_files(metadata)
@@ -199,7 +197,7 @@ class DcpSource(Source):
         """Yields each value's archive; those that lie side by side are read in one go."""
         total = sum(entry.length for entry in entries.values())
         if total > MANIFEST_LIMIT_BYTES:
-            raise damaged(f"{self.url}/{METADATA_NAME}", f"{total} bytes of plain values")
+            raise damaged(f"{self.url}/{DCP_METADATA_NAME}", f"{total} bytes of plain values")
         group: list[tuple[str, DcpEntry]] = []
         for key, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
             if group and (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
+from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.checkpoint.format.values import Values
-from shardopt.state.param_groups import PARAM_GROUPS, are_named, options_by_member
-from shardopt.state.state import Index, Path, join, nest
+from shardopt.state.param_groups import are_named, options_by_member
+from shardopt.state.paths import PARAM_GROUPS, Index, Path, join, nest
 from shardopt.state.values import canonical, encode_value
 
 _STATE = "state"

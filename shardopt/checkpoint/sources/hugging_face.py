@@ -26,6 +26,7 @@ from shardopt.checkpoint.format.constants import (
     DATA_SUFFIX,
     DTYPES,
     FILE_NAME,
+    INDEX_SUFFIX,
     JOURNAL_NAME,
     MANIFEST_LIMIT_BYTES,
     Dtype,
@@ -44,7 +45,6 @@ from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, FormatError, Problem
 from shardopt.sharding.box import Box, whole
 
-_INDEX_SUFFIX = ".safetensors.index.json"
 _OF_RANK = re.compile(r"shard-\d{5}-(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NAMES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors} | {
@@ -134,7 +134,7 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
         FormatError: there are several indices, or several sets of files without one.
         CheckpointNotFoundError: a conversion of ours was not finished.
     """
-    indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(DATA_SUFFIX) and not FILE_NAME.fullmatch(name)]
     if not indices and not files:
         return None

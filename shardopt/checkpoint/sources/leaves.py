@@ -23,8 +23,7 @@ from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadCh
 from shardopt.checkpoint.storage import ReadInto, Span, Storage
 from shardopt.errors import Problem
 from shardopt.sharding.box import whole
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import Index, Path, join
+from shardopt.state.paths import PARAM_GROUPS, Index, Path, join
 
 
 def leaves_of(state: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 import xxhash
 
 from shardopt.checkpoint.format.constants import (
@@ -30,8 +29,8 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
-from shardopt.checkpoint.sources.reading.fetch import fetch
-from shardopt.checkpoint.sources.reading.open_file import HEAD_BYTES, DataFileReader, ReadRequest, form_of
+from shardopt.checkpoint.sources.reading.checking import read_entry
+from shardopt.checkpoint.sources.reading.open_file import HEAD_BYTES, DataFileReader, form_of
 from shardopt.checkpoint.sources.referred import directory_of, referred_in
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, is_temporary, storage_of, wrap_os_errors
@@ -105,13 +104,10 @@ class OwnSource(Source):
         file = self.open_file(number)
         key = PER_RANK_PREFIX + file_stem(rank, 0)
         nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
-        target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        box = whole((nbytes,))
-        entry = file.entry(key, form_of(DTYPES["uint8"], box))
-        fetch([(file, ReadRequest(entry, DTYPES["uint8"], box.sizes, box, target))])
+        stored = read_entry(file, file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,)))))
         where = f"{file.where}: {key}"
         try:
-            values = load_json(target.numpy().tobytes(), where, without_duplicates)
+            values = load_json(bytes(stored), where, without_duplicates)
             return {name: decode_value(value) for name, value in values.items()}
         except (StateError, RecursionError) as error:
             raise damaged(where, "a malformed value") from error

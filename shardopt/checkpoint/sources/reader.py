@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.format.constants import Dtype, damaged
-from shardopt.checkpoint.format.manifest import Manifest, StoredEntry, StoredLayout
+from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.sources.contents import CheckpointContents
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, fetch, fill, memory_problem
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest, form_of
 from shardopt.checkpoint.sources.source import Source
 from shardopt.errors import MismatchError, Problem
 from shardopt.runtime.torch_private import out_of_inference_mode
-from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
@@ -62,7 +63,7 @@ class _Overlap(NamedTuple):
     wanted: Box | None
 
 
-class CheckpointReader:
+class CheckpointReader(CheckpointContents):
     """A checkpoint, open for reading: what it has under which key, and any box of it. Local: no other rank takes part.
 
     Args:
@@ -72,50 +73,18 @@ class CheckpointReader:
         CorruptionError: its boxes do not make up its tensors.
     """
 
-    source: Source
-    """The checkpoint as it lies in its storage."""
-    manifest: Manifest
-    """What it has under which key."""
-    url: str
-    is_remote: bool
-    """Whether reading goes over a network."""
-    digest: str
-    """A text that is equal for equal contents."""
-    left_out: tuple[str, ...] = ()
-    """What is stored and not among the keys, by the choice of the caller."""
-
     def __init__(self, source: Source) -> None:
-        self.source, self.manifest, self.digest = source, source.manifest, source.digest
-        self.url, self.is_remote = source.url, source.storage.is_remote
+        super().__init__(source)
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
-        checked: set[tuple[tuple[int, ...], int]] = set()
-        for key, tensor in self.manifest.tensors.items():
-            layout = tensor.layout
-            if (layout.shape, id(layout.boxes)) not in checked:  # layouts that are alike share their boxes
-                checked.add((layout.shape, id(layout.boxes)))
-                faults = cover_faults(layout.shape, layout.boxes)
-                if faults:
-                    raise damaged(f"{self.url}: {key}", "; ".join(faults))
-
-    def keys(self) -> list[str]:
-        """Returns the keys of all tensors and plain values, sorted."""
-        return sorted([*self.manifest.tensors, *self.manifest.values])
 
     def info(self, key: str) -> TensorInfo:
         """Returns shape, dtype and stored boxes of a tensor. Raises MismatchError for a key that is not a tensor's."""
         tensor = self.manifest.tensors.get(key)
         if tensor is None:
-            raise self._unknown(key, self.manifest.tensors, "a tensor")
+            raise self.unknown(key, self.manifest.tensors, "a tensor")
         return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
-
-    def key_in_files(self, key: str) -> str:
-        """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
-        *_, tied_to, stored_as = self.manifest.tensors[key]
-        if tied_to is not None:
-            return tied_to
-        return key if stored_as is None else stored_as
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.
@@ -127,7 +96,7 @@ class CheckpointReader:
         if key in self.manifest.values:
             return self.manifest.values[key][1]
         if key not in self.manifest.tensors:
-            raise self._unknown(key, self.keys(), "a key")
+            raise self.unknown(key, self.keys(), "a key")
         box, dtype = self._box_of(key, box), self.info(key).dtype
         # Without memory at first: the files must have the size that the manifest gives before any is allocated for it.
         for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]):
@@ -214,10 +183,6 @@ class CheckpointReader:
                 for request in file.requests(key, form, dtype, sizes, stored, target):
                     yield file, request
 
-    def per_rank(self, rank: int) -> Mapping[str, Any]:
-        """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
-        return self.source.per_rank(rank)
-
     def close(self) -> None:
         """Forgets the files. Nothing is held open between reads."""
         self._files.clear()
@@ -291,9 +256,3 @@ class CheckpointReader:
             self._overlaps_kept += 1 + len(overlaps)
             self._overlaps[layout, dtype.name, box] = overlaps
         return overlaps
-
-    def _unknown(self, key: str, known: Sequence[str] | Mapping[str, Any], kind: str) -> MismatchError:
-        names = sorted(known)
-        listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
-        problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
-        return MismatchError("no such key", [problem], code="cannot-read-tensor")

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import damaged
+from shardopt.checkpoint.format.constants import TORCH_SUFFIXES, damaged
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import with_options_by_member
@@ -24,11 +24,9 @@ from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
 from shardopt.sharding.box import whole
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import Path, join
+from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.values import canonical, encode_value
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _ZIP = b"PK\x03\x04"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<of>\d{5})(?P<suffix>\.\w+)", re.ASCII)
 
@@ -60,7 +58,7 @@ def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
         CorruptionError: files of a numbered set are missing.
         FormatError: there are several that do not belong together.
     """
-    files = [name for name in names if name.endswith(SUFFIXES) and is_torch_file(storage, name)]
+    files = [name for name in names if name.endswith(TORCH_SUFFIXES) and is_torch_file(storage, name)]
     if len(files) <= 1:
         return files or None
     numbered = [_NUMBERED.fullmatch(name) for name in files]
@@ -80,7 +78,7 @@ def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
 def is_torch_file(storage: Storage, name: str) -> bool:
     """Whether a file begins as those of torch.save do; those of old versions only under a name that torch's have."""
     begin = storage.read(name, 0, len(_ZIP))
-    return begin == _ZIP or (begin[:1] == b"\x80" and name.endswith(SUFFIXES))
+    return begin == _ZIP or (begin[:1] == b"\x80" and name.endswith(TORCH_SUFFIXES))
 
 
 class TorchSource(Source):

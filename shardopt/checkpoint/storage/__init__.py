@@ -14,7 +14,6 @@ from shardopt.checkpoint.storage.open import use_options as use_options
 from shardopt.checkpoint.storage.open import wrap_os_errors as wrap_os_errors
 from shardopt.checkpoint.storage.recorded_reads import RecordedReads as RecordedReads
 from shardopt.checkpoint.storage.recorded_reads import ReplayStorage as ReplayStorage
-from shardopt.checkpoint.storage.remote import RemoteStorage as RemoteStorage
 from shardopt.runtime.exports import offer as _offer
 
 _offer(__name__)

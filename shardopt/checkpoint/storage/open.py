@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-
-import fsspec  # type: ignore[import-untyped]  # has no type hints
-from fsspec.archive import AbstractArchiveFileSystem  # type: ignore[import-untyped]  # as above
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
-from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # as above
+from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
-from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, OptionError, Problem, ShardoptError
 from shardopt.redaction import without_secrets
+from shardopt.runtime.late import late
 from shardopt.world import world
+
+if TYPE_CHECKING:
+    from shardopt.checkpoint.storage import file_systems
+else:
+    file_systems = late("shardopt.checkpoint.storage.file_systems")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9+.\-]+"
 _LOCAL = re.compile(r"(?:file|local)://|file:(?=/)")
 _URL = re.compile(rf"(?:{_NAME}::)*{_NAME}://")
-_LINK = re.compile(rf"::(?={_URL.pattern})")  # of a chain of fsspec's: a protocol follows
-_NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
+LINK = re.compile(rf"::(?={_URL.pattern})")
+"""Of a chain of fsspec's: a protocol follows."""
 _own: dict[str, Callable[[str], Storage]] = {}  # by protocol
 
 
@@ -37,7 +36,7 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     local = _LOCAL.match(text)
     if local is None and _URL.match(text):
-        *links, last = _LINK.split(text)
+        *links, last = LINK.split(text)
         return "::".join([*links, f"file://{absolute_url(last)}" if _LOCAL.match(last) else last])
     return os.path.abspath(text[local.end() :] if local else os.path.expanduser(text))
 
@@ -45,12 +44,7 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
 def is_in_archive(url: str | os.PathLike[str]) -> bool:
     """Whether a URL is of files in an archive (zip, tar), which can be read there, and not be written."""
     protocol = os.fspath(url).partition(":")[0] if _URL.match(os.fspath(url)) else ""
-    if protocol not in known_implementations:
-        return False
-    try:
-        return issubclass(fsspec.get_filesystem_class(protocol), AbstractArchiveFileSystem)
-    except ImportError:
-        return False
+    return bool(protocol) and file_systems.is_archive(protocol)
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
@@ -80,7 +74,7 @@ def register_storage(protocol: str, opener: Callable[[str], Storage]) -> None:
     if not re.fullmatch(_NAME, protocol) or protocol in ("file", "local"):
         required = 'letters and digits, two at least, and neither "file" nor "local"'
         problem = Problem("protocol", repr(protocol), required, 'give what stands before "://"')
-        raise OptionError("arguments that cannot be meant", [problem])
+        raise OptionError("invalid arguments", [problem])
     _own[protocol] = opener
 
 
@@ -134,58 +128,7 @@ def _open(text: str, durable: bool) -> Storage:
     own = _own.get(url.partition("://")[0])
     if own is not None:
         return own(url)
-    try:
-        fs, path = _file_system(url)
-    except (ImportError, ValueError, TypeError, OSError) as error:
-        problem = _unopened(url, error)
-        if problem is None:
-            raise
-        raise CheckpointError(f"cannot open {url}", [problem]) from without_secrets(error)
-    return LocalStorage(path, durable) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path in it; of a chain ("zip://run::s3://bucket/a.zip") the first."""
-    links = _LINK.split(url)
-    if not any("::" in link for link in links):
-        return fsspec.core.url_to_fs(url, **_options_of(url))  # type: ignore[no-any-return]  # has no type hints
-    if len(links) > 1:
-        raise ValueError(f"{url}: a path with '::' in it, within a chain")
-    fs, path = fsspec.core.url_to_fs(url.replace("::", _NO_LINK), **_options_of(url))
-    return fs, path.replace(_NO_LINK, "::")
-
-
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Protocol → the extra of this package that installs what it needs."""
-
-
-def _unopened(url: str, error: Exception) -> Problem | None:
-    """Returns why there is no file system for a URL; None where its protocol is not to blame."""
-    protocol = fsspec.core.split_protocol(url)[0]
-    if any("::" in link for link in _LINK.split(url)):
-        required = "a protocol with each part of a chain, and no '::' in the paths of one"
-        return Problem(url, f"no chain ({error})", required, "name them: zip://run::file:///data/runs.zip")
-    protocol = None if protocol is None else protocol.rpartition("::")[2]
-    known = known_implementations.get(protocol)
-    if protocol is None:
-        return None
-    if protocol == "hosts":
-        return Problem(
-            url,
-            "what hosts have in directories of their own",
-            "a path that one process sees all of",
-            "load it in a job on these hosts, or from the root that it was promoted to",
-        )
-    if known is None and protocol not in available_protocols():
-        alike = difflib.get_close_matches(protocol, available_protocols(), 3, cutoff=0.5)
-        remedy = f"did you mean {' or '.join(alike)}? " if alike else ""
-        remedy += "fsspec.available_protocols() lists those there are"
-        return Problem(url, f"the protocol {protocol!r}", "a path, or a protocol that fsspec knows", remedy)
-    if isinstance(error, ImportError):
-        extra = _EXTRAS.get(protocol)
-        remedy = f"pip install 'shardopt[{extra}]'" if extra else f"install it: {(known or {}).get('err', error)}"
-        return Problem(url, f"no package for {protocol!r} ({error})", "the file system of fsspec for it", remedy)
-    return None
+    return file_systems.open_url(url, durable, _options_of(url))
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
-from shardopt.checkpoint.convert.reshard import chunks_over
-from shardopt.cli.contents import dtype_text
-from shardopt.cli.output import Output, escaped, nbytes_text, shortened
+from shardopt.checkpoint.converting.reshard import chunks_over
+from shardopt.checkpoint.format.tensor_bytes import dtype_name
+from shardopt.checkpoint.text import nbytes_text
+from shardopt.cli.output import Output, escaped, shortened
 from shardopt.cli.plot.figure import Axes, Figure, Rectangle, check_output, rank_color, save_figure
 from shardopt.cli.show import chosen_by
 from shardopt.cli.tree import patterns_of
@@ -91,7 +92,7 @@ def _collect(
                     totals[side][rank] += box.numel * tensor.dtype.itemsize
         same = (tensor.layout.shape, tensor.dtype.name, tuple(before), tuple(after))
         info = reader.info(key)
-        drawn = alike.setdefault(same, Drawn([], info.shape, dtype_text(info.dtype), before, after))
+        drawn = alike.setdefault(same, Drawn([], info.shape, dtype_name(info.dtype), before, after))
         drawn.keys.append(key)
     sizes = {"stored": stored.world_size, "afterwards": world_size or 0}
     nbytes = {

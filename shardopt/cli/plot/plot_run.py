@@ -8,11 +8,16 @@ from collections.abc import Sequence
 
 from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.listing import Listed, list_run
-from shardopt.cli.output import Output, escaped, nbytes_text, plural, shortened
+from shardopt.checkpoint.text import nbytes_text, plural
+from shardopt.cli.output import Output, escaped, shortened
 from shardopt.cli.plot.figure import Axes, Figure, check_output, save_figure
 from shardopt.errors import CheckpointNotFoundError, Problem
 
-_SAVE = re.compile(r"\bsave url=(.+?) save_id=\S+ (.*)")  # the line of `reports.emit_report`
+# The lines of `reports.emit_report`: the figures of each rank, at DEBUG, and the line of rank 0 for people, at INFO.
+_SAVE = re.compile(r"\bsave url=(.+?) save_id=\S+ (.*)")
+_LENGTH = r"([\d.]+) (ms|s|min)"
+_SAVED = re.compile(rf"\bsaved step (\d+)(?: of branch \d+)?: .* in {_LENGTH}(?: \(training waited {_LENGTH}\))?\s*$")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 _FIGURE = re.compile(r"(\w+)=([-+.\deE]+|inf|nan)(?:\s|$)")
 _LINES = {"seconds": "of a save", "stall_seconds": "of which the training stood still"}
 
@@ -35,20 +40,31 @@ def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) 
 
 
 def seconds_in(logs: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Returns the seconds of saves by step, of the slowest rank, as logs of `shardopt` at INFO have them."""
+    """Returns the seconds of saves by step, of the slowest rank, as logs of `shardopt` at INFO or DEBUG have them."""
     found: dict[int, dict[str, float]] = {}
     for path in logs:
         with open(path, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                match = _SAVE.search(line)
-                id = parse_id(match[1].rstrip("/").rpartition("/")[2]) if match else None
-                if match is None or id is None:
-                    continue
-                of_step = found.setdefault(id.step, {})
-                for name, value in _FIGURE.findall(match[2]):
-                    if name in _LINES:
-                        of_step[name] = max(float(value), of_step.get(name, 0.0))
+                step, figures = _figures_in(line)
+                if step is not None:
+                    of_step = found.setdefault(step, {})
+                    of_step |= {name: max(value, of_step.get(name, 0.0)) for name, value in figures.items()}
     return dict(sorted(found.items()))
+
+
+def _figures_in(line: str) -> tuple[int | None, dict[str, float]]:
+    """Returns the step that a line of a log says was saved, and seconds by name; None for any other line."""
+    match = _SAVE.search(line)
+    if match is not None:
+        id = parse_id(match[1].rstrip("/").rpartition("/")[2])
+        figures = {name: float(value) for name, value in _FIGURE.findall(match[2]) if name in _LINES}
+        return None if id is None else id.step, figures
+    match = _SAVED.search(line)
+    if match is None:
+        return None, {}
+    seconds = float(match[2]) * _SECONDS[match[3]]
+    stall = seconds if match[4] is None else float(match[4]) * _SECONDS[match[5]]
+    return int(match[1]), {"seconds": seconds, "stall_seconds": stall}
 
 
 def _draw(url: str, saved: Sequence[Listed], seconds: dict[int, dict[str, float]]) -> Figure:

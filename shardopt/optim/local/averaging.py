@@ -33,7 +33,8 @@ from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.state.names import before_all, plain_name
-from shardopt.state.param_groups import AVERAGING, N_AVERAGED, STATE
+from shardopt.state.param_groups import AVERAGING, N_AVERAGED
+from shardopt.state.paths import STATE
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]

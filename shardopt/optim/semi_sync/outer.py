@@ -21,7 +21,8 @@ from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors
-from shardopt.state.param_groups import PARAMS, STATE
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.paths import STATE
 
 ANCHORS = "anchors."
 """Before the name of a parameter: its anchor, in state."""

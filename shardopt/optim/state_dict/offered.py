@@ -13,16 +13,8 @@ from typing import Any
 
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.state.names import before_all, plain_name
-from shardopt.state.param_groups import (
-    ELSEWHERE,
-    NAMES_OF_TORCH,
-    PARAM_GROUPS,
-    PARAMS,
-    STATE,
-    are_named,
-    members_only,
-    renamed_group,
-)
+from shardopt.state.param_groups import ELSEWHERE, NAMES_OF_TORCH, PARAMS, are_named, members_only, renamed_group
+from shardopt.state.paths import PARAM_GROUPS, STATE
 
 
 def with_key(name: str, key: str) -> str:

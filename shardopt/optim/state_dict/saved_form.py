@@ -25,9 +25,7 @@ from shardopt.state.param_groups import (
     ELSEWHERE,
     GIVEN,
     IMPLEMENTATION_OPTIONS,
-    PARAM_GROUPS,
     PARAMS,
-    STATE,
     STORAGE_OPTIONS,
     UNTOUCHED,
     are_named,
@@ -35,6 +33,7 @@ from shardopt.state.param_groups import (
     options_elsewhere,
     options_of,
 )
+from shardopt.state.paths import PARAM_GROUPS, STATE
 
 _REMEDY = (
     "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "

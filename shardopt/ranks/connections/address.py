@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shardopt.errors import OptionError, Problem
-from shardopt.world import Socket, Store, world
+from shardopt.runtime.stores import Store
+from shardopt.world import Socket, world
 
 LOOPBACK = "127.0.0.1"
 NETWORK = "SHARDOPT_NETWORK"

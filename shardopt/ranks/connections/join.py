@@ -21,7 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from shardopt.world import Store, world
+from shardopt.runtime.stores import Store
+from shardopt.world import world
 
 T = TypeVar("T")
 

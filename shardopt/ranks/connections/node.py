@@ -24,7 +24,8 @@ from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.peers import Peers
 from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.connections.tree import Tree
-from shardopt.world import Socket, Store, Thread, world
+from shardopt.runtime.stores import Store
+from shardopt.world import Socket, Thread, world
 
 _CLOSE_SECONDS = 1.0
 _LEAVING_SECONDS = 3.0  # for who has lost the connection just then: longer than it takes to learn of that

@@ -13,7 +13,9 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.cli import main
+from shardopt.cli.flags import put_flags
 from shardopt.cli.verbs import VERBS
+from shardopt.errors import MismatchError, Problem
 from tests.support.source import ROOT
 
 
@@ -121,6 +123,56 @@ def test_what_is_misspelt_is_told_with_what_is_near(arguments, meant, capsys):
     assert last.endswith(f"; did you mean {meant}?") if meant else "did you mean" not in last
 
 
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (["prune", "a", "--keep-last", "0", "--keep-every", "-1"], ["--keep-last: found 0", "--keep-every: found -1"]),
+        (["reshard", "a", "b", "--world-size", "2"], ["pass --drop-per-rank"]),
+        (["convert", "a", "b", "--to", "torch"], ["--drop-per-rank, or --skip"]),
+        (
+            ["convert", "a", "b", "--to", "torch", "--drop-per-rank", "--select", "none"],
+            ["--select 'none', --skip None:"],
+        ),
+        (
+            ["convert", "a", "b", "--to", "dcp", "--drop-per-rank", "--max-file-bytes", "0"],
+            ["--max-file-bytes: found 0"],
+        ),
+    ],
+    ids=lambda each: " ".join(each),
+)
+def test_remedies_name_flags(arguments, flags, saved, tmp_path, capsys):
+    """As they are typed in the shell, and not the arguments of the calls."""
+    places = {"a": str(saved), "b": str(tmp_path / "b")}
+    assert main([places.get(each, each) for each in arguments]) in (1, 2)
+    said = capsys.readouterr().err
+    assert [flag for flag in flags if flag not in said] == [], said
+
+
+def test_flags_are_put_for_arguments_alone():
+    """Not into paths, stored keys, or words of a sentence."""
+    problems = [
+        Problem("select='x', skip='y'", "nothing", "a key", "select others, or leave some out with skip=..., a regex"),
+        Problem("/runs/skip=3/drop_per_rank", "drop_per_rank", "none", "drop_per_rank=True, or keep-world_size_2"),
+        Problem("model.select", "nothing", "a key", "set max_file_bytes"),
+    ]
+    error = MismatchError("no", problems)
+    (convert,) = [verb for verb in VERBS if verb.name == "convert"]
+    put_flags(error, convert.arguments)
+    assert [(each.key, each.remedy) for each in error.problems] == [
+        ("--select 'x', --skip 'y'", "select others, or leave some out with --skip ..., a regex"),
+        ("/runs/skip=3/drop_per_rank", "--drop-per-rank, or keep-world_size_2"),
+        ("model.select", "set --max-file-bytes"),
+    ]
+
+
+@pytest.mark.parametrize(("key", "meant"), [("model.ww", "model.w"), ("sed", "seed"), ("modle", "model")])
+def test_a_misspelt_key_is_answered_with_what_is_near(key, meant, saved, capsys):
+    assert main(["show", str(saved), key]) == 1
+    assert f"did you mean {meant}" in capsys.readouterr().err
+    with checkpoint.open(saved) as reader, pytest.raises(MismatchError, match=r"did you mean model\.w\?"):
+        reader.read("model.ww")
+
+
 WITHOUT_TORCH = """
 import os, sys
 from shardopt.cli import main
@@ -178,12 +230,11 @@ def test_a_pipe_that_closes_is_no_error(tmp_path):
 
 HANGING = """
 import sys, time
-from shardopt import checkpoint
-from shardopt.cli import main
+from shardopt.cli import main, show
 def hang(url):
     print("in", flush=True)
     time.sleep(60)
-checkpoint.open = hang
+show.storage_of = hang
 sys.exit(main(["show", "somewhere"]))
 """
 

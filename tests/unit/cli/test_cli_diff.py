@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,7 +197,8 @@ def test_values_per_rank(tmp_path, compared):
 
 
 def test_many_differences_are_cut_short(compared):
-    a, b = ({f"w{i}": torch.full((1,), float(i + shift)) for i in range(300)} for shift in (0, 1))
+    names = ["".join(chr(ord("a") + int(digit)) for digit in f"{i:03}") for i in range(300)]
+    a, b = ({name: torch.full((1,), float(shift)) for name in names} for shift in (0, 1))
     assert len(compared(a, b)[2].splitlines()) == 104
     assert len(compared(a, b, "--all")[2].splitlines()) == 303
 
@@ -211,3 +213,27 @@ def test_damage_is_an_error_and_no_difference(tmp_path, capsys):
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     output = capsys.readouterr()
     assert "fail their checksum" in output.err and output.out == ""
+
+
+def test_layers_that_differ_alike_are_one_line(compared):
+    """As in `show`; `--all` has a line for each."""
+    a = {"layers": {str(i): {"w": torch.zeros(4), "b": torch.zeros(2)} for i in range(12)}}
+    b = {"layers": {str(i): {"w": torch.full((4,), i + 1.0), "b": torch.zeros(2)} for i in range(12)}}
+    text = compared(a, b)[2]
+    (line,) = [line for line in text.splitlines() if line.startswith("layers.")]
+    assert line.startswith("layers.{0..11}.w  max 12, norm ") and line.endswith("48 of 48 elements  12 ×")
+    assert f"norm {math.sqrt(4 * sum(i * i for i in range(1, 13))):.4g} (up to " in line
+    assert sum(line.startswith("layers.") for line in compared(a, b, "--all")[2].splitlines()) == 12
+
+
+def test_opaque_state_only_differs(compared):
+    a = {"raw": b"ab", "long": "a" * 99, "note": "a", "own": checkpoint.PerRank({"n": 1, "numpy": np.arange(4)})}
+    b = {"raw": b"cd", "long": "b" * 99, "note": "b", "own": checkpoint.PerRank({"n": 2, "numpy": np.arange(5)})}
+    text = compared(a, b)[2]
+    assert text.splitlines()[2:-1] == [
+        "long  differs",
+        "note  'a' → 'b'",
+        "own of rank 0  n 1 → 2, numpy differs",
+        "raw  differs",
+    ]
+    assert "a" * 99 in compared(a, b, "--all")[2]

@@ -105,14 +105,37 @@ def test_ls_says_what_rules_would_keep(run, capsys):
 
 
 def test_ls_of_one_checkpoint_and_of_a_run_on_another_storage(run, capsys):
-    (one,) = listed(capsys, "ls", run / "step-00000300", "--verify")["checkpoints"]
-    assert (one["step"], one["condition"], one["metrics"]) == (None, "whole", {"loss": 1.1})
+    document = listed(capsys, "ls", run / "step-00000300", "--verify", "--keep-last", "1", "--best", "loss:max:1")
+    (one,) = document["checkpoints"]
+    assert (document["url"], document["run"]) == (f"{run}/step-00000300", str(run))
+    assert (one["step"], one["condition"], one["metrics"]) == (300, "whole", {"loss": 1.1})
+    assert (one["kept"], one["why"]) == (True, ["best loss"])
+    alone = run.parent / "alone"
+    (run / "step-00000300").rename(alone)
+    document = listed(capsys, "ls", alone)
+    assert (document["run"], document["checkpoints"][0]["step"]) == (None, None)
+    assert main(["ls", str(alone)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"{alone}: one checkpoint, of no run"
     url = "memory://cli-runs/run"
     manager = checkpoint.Manager(url)
     for step in (1, 2):
         manager.save(step, {"w": torch.ones(2)})
     found = listed(capsys, "ls", url)["checkpoints"]
     assert [(each["step"], each["condition"]) for each in found] == [(1, "committed"), (2, "committed")]
+
+
+def test_ls_of_a_step_names_its_run_and_branch(run, capsys):
+    app = {"w": torch.arange(5000.0), "step": 0}
+    manager = checkpoint.Manager(run)
+    manager.restore(app, step=300)
+    manager.save(400, app)
+    for name, said in (
+        ("step-00000300", "step 300 of the run at {run}, on branch 0"),
+        ("step-00000400", "step 400 of the run at {run}, on branch 0, which the run has abandoned"),
+        ("step-00000400-b1", "step 400 of the run at {run}, on branch 1"),
+    ):
+        assert main(["ls", str(run / name)]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == f"{run / name}: {said.format(run=run)}"
 
 
 def test_prune_is_dry_by_default(run, capsys):

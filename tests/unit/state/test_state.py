@@ -30,7 +30,8 @@ from torch.optim.lr_scheduler import (
 from shardopt import checkpoint
 from shardopt.errors import StateError
 from shardopt.state.flatten import flatten
-from shardopt.state.state import Index, PerRank, Stateful, is_below, join, nest
+from shardopt.state.paths import Index, is_below, join, nest
+from shardopt.state.state import PerRank, Stateful
 
 Pair = namedtuple("Pair", "left right")
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 
+from shardopt.checkpoint.hosts.directory import PREFIX
 from shardopt.checkpoint.hosts.finding import whole_on
-from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
+from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of
 from shardopt.checkpoint.run.background import Task
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Candidate, Restored, Run

@@ -89,7 +89,7 @@ class TierQueue(Turns[Job]):
         except BaseException as error:
             if job.promotes or job.tier is None:
                 raise
-            _log.error("in the background, %s failed: %s", self._describe(job), error)
+            _log.error("%s failed in the background: %s", self._describe(job), error)
 
     def _describe(self, job: Job) -> str:
         return f"what follows the save of step {job.id.step}"
@@ -177,7 +177,8 @@ class TierWork:
             self._copied[number].add(id)
             nbytes = sum(file.nbytes for file in whole.manifest.files)
             copies, seconds = min(tier.copies, hosts.count), world().monotonic() - begin
-            emit_report("copy", CopyReport(whole.url, whole.manifest.save_id, copies, nbytes, seconds))
+            report = CopyReport(whole.url, whole.manifest.save_id, copies, nbytes, seconds)
+            emit_report("copy", report, for_all=ranks.rank == 0)
         newest = sorted(each for each in self._copied[number] if each.branch == id.branch)[-tier.keep_last :]
         self._copied[number] = set(newest)
         is_full = len(newest) == tier.keep_last

@@ -22,7 +22,8 @@ from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import LayoutWriter
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state.state import FlatState, Path, PerRank
+from shardopt.state.paths import Path
+from shardopt.state.state import FlatState, PerRank
 from shardopt.state.values import encode_value
 
 

@@ -118,8 +118,8 @@ def _tell(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
     if keys:
         _told.update(keys)
         _log.warning(
-            "buffers have other values on other ranks, as running statistics do; those of the first rank that holds "
-            "each are saved, and restored on all: %s [replicas-differ]",
+            "buffers differ between ranks, as running statistics do; those of the first rank that holds each are "
+            "saved, and restored on all: %s [replicas-differ]",
             ", ".join(sorted(keys)),
         )
 

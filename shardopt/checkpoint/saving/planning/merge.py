@@ -24,7 +24,7 @@ from shardopt.ranks.kinds import pack_kinds, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
-from shardopt.state.state import Path, kinds_differ, tell_path
+from shardopt.state.paths import Path, kinds_differ, tell_path
 from shardopt.state.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"

@@ -21,7 +21,8 @@ from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import local_tensors
 from shardopt.state.names import plain_name
-from shardopt.state.state import FlatState, RestoreTarget, join
+from shardopt.state.paths import join
+from shardopt.state.state import FlatState, RestoreTarget
 
 _REMEDY = (
     "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "

@@ -6,7 +6,7 @@ Says of memory of the program whether it can be read into, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.sources.reading.checking import batch_bytes, damaged_segments, threads_for
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reading.read_plan import (
     Batch,
@@ -26,20 +27,14 @@ from shardopt.checkpoint.sources.reading.read_plan import (
     copy_into,
     lost_problem,
 )
-from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.runtime.accelerator import CallersStreams
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.sharding.box import Box, cut_in_order
 from shardopt.sharding.pieces import View, elements_overlap
 from shardopt.state.casts import has_fewer_exponents, lost_in_cast
 from shardopt.world import Executor, world
 
-_THREADS = 4
-_BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
 _FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has started
-_FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
-_FAR_THREADS = 8
 
 
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -147,7 +142,7 @@ class _Batches:
             by_file[file].append(request)
         self.files, self.nbytes = by_file.keys(), 0
         self._lock = world().lock()
-        limit = max(map(_batch_bytes, by_file), default=0)
+        limit = max(map(batch_bytes, by_file), default=0)
         scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
         self._batches = (
             (file, batch)
@@ -191,15 +186,6 @@ class _Batches:
         except BaseException:
             self.stop()
             raise
-
-
-def threads_for(storage: Storage) -> int:
-    """Returns the number of threads that should read from a storage at a time."""
-    return _FAR_THREADS if storage.is_remote else _THREADS
-
-
-def _batch_bytes(file: OpenFile) -> int:
-    return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
 
 
 def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
@@ -259,30 +245,3 @@ def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping
     if problems:
         message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
         raise MismatchError(message, [problems[key] for key in sorted(problems)], code="cast-overflow")
-
-
-def damaged_segments(
-    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
-) -> Iterator[Problem]:
-    """Yields a problem for each place of one stored box that fails its checksum; reads all of it.
-
-    Args:
-        progress: called with the bytes of each piece that was read.
-    """
-    step = _batch_bytes(file)
-    with file.opened() as read:
-
-        def chunks(begin: int, end: int) -> Iterator[memoryview]:
-            buffer = memoryview(bytearray(min(step, end - begin)))
-            for at in range(begin, end, step):
-                chunk = buffer[: min(step, end - at)]
-                read([Span(at, chunk)])
-                progress(chunk.nbytes)
-                yield chunk
-
-        yield from file.check(entry, chunks)
-
-
-def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields boxes of at most 2 MiB that hold a box's elements one after the other in C order."""
-    return cut_in_order(box, _BATCH_BYTES // itemsize)

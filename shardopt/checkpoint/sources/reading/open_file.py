@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
-from torch import Tensor
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
@@ -16,6 +15,9 @@ from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import ReadInto, Span, Storage, wrap_os_errors
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEAD_BYTES = 64 << 10  # that are read of a file at first: most headers, and small files as a whole
 

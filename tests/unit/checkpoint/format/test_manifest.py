@@ -26,7 +26,7 @@ from shardopt.checkpoint.format.manifest import (
 from shardopt.checkpoint.format.values import decode_path, encode_path
 from shardopt.errors import CorruptionError, FormatError, ShardoptError, StateError
 from shardopt.sharding.box import Box, grid_boxes
-from shardopt.state.state import Index, join
+from shardopt.state.paths import Index, join
 from tests.support.boxes import partitions
 
 PARTS = st.text(max_size=3) | st.integers(0, 3) | st.integers(0, 3).map(Index)

@@ -11,7 +11,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
 from shardopt.checkpoint.saving.planning.describe import describe
-from shardopt.checkpoint.sources.reading.fetch import _BATCH_BYTES
+from shardopt.checkpoint.sources.reading.checking import _BATCH_BYTES
 from shardopt.errors import CorruptionError, MismatchError, PartialLoadError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.state.flatten import flatten

@@ -11,7 +11,7 @@ from shardopt.checkpoint.loading.renaming import regroup_values
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.errors import MismatchError
 from shardopt.state.flatten import flatten
-from shardopt.state.state import Index, join
+from shardopt.state.paths import Index, join
 
 
 def values_of(paths):

@@ -354,7 +354,7 @@ def test_other_arguments_of_a_schedule_are_said(tmp_path, caplog, before, line):
     saved["schedule"].step()
     checkpoint.save(tmp_path / "c", saved)
     checkpoint.load(tmp_path / "c", scheduled("torch", "longer"), init_state=True)
-    told = [each for each in caplog.messages if "goes on as it was saved" in each]
+    told = [each for each in caplog.messages if "resumes as it was saved" in each]
     assert bool(told) == bool(line) and all(line in each for each in told)
 
 

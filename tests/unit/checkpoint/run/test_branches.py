@@ -24,7 +24,7 @@ from shardopt.checkpoint.run.branches import (
     parse_id,
     read_records,
 )
-from shardopt.checkpoint.run.identity import run_at
+from shardopt.checkpoint.run.root import run_at
 from shardopt.checkpoint.run.shares import tiers_at
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import (
@@ -254,7 +254,7 @@ def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, 
         save(manager, step, -step)
     assert manager.steps() == [260, 300]
     (line,) = [each.getMessage() for each in caplog.records]
-    assert "step 250 was saved where step 300 is already" in line and "restore(app, step=...)" in line
+    assert "step 250 was saved below step 300 of another job" in line and "restore(app, step=...)" in line
     with pytest.raises(CheckpointExistsError):
         save(manager, 300)
 

@@ -1,6 +1,7 @@
 """Reports of saves, loads, verifications, reshardings and uploads, and their progress."""
 
 import logging
+import re
 import sys
 import threading
 
@@ -24,7 +25,7 @@ def events():
 
 
 def test_everything_that_is_done_is_told(tmp_path, events, caplog):
-    caplog.set_level(logging.INFO, "shardopt")
+    caplog.set_level(logging.DEBUG, "shardopt")
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     saved = checkpoint.save(a, app())
     loaded = checkpoint.load(a, app())
@@ -37,7 +38,8 @@ def test_everything_that_is_done_is_told(tmp_path, events, caplog):
     assert [event for event, _ in events] == ["save", "load", "verify", "reshard", "save", "upload"]
     assert [report for _, report in events][:4] == [saved, loaded, verified, resharded]
     assert events[4][1].save_id == beside.save_id
-    lines = [record.getMessage() for record in caplog.records if record.name == "shardopt"]
+    records = [record for record in caplog.records if record.name == "shardopt"]
+    lines = [record.getMessage() for record in records if record.levelno == logging.DEBUG]
     assert len(lines) == 6
     words = dict(word.split("=", 1) for word in lines[0].split()[1:])
     assert lines[0].startswith(f"save url={a} save_id={saved.save_id} ")
@@ -45,6 +47,35 @@ def test_everything_that_is_done_is_told(tmp_path, events, caplog):
     assert float(words["seconds"]) == pytest.approx(saved.seconds, rel=1e-4)
     assert float(words["stall_seconds"]) == pytest.approx(saved.stall_seconds, rel=1e-4)
     assert float(words["gb_per_second"]) == pytest.approx(saved.bytes_total / saved.seconds / 1e9, rel=1e-4)
+
+
+def test_lines_for_people(tmp_path, caplog):
+    """One for each event at INFO, with the step of a run, or the URL of what is of none."""
+    caplog.set_level(logging.INFO, "shardopt")
+    step, b = str(tmp_path / "run" / "step-00000500-b2"), str(tmp_path / "b")
+    checkpoint.save(step, app())
+    checkpoint.load(step, app())
+    checkpoint.verify(step)
+    checkpoint.reshard(step, b, world_size=2)
+    checkpoint.convert(step, tmp_path / "converted", "torch")
+    checkpoint.async_save(str(tmp_path / "c"), app()).result()
+    with checkpoint.MirrorCopier(tmp_path, "memory://shardopt-people") as mirror:
+        mirror.upload("c")
+    here = re.escape(str(tmp_path))
+    forms = [
+        "saved step 500 of branch 2: BYTES in TIME",
+        "loaded step 500 of branch 2: BYTES in TIME on this rank",
+        "verified step 500 of branch 2: BYTES in TIME, every byte is as it was written",
+        f"resharded into {here}/b: BYTES in TIME",
+        f"converted into {here}/converted.*: BYTES in TIME",
+        rf"saved {here}/c: BYTES in TIME \(training waited TIME\)",
+        "uploaded memory://.*/c to memory://.*: BYTES in TIME",
+    ]
+    lines = [record.getMessage() for record in caplog.records if record.name == "shardopt"]
+    assert len(lines) == len(forms)
+    for line, form in zip(lines, forms, strict=True):
+        form = form.replace("BYTES", r"[\d.]+ [kM]?B").replace("TIME", r"[\d.]+ m?s")
+        assert re.fullmatch(form, line), line
 
 
 def test_figures_are_numbers():

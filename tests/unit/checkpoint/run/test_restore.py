@@ -16,8 +16,8 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run import manager as manager_module
-from shardopt.checkpoint.run.steps import _duration
 from shardopt.checkpoint.storage import LocalStorage, retry
+from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
 from tests.harness import run_ranks
 
@@ -73,8 +73,8 @@ def test_what_a_disk_does_not_give_back_is_damaged(tmp_path, monkeypatch, caplog
         BadDisk(patch, number, "step-00000003", part)
         assert restored(manager) == 2
     messages = [record.getMessage() for record in caplog.records]
-    assert os.strerror(number) in messages[0] and "trying once more" in messages[0]
-    assert "the checkpoint of step 3 is damaged" in messages[1] and os.strerror(number) in messages[1]
+    assert os.strerror(number) in messages[0] and "trying again" in messages[0]
+    assert "step 3 is damaged, resuming from the one before it" in messages[1] and os.strerror(number) in messages[1]
     manager.save(3, app_of(30))  # which is not in the way
     assert checkpoint.verify(manager.path(3)).ok
 
@@ -215,25 +215,27 @@ def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_other
     saved(tmp_path, 3)
     (messages,) = run_ranks(1, stderr_under, str(tmp_path), list(CONFIGURATIONS), backend=None)
     assert {configured: len(lines) for configured, lines in messages.items()} == CONFIGURATIONS
-    assert all(sum("restored step 3" in line for line in lines) == (2 if lines else 0) for lines in messages.values())
+    assert all(sum("resumed step 3" in line for line in lines) == (2 if lines else 0) for lines in messages.values())
     first, second, none = messages[""]
-    assert first.startswith(f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 1 rank, ")
+    assert first.startswith(f"shardopt: resumed step 3 from {tmp_path}/step-00000003, saved by 1 rank on ")
     assert first.endswith(" ago") and second.startswith(first.rsplit(",", 1)[0])
-    assert none == f"shardopt: restored nothing: there is no checkpoint in {tmp_path}/none, which is not there"
+    assert none == f"shardopt: starting fresh: {tmp_path}/none does not exist"
 
 
 def test_where_logging_is_configured_it_is_a_line_of_the_log(tmp_path, caplog, capsys):
     with caplog.at_level(logging.INFO, "shardopt"):
         assert restored(saved(tmp_path, 3)) == 3
-    assert sum("restored step 3" in record.getMessage() for record in caplog.records) == 1
+    assert sum("resumed step 3" in record.getMessage() for record in caplog.records) == 1
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (-3, "0 s"),
-        (0.4, "0 s"),
+        (-3, "0 ms"),
+        (0.003, "3 ms"),
+        (0.16, "0.16 s"),
+        (5.0, "5 s"),
         (99, "99 s"),
         (100, "2 min"),
         (3599, "1 h 0 min"),
@@ -241,8 +243,8 @@ def test_where_logging_is_configured_it_is_a_line_of_the_log(tmp_path, caplog, c
         (9e5, "10 days"),
     ],
 )
-def test_how_long_ago(seconds, words):
-    assert _duration(seconds) == words
+def test_lengths_of_time(seconds, words):
+    assert seconds_text(seconds) == words
 
 
 @pytest.mark.parametrize("stage", [None, "lazy"])

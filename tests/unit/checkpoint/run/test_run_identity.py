@@ -8,7 +8,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
-from shardopt.checkpoint.run.identity import RunIdentity
+from shardopt.checkpoint.run.root import RunIdentity
 from shardopt.checkpoint.run.tiers import tiers
 from shardopt.errors import CheckpointError, CorruptionError, OptionError
 

@@ -12,7 +12,8 @@ from benchmarks.many_files import write_checkpoint
 from shardopt import checkpoint
 from shardopt.checkpoint.run import keeper
 from shardopt.checkpoint.saving.removal import remove_checkpoint
-from shardopt.checkpoint.storage import RemoteStorage, storage_of
+from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage.remote import RemoteStorage
 
 
 @pytest.fixture

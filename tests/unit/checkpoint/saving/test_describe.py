@@ -13,7 +13,7 @@ from shardopt.checkpoint.saving.planning.describe import describe
 from shardopt.checkpoint.saving.planning.merge import merge_geometry, merge_values
 from shardopt.errors import MismatchError, StateError
 from shardopt.state.flatten import flatten
-from shardopt.state.state import join
+from shardopt.state.paths import join
 
 TENSOR = torch.ones(2)
 

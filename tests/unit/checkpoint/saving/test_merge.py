@@ -20,7 +20,7 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import components_of
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
-from shardopt.state.state import Index
+from shardopt.state.paths import Index
 from shardopt.state.values import encode_value
 from tests.support.merged_by_rank import description_of, geometry_by_rank, layouts_by_rank, values_by_rank
 

@@ -22,9 +22,10 @@ from shardopt.checkpoint.saving.planning.describe import Geometry
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.saving.writing.write import memory_of, write_files
 from shardopt.checkpoint.sources import reader as reader_module
-from shardopt.checkpoint.sources.reading import fetch as fetch_module
+from shardopt.checkpoint.sources.reading import checking as checking_module
 from shardopt.checkpoint.sources.reading import read_plan as plan_module
-from shardopt.checkpoint.sources.reading.fetch import fetch, pieces_in_order
+from shardopt.checkpoint.sources.reading.checking import pieces_in_order
+from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CorruptionError, LayoutError, MismatchError
 from shardopt.sharding.box import Box, whole
@@ -120,7 +121,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     for there in [importlib.import_module(f"shardopt.checkpoint.{name}") for name in names]:
         patch.setattr(there, "SEGMENT_BYTES", segment)
     patch.setattr(plan_module, "_SMALL_READ_BYTES", min(segment, plan_module._SMALL_READ_BYTES))
-    patch.setattr(fetch_module, "_BATCH_BYTES", segment * batch)
+    patch.setattr(checking_module, "_BATCH_BYTES", segment * batch)
     try:
         tensors, boxes = {}, {}
         for key in data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
@@ -224,7 +225,7 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
+    monkeypatch.setattr(checking_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
     value = numbers((3, 4, SEGMENT_BYTES), "float32")
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)

@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from shardopt.checkpoint.convert.choosing import ChosenTensor
-from shardopt.checkpoint.convert.streaming import Part, PartReader
-from shardopt.checkpoint.convert.zip_bytes import Take
+from shardopt.checkpoint.converting.choosing import ChosenTensor
+from shardopt.checkpoint.converting.streaming import Part, PartReader
+from shardopt.checkpoint.converting.zip_bytes import Take
 from shardopt.checkpoint.format.constants import JOURNAL_NAME
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import Span, Storage

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-from shardopt.checkpoint.convert.choosing import Choice, ChosenTensor, choose
-from shardopt.checkpoint.convert.out_files import (
+from shardopt.checkpoint.converting.choosing import Choice, ChosenTensor, choose
+from shardopt.checkpoint.converting.out_files import (
     Written,
     deal,
     find_written,
@@ -26,12 +26,12 @@ from shardopt.checkpoint.convert.out_files import (
     remove_notes,
     write_file,
 )
-from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
-from shardopt.checkpoint.convert.streaming import digests_of, keys_in_order
-from shardopt.checkpoint.convert.to_dcp import plan_dcp
-from shardopt.checkpoint.convert.to_huggingface import plan_huggingface
-from shardopt.checkpoint.convert.to_own import chunked_layout, plan_own
-from shardopt.checkpoint.convert.to_torch import plan_torch
+from shardopt.checkpoint.converting.plan import OutOptions, OutPlan
+from shardopt.checkpoint.converting.streaming import digests_of, keys_in_order
+from shardopt.checkpoint.converting.to_dcp import plan_dcp
+from shardopt.checkpoint.converting.to_huggingface import plan_huggingface
+from shardopt.checkpoint.converting.to_own import chunked_layout, plan_own
+from shardopt.checkpoint.converting.to_torch import plan_torch
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule

@@ -7,11 +7,11 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 
-from shardopt.checkpoint.convert.choosing import Choice, ChosenTensor
-from shardopt.checkpoint.convert.out_files import OutFile, Written, files_of_earlier, nbytes_of, pack
-from shardopt.checkpoint.convert.plan import OutOptions, OutPlan, refuse_file
-from shardopt.checkpoint.convert.streaming import Part
-from shardopt.checkpoint.convert.zip_bytes import Take
+from shardopt.checkpoint.converting.choosing import Choice, ChosenTensor
+from shardopt.checkpoint.converting.out_files import OutFile, Written, files_of_earlier, nbytes_of, pack
+from shardopt.checkpoint.converting.plan import OutOptions, OutPlan, refuse_file
+from shardopt.checkpoint.converting.streaming import Part
+from shardopt.checkpoint.converting.zip_bytes import Take
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, HEADER_LIMIT_BYTES
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem, StateError

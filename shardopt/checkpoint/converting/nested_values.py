@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardopt.errors import MismatchError, Problem
-from shardopt.state.param_groups import PARAM_GROUPS, PARAMS, OptionsByMember, groups_of
-from shardopt.state.state import Index, Path, join, nest
+from shardopt.state.param_groups import PARAMS, OptionsByMember, groups_of
+from shardopt.state.paths import PARAM_GROUPS, Index, Path, join, nest
 from shardopt.state.values import canonical, encode_value
 
 Values = Mapping[str, tuple[Path, Any]]

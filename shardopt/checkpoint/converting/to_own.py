@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import xxhash
 
-from shardopt.checkpoint.convert.choosing import Choice
-from shardopt.checkpoint.convert.out_files import OutFile, Written, files_of_earlier
-from shardopt.checkpoint.convert.plan import OutPlan, refuse_checkpoints
-from shardopt.checkpoint.convert.streaming import Part
-from shardopt.checkpoint.convert.zip_bytes import Take
+from shardopt.checkpoint.converting.choosing import Choice
+from shardopt.checkpoint.converting.out_files import OutFile, Written, files_of_earlier
+from shardopt.checkpoint.converting.plan import OutPlan, refuse_checkpoints
+from shardopt.checkpoint.converting.streaming import Part
+from shardopt.checkpoint.converting.zip_bytes import Take
 from shardopt.checkpoint.format.assign import Member, check_covers
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, SEGMENT_BYTES, file_name
 from shardopt.checkpoint.format.values import encode_each
@@ -175,7 +175,7 @@ def _keeps_per_rank(choice: Choice, world_size: int, drop: bool) -> bool:
     if drop or not choice.per_rank:
         return False
     if source.world_size != world_size:
-        remedy = "keep the number, or drop_per_rank=True"
+        remedy = "keep the number, or pass drop_per_rank=True"
         key, stored_ranks = ", ".join(choice.per_rank), f"values of {source.world_size} ranks"
         problem = Problem(key, stored_ranks, f"{world_size} ranks", remedy)
         raise MismatchError("values per rank do not fit another number of ranks", [problem], code="cannot-convert")

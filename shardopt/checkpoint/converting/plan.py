@@ -8,17 +8,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from shardopt.checkpoint.convert.choosing import Choice
-from shardopt.checkpoint.convert.out_files import (
+from shardopt.checkpoint.converting.choosing import Choice
+from shardopt.checkpoint.converting.out_files import (
     OutFile,
     Written,
     begin_journal,
     files_of_earlier,
     receipt_name,
 )
-from shardopt.checkpoint.format.constants import DATA_SUFFIX, FILE_NAME, JOURNAL_NAME, MANIFEST_NAME
-from shardopt.checkpoint.sources.dcp import METADATA_NAME
-from shardopt.checkpoint.sources.torch_files import SUFFIXES, is_torch_file
+from shardopt.checkpoint.format.constants import (
+    DATA_SUFFIX,
+    DCP_METADATA_NAME,
+    FILE_NAME,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    TORCH_SUFFIXES,
+)
+from shardopt.checkpoint.sources.torch_files import is_torch_file
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointExistsError, Problem
 
@@ -50,7 +56,7 @@ class OutPlan(ABC):
         commits: names of the files of which one makes it a checkpoint.
     """
 
-    taken_by: tuple[str, ...] = SUFFIXES
+    taken_by: tuple[str, ...] = TORCH_SUFFIXES
     """How files of torch are called that make the directory a checkpoint of theirs."""
 
     def __init__(self, storage: Storage, choice: Choice, files: Sequence[OutFile], commits: Sequence[str]) -> None:
@@ -99,7 +105,7 @@ class OutPlan(ABC):
 
 
 def refuse_checkpoints(
-    storage: Storage, known: Collection[str] = (), suffixes_of_torch: tuple[str, ...] = SUFFIXES
+    storage: Storage, known: Collection[str] = (), suffixes_of_torch: tuple[str, ...] = TORCH_SUFFIXES
 ) -> None:
     """Raises CheckpointExistsError where a directory is a checkpoint of any format: one of the two would be hidden.
 
@@ -109,7 +115,7 @@ def refuse_checkpoints(
     """
     for name in storage.names():
         is_data = name.endswith((DATA_SUFFIX, f"{DATA_SUFFIX}.index.json")) and not FILE_NAME.fullmatch(name)
-        if name in (MANIFEST_NAME, METADATA_NAME) or (is_data and name not in known):
+        if name in (MANIFEST_NAME, DCP_METADATA_NAME) or (is_data and name not in known):
             refuse_file(storage, name)
         if suffixes_of_torch and name.endswith(suffixes_of_torch) and name not in known:
             with suppress(FileNotFoundError, IsADirectoryError):

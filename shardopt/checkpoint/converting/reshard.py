@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from shardopt.checkpoint.convert.choosing import whole_choice
-from shardopt.checkpoint.convert.out_files import write_file
-from shardopt.checkpoint.convert.plan import refuse_checkpoints
-from shardopt.checkpoint.convert.to_own import chunked_layout, plan_own
+from shardopt.checkpoint.converting.choosing import whole_choice
+from shardopt.checkpoint.converting.out_files import write_file
+from shardopt.checkpoint.converting.plan import refuse_checkpoints
+from shardopt.checkpoint.converting.to_own import chunked_layout, plan_own
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import SaveReport, emit_report

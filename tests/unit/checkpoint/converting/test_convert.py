@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.convert.choosing import renamed_path
-from shardopt.checkpoint.convert.out_files import write_file
-from shardopt.checkpoint.convert.pickle_bytes import StoredElsewhere, pickle_of
-from shardopt.checkpoint.convert.zip_bytes import Member, ZipArchive, torch_members
+from shardopt.checkpoint.converting.choosing import renamed_path
+from shardopt.checkpoint.converting.out_files import write_file
+from shardopt.checkpoint.converting.pickle_bytes import StoredElsewhere, pickle_of
+from shardopt.checkpoint.converting.zip_bytes import Member, ZipArchive, torch_members
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.errors import (
     CheckpointError,
@@ -38,7 +38,7 @@ from shardopt.errors import (
 )
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
-convert_line = importlib.import_module("shardopt.checkpoint.convert.convert")  # beside the function of that name
+convert_line = importlib.import_module("shardopt.checkpoint.converting.convert")  # beside the function of that name
 FORMATS = ("shardopt", "dcp", "huggingface", "torch")
 WITHOUT_PREFIX = {r"^model\.": ""}
 

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.convert.choosing import Choice
-from shardopt.checkpoint.convert.nested_values import groups_of_equal, nested, split_options
-from shardopt.checkpoint.convert.out_files import OutFile, Written
-from shardopt.checkpoint.convert.pickle_bytes import StoredElsewhere, pickle_of
-from shardopt.checkpoint.convert.plan import OutOptions, OutPlan, refuse_file
-from shardopt.checkpoint.convert.streaming import Part
-from shardopt.checkpoint.convert.zip_bytes import Take, ZipArchive, torch_members
+from shardopt.checkpoint.converting.choosing import Choice
+from shardopt.checkpoint.converting.nested_values import groups_of_equal, nested, split_options
+from shardopt.checkpoint.converting.out_files import OutFile, Written
+from shardopt.checkpoint.converting.pickle_bytes import StoredElsewhere, pickle_of
+from shardopt.checkpoint.converting.plan import OutOptions, OutPlan, refuse_file
+from shardopt.checkpoint.converting.streaming import Part
+from shardopt.checkpoint.converting.zip_bytes import Take, ZipArchive, torch_members
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import whole
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import Path
+from shardopt.state.paths import PARAM_GROUPS, Path
 
 
 def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:

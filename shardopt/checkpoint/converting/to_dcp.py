@@ -16,22 +16,29 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.checkpoint.convert.choosing import Choice, ChosenTensor
-from shardopt.checkpoint.convert.nested_values import groups_of_equal, split_options
-from shardopt.checkpoint.convert.out_files import OutFile, Written, pack
-from shardopt.checkpoint.convert.pickle_bytes import Call, Global, Instance, Pairs, StoredElsewhere, pickle_of, size_of
-from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
-from shardopt.checkpoint.convert.streaming import Part
-from shardopt.checkpoint.convert.to_huggingface import natural_order
-from shardopt.checkpoint.convert.to_torch import raw_bytes, refuse_per_rank
-from shardopt.checkpoint.convert.zip_bytes import Take, ZipArchive, torch_members
+from shardopt.checkpoint.converting.choosing import Choice, ChosenTensor
+from shardopt.checkpoint.converting.nested_values import groups_of_equal, split_options
+from shardopt.checkpoint.converting.out_files import OutFile, Written, pack
+from shardopt.checkpoint.converting.pickle_bytes import (
+    Call,
+    Global,
+    Instance,
+    Pairs,
+    StoredElsewhere,
+    pickle_of,
+    size_of,
+)
+from shardopt.checkpoint.converting.plan import OutOptions, OutPlan
+from shardopt.checkpoint.converting.streaming import Part
+from shardopt.checkpoint.converting.to_huggingface import natural_order
+from shardopt.checkpoint.converting.to_torch import raw_bytes, refuse_per_rank
+from shardopt.checkpoint.converting.zip_bytes import Take, ZipArchive, torch_members
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import Index, Path, join
+from shardopt.state.paths import PARAM_GROUPS, Index, Path, join
 
 _METADATA = ".metadata"
 _RECORDS = "torch.distributed.checkpoint.metadata"

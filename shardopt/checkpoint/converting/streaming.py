@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardopt.checkpoint.convert.choosing import ChosenTensor
+from shardopt.checkpoint.converting.choosing import ChosenTensor
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, tensor_over
 from shardopt.checkpoint.sources.reader import CheckpointReader

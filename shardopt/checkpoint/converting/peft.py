@@ -22,7 +22,7 @@ from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.fetch import pieces_in_order
+from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointExistsError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import whole

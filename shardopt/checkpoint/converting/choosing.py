@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardopt.checkpoint.convert.averages import averages_in, with_averages
+from shardopt.checkpoint.converting.averages import averages_in, with_averages
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.manifest import RenameRules, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
@@ -19,8 +19,7 @@ from shardopt.checkpoint.loading.renaming import Rename, refuse_collisions, rena
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
-from shardopt.state.param_groups import PARAM_GROUPS
-from shardopt.state.state import Path, join
+from shardopt.state.paths import PARAM_GROUPS, Path, join
 
 _STATE = "state"
 _log = logging.getLogger("shardopt.checkpoint")

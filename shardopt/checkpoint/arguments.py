@@ -1,0 +1,36 @@
+"""Checks arguments that are counts, and refuses all invalid arguments of a call in one error."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from shardopt.errors import OptionError, Problem
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is a whole number of at least so much; True and False are none."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raises OptionError if there are any."""
+    problems = list(problems)
+    if problems:
+        raise OptionError("invalid arguments", problems)
+
+
+def count_problem(name: str, value: Any, least: int) -> list[Problem]:
+    """Returns the problem of a number of steps or checkpoints, if there is one."""
+    if is_count(value, least):
+        return []
+    return [Problem(name, repr(value), f"at least {least}, as an int", "give a number of steps or checkpoints")]
+
+
+def optional_count_problem(name: str, value: Any, least: int) -> list[Problem]:
+    """Returns the same of a number that may be None."""
+    return [] if value is None else count_problem(name, value, least)

@@ -1,0 +1,72 @@
+"""What an open checkpoint has under which key, by its manifest alone. No torch: `reader.py` adds tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from shardopt.checkpoint.format.constants import damaged
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.sources.source import Source
+from shardopt.errors import MismatchError, Problem
+from shardopt.sharding.box import cover_faults
+
+
+class CheckpointContents:
+    """The keys of a checkpoint, and its values. Local: no other rank takes part.
+
+    Args:
+        source: the checkpoint as it lies in its storage.
+
+    Raises:
+        CorruptionError: its boxes do not make up its tensors.
+    """
+
+    source: Source
+    """The checkpoint as it lies in its storage."""
+    manifest: Manifest
+    """What it has under which key."""
+    url: str
+    is_remote: bool
+    """Whether reading goes over a network."""
+    digest: str
+    """A text that is equal for equal contents."""
+    left_out: tuple[str, ...] = ()
+    """What is stored and not among the keys, by the choice of the caller."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.manifest, self.digest = source, source.manifest, source.digest
+        self.url, self.is_remote = source.url, source.storage.is_remote
+        checked: set[tuple[tuple[int, ...], int]] = set()
+        for key, tensor in self.manifest.tensors.items():
+            layout = tensor.layout
+            if (layout.shape, id(layout.boxes)) not in checked:  # layouts that are alike share their boxes
+                checked.add((layout.shape, id(layout.boxes)))
+                faults = cover_faults(layout.shape, layout.boxes)
+                if faults:
+                    raise damaged(f"{self.url}: {key}", "; ".join(faults))
+
+    def keys(self) -> list[str]:
+        """Returns the keys of all tensors and plain values, sorted."""
+        return sorted([*self.manifest.tensors, *self.manifest.values])
+
+    def key_in_files(self, key: str) -> str:
+        """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
+        *_, tied_to, stored_as = self.manifest.tensors[key]
+        if tied_to is not None:
+            return tied_to
+        return key if stored_as is None else stored_as
+
+    def per_rank(self, rank: int) -> Mapping[str, Any]:
+        """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
+        return self.source.per_rank(rank)
+
+    def unknown(self, key: str, known: Iterable[str], kind: str) -> MismatchError:
+        """Returns the error of a key that is not among those that are known."""
+        names = sorted(known)
+        near = get_close_matches(key, names, 3)
+        listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
+        remedy = f"did you mean {' or '.join(near)}?" if near else f"there are: {listed}"
+        problem = Problem(key, "nothing", f"{kind} of the checkpoint", remedy)
+        return MismatchError("no such key", [problem], code="cannot-read-tensor")

@@ -1,0 +1,48 @@
+"""Finds out by its files of which format a checkpoint is, and opens it. One of our own needs no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardopt.checkpoint.format.constants import DATA_SUFFIX, DCP_METADATA_NAME, FILE_NAME, INDEX_SUFFIX, TORCH_SUFFIXES
+from shardopt.checkpoint.sources.own import OwnSource, manifest_bytes, not_found
+from shardopt.checkpoint.sources.source import Source
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.runtime.late import late
+
+if TYPE_CHECKING:
+    from shardopt.checkpoint.sources import foreign
+else:
+    foreign = late("shardopt.checkpoint.sources.foreign")
+
+_OF_OTHERS = (DATA_SUFFIX, INDEX_SUFFIX, DCP_METADATA_NAME, *TORCH_SUFFIXES)
+"""How names end of which a checkpoint of another format has one."""
+
+
+def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = None) -> Source:
+    """Opens what lies in a storage.
+
+    Args:
+        base_root: where it refers to files of earlier saves, the directory that has their directories; None for the one
+            that it lies in itself.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: there is nothing to read, or it is damaged, or its
+            version is not known.
+    """
+    data = manifest_bytes(storage)
+    if data is not None:
+        return OwnSource(storage, data, base_root)
+    source = None
+    with wrap_os_errors(f"look into {storage.url}"):
+        file = storage.as_file()
+        if file is not None:
+            source = foreign.in_file(*file, storage.url)
+        else:
+            names = storage.names()
+            if any(name.endswith(_OF_OTHERS) and not FILE_NAME.fullmatch(name) for name in names):
+                source = foreign.in_directory(storage, names)
+    if source is None:
+        raise not_found(storage)
+    return source

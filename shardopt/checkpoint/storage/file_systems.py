@@ -1,0 +1,94 @@
+"""File systems of fsspec by URL, and why there is none. Imported for the first URL that is no local path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]  # has no type hints
+from fsspec.archive import AbstractArchiveFileSystem  # type: ignore[import-untyped]  # as above
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
+from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # as above
+
+from shardopt.checkpoint.storage.base import Storage
+from shardopt.checkpoint.storage.local import LocalStorage
+from shardopt.checkpoint.storage.open import LINK
+from shardopt.checkpoint.storage.remote import RemoteStorage
+from shardopt.errors import CheckpointError, Problem
+from shardopt.redaction import without_secrets
+
+_NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
+
+
+def is_archive(protocol: str) -> bool:
+    """Whether a protocol is that of files in an archive, such as zip and tar."""
+    if protocol not in known_implementations:
+        return False
+    try:
+        return issubclass(fsspec.get_filesystem_class(protocol), AbstractArchiveFileSystem)
+    except ImportError:
+        return False
+
+
+def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:
+    """Returns the storage at an absolute URL.
+
+    Args:
+        options: arguments of its file system by name.
+
+    Raises:
+        CheckpointError: fsspec does not know the protocol, or the package that it needs for it is not there.
+    """
+    try:
+        fs, path = _file_system(url, options)
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        problem = _unopened(url, error)
+        if problem is None:
+            raise
+        raise CheckpointError(f"cannot open {url}", [problem]) from without_secrets(error)
+    return LocalStorage(path, durable) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns the file system of a URL, and the path in it; of a chain ("zip://run::s3://bucket/a.zip") the first."""
+    links = LINK.split(url)
+    if not any("::" in link for link in links):
+        return fsspec.core.url_to_fs(url, **options)  # type: ignore[no-any-return]  # has no type hints
+    if len(links) > 1:
+        raise ValueError(f"{url}: a path with '::' in it, within a chain")
+    fs, path = fsspec.core.url_to_fs(url.replace("::", _NO_LINK), **options)
+    return fs, path.replace(_NO_LINK, "::")
+
+
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+"""Protocol → the extra of this package that installs what it needs."""
+
+
+def _unopened(url: str, error: Exception) -> Problem | None:
+    """Returns why there is no file system for a URL; None where its protocol is not to blame."""
+    protocol = fsspec.core.split_protocol(url)[0]
+    if any("::" in link for link in LINK.split(url)):
+        required = "a protocol with each part of a chain, and no '::' in the paths of one"
+        return Problem(url, f"no chain ({error})", required, "name them: zip://run::file:///data/runs.zip")
+    protocol = None if protocol is None else protocol.rpartition("::")[2]
+    known = known_implementations.get(protocol)
+    if protocol is None:
+        return None
+    if protocol == "hosts":
+        return Problem(
+            url,
+            "what hosts have in directories of their own",
+            "a path that one process sees all of",
+            "load it in a job on these hosts, or from the root that it was promoted to",
+        )
+    if known is None and protocol not in available_protocols():
+        alike = difflib.get_close_matches(protocol, available_protocols(), 3, cutoff=0.5)
+        remedy = f"did you mean {' or '.join(alike)}? " if alike else ""
+        remedy += "fsspec.available_protocols() lists those there are"
+        return Problem(url, f"the protocol {protocol!r}", "a path, or a protocol that fsspec knows", remedy)
+    if isinstance(error, ImportError):
+        extra = _EXTRAS.get(protocol)
+        remedy = f"pip install 'shardopt[{extra}]'" if extra else f"install it: {(known or {}).get('err', error)}"
+        return Problem(url, f"no package for {protocol!r} ({error})", "the file system of fsspec for it", remedy)
+    return None

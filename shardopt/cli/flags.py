@@ -1,0 +1,34 @@
+"""Errors as the shell says them: arguments of the library's calls by the flags that stand for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from shardopt.cli.verbs import Argument
+from shardopt.errors import ShardoptError
+
+
+def put_flags(error: ShardoptError, arguments: Iterable[Argument]) -> None:
+    """Puts the flags of a verb into an error of the call that it makes.
+
+    "drop_per_rank=True" becomes "--drop-per-rank", and "skip=..." becomes "--skip ...".
+    """
+    flags = {flag[2:].replace("-", "_"): flag for each in arguments for flag in each.names if flag.startswith("--")}
+    error.problems = tuple(
+        replace(each, key=_with_flags(each.key, flags, in_key=True), remedy=_with_flags(each.remedy, flags))
+        for each in error.problems
+    )
+
+
+def _with_flags(text: str, flags: Mapping[str, str], in_key: bool = False) -> str:
+    if in_key and not re.match(rf"({'|'.join(flags)})(=|$)", text):
+        return text  # a path or a stored key
+    for name, flag in flags.items():
+        text = re.sub(rf"(?<![\w-]){name}=True\b", flag, text)
+        text = re.sub(rf"(?<![\w-]){name}=(?=[^\s,;)])", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w-]){name}=", flag, text)
+        if "_" in name:  # "select" may be a word of a sentence
+            text = re.sub(rf"(?<![\w-]){name}\b", flag, text)
+    return text

@@ -1,0 +1,48 @@
+"""Stores of torch.distributed, by which ranks find each other: what the real world makes them with."""
+
+from __future__ import annotations
+
+from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
+    DistError,
+    FileStore,
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    TCPStore,
+)
+
+__all__ = ["Store", "StoreError", "file_of", "host_of", "of_group", "of_process"]
+
+StoreError = DistError
+"""What a store raises that cannot be reached."""
+
+
+def of_group(group: ProcessGroup, prefix: str) -> Store:
+    """Returns the store of a process group, with a prefix before all keys."""
+    return PrefixStore(prefix, group.get_group_store())
+
+
+def of_process() -> Store:
+    """Returns a store of this process alone."""
+    return HashStore()
+
+
+def host_of(store: Store) -> str | None:
+    """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
+    store = _without_prefixes(store)
+    if isinstance(store, HashStore):
+        return ""
+    return str(store.host) if isinstance(store, TCPStore) else None
+
+
+def file_of(store: Store) -> str | None:
+    """Returns the path of a store that is a file; None for any other."""
+    store = _without_prefixes(store)
+    return str(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]  # of a compiled class
+
+
+def _without_prefixes(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
