@@ -33,6 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Takes what has been made so far, some million objects, out of every later garbage collection, which looks at each."""
+    """Takes what has been made so far, some million objects, out of later garbage collections, which look at each."""
     gc.collect()
     gc.freeze()
