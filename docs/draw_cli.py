@@ -18,12 +18,12 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.storage import storage_of
-from shardopt.cli.diff import diff
-from shardopt.cli.ls import ls
 from shardopt.cli.output import Output
 from shardopt.cli.plot.plot_layout import plot_layout
 from shardopt.cli.plot.plot_run import plot_run
-from shardopt.cli.show import show
+from shardopt.cli.verbs.diff import diff
+from shardopt.cli.verbs.ls import ls
+from shardopt.cli.verbs.show import show
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 

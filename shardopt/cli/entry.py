@@ -15,7 +15,7 @@ from typing import Any
 from shardopt.cli.flags import put_flags
 from shardopt.cli.output import Output, ReaderGone
 from shardopt.cli.parser import parse
-from shardopt.cli.verbs import Verb
+from shardopt.cli.table import Verb
 from shardopt.errors import OptionError, Problem, ShardoptError
 from shardopt.version import __version__
 

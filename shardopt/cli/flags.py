@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from shardopt.cli.verbs import Argument
+from shardopt.cli.table import Argument
 from shardopt.errors import ShardoptError
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from shardopt.cli.verbs import JSON, VERBS, Verb
+from shardopt.cli.table import JSON, VERBS, Verb
 
 
 def parse(arguments: Sequence[str], version: str) -> tuple[Verb, dict[str, Any]]:

@@ -15,8 +15,8 @@ from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.checkpoint.text import nbytes_text
 from shardopt.cli.output import Output, escaped, shortened
 from shardopt.cli.plot.figure import Axes, Figure, Rectangle, check_output, rank_color, save_figure
-from shardopt.cli.show import chosen_by
 from shardopt.cli.tree import patterns_of
+from shardopt.cli.verbs.show import chosen_by
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
 

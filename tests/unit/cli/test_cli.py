@@ -14,7 +14,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.cli import main
 from shardopt.cli.flags import put_flags
-from shardopt.cli.verbs import VERBS
+from shardopt.cli.table import VERBS
 from shardopt.errors import MismatchError, Problem
 from tests.support.source import ROOT
 

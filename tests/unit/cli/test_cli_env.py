@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardopt.cli.entry import main
-from shardopt.cli.env import probe
+from shardopt.cli.verbs.env import probe
 from shardopt.errors import CheckpointError
 from shardopt.ranks import ranks_of
 from tests.harness import run_ranks

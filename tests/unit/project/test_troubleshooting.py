@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardopt import errors
-from shardopt.cli.explain import sections_of_page
+from shardopt.cli.verbs.explain import sections_of_page
 from shardopt.codes import CODES
 from tests.support.codes import CLASSES, logged, raised
 from tests.support.source import PACKAGE, ROOT

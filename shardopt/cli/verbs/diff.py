@@ -23,8 +23,8 @@ from shardopt.cli.contents import head_line, typed, value_text
 from shardopt.cli.difference import TensorDifference, difference_of
 from shardopt.cli.output import Cell, Output, Span, cell_width
 from shardopt.cli.rules import parse_rename
-from shardopt.cli.show import chosen_by
 from shardopt.cli.tree import names_by_pattern, patterns_of
+from shardopt.cli.verbs.show import chosen_by
 from shardopt.state.paths import PARAM_GROUPS
 
 _MOST_LINES = 100

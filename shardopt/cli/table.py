@@ -1,4 +1,4 @@
-"""All verbs of the command line, in the order of its help. A new one is an entry here and a file beside.
+"""All verbs of the command line, in the order of its help. A new one is an entry here and a file in `verbs/`.
 
 Nothing here imports what a verb runs, so that help and completion are there at once.
 """
@@ -67,7 +67,7 @@ VERBS = (
     Verb(
         "ls",
         "list the checkpoints of a run: when saved, ranks, bytes, metrics, condition, what rules keep",
-        "shardopt.cli.ls:ls",
+        "shardopt.cli.verbs.ls:ls",
         (
             _arg("url", help="a run, one checkpoint, or this host's directory of a tier"),
             _flag("--verify", "read every byte and compare all checksums"),
@@ -77,7 +77,7 @@ VERBS = (
     Verb(
         "show",
         "show what a checkpoint holds: a tree, one tensor with statistics, or one value",
-        "shardopt.cli.show:show",
+        "shardopt.cli.verbs.show:show",
         (
             _URL,
             _arg("key", help="a tensor, a value, or a module", nargs="?"),
@@ -93,7 +93,7 @@ VERBS = (
     Verb(
         "diff",
         "compare two checkpoints by checksums and values, across shardings; status 1 if they differ",
-        "shardopt.cli.diff:diff",
+        "shardopt.cli.verbs.diff:diff",
         (
             _arg("a", help="a checkpoint", metavar="A"),
             _arg("b", help="the other one", metavar="B"),
@@ -105,13 +105,13 @@ VERBS = (
     Verb(
         "verify",
         "read every byte of checkpoints and compare all checksums",
-        "shardopt.cli.verify:verify",
+        "shardopt.cli.verbs.verify:verify",
         (_arg("urls", help="paths, or anything that fsspec opens", nargs="+", metavar="URL"),),
     ),
     Verb(
         "reshard",
         "write a checkpoint as another number of ranks would have",
-        "shardopt.cli.reshard:reshard",
+        "shardopt.cli.verbs.reshard:reshard",
         (
             _arg("src", help="a checkpoint"),
             _arg("dst", help="where to write"),
@@ -122,7 +122,7 @@ VERBS = (
     Verb(
         "convert",
         "convert a checkpoint to another format",
-        "shardopt.cli.convert:convert",
+        "shardopt.cli.verbs.convert:convert",
         (
             _arg("src", help="a checkpoint of shardopt, torch.distributed.checkpoint, Hugging Face or torch.save"),
             _arg("dst", help="where to write"),
@@ -155,7 +155,7 @@ VERBS = (
     Verb(
         "export-peft",
         "write the low-rank adapters of a checkpoint as a folder of PEFT's",
-        "shardopt.cli.export_peft:export_peft",
+        "shardopt.cli.verbs.export_peft:export_peft",
         (
             _arg("src", help="a checkpoint"),
             _arg("dst", help="the folder to write"),
@@ -169,7 +169,7 @@ VERBS = (
     Verb(
         "prune",
         "list the checkpoints of a run that rules would not keep; --yes removes them",
-        "shardopt.cli.prune:prune",
+        "shardopt.cli.verbs.prune:prune",
         (
             _arg("root", help="the root of a run"),
             *_rules("keep the newest N", required=True),
@@ -180,13 +180,13 @@ VERBS = (
     Verb(
         "explain",
         "explain the code that an error ends with: its cause, and the way out; without a code, list all",
-        "shardopt.cli.explain:explain",
+        "shardopt.cli.verbs.explain:explain",
         (_arg("code", help="such as does-not-fit", nargs="?"),),
     ),
     Verb(
         "env",
         "print what a bug report needs: versions, ranks; with a directory, whether all see it and its speed",
-        "shardopt.cli.env:env",
+        "shardopt.cli.verbs.env:env",
         (
             _arg("url", help="a directory to test; files are written there and removed", nargs="?"),
             _arg("--mib", help="how much each rank writes; 64 by default", type=int, metavar="MIB"),

@@ -1,0 +1,1 @@
+"""Verbs of the command line, a file each; `table.py` beside this folder lists them."""
