@@ -72,7 +72,7 @@ def peft_rename(model: torch.nn.Module, *, key: str = "model", adapter: str = "d
     if not modules:
         required = f"parameters named ….lora_A.{adapter}.weight, as PEFT makes them"
         problem = Problem("model", "none", required, "pass what get_peft_model returns, and adapter= as it was named")
-        raise OptionError("there is no adapter in the model", [problem])
+        raise OptionError("there is no adapter in the model", [problem], code="cannot-convert")
     root, within = f"{key}.{_PREFIX}", "|".join(map(re.escape, modules))
     return {
         rf"^({re.escape(_PREFIX)})?": root,

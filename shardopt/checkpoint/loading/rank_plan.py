@@ -197,7 +197,8 @@ def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
     if all(unmatched):
         refuse_unmatched(unmatched)
     if all(lacking):
-        raise OptionError("a regex matches nothing", [Problem(**each) for each in lacking[0]])
+        problems = [Problem(**each) for each in lacking[0]]
+        raise OptionError("a regex matches nothing", problems, code="nothing-selected")
     if any(tied):
         refuse_other_ties(tied)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
