@@ -42,5 +42,5 @@ def _read_config(path: str) -> dict[str, Any]:
     if not isinstance(entries, dict):
         found = entries if isinstance(entries, str) else f"a {type(entries).__name__}"
         problem = Problem("--config", found, "a JSON object", 'write one, such as {"lora_dropout": 0.1}')
-        raise OptionError("arguments that cannot be meant", [problem])
+        raise OptionError("invalid arguments", [problem])
     return entries

@@ -80,7 +80,7 @@ def register_storage(protocol: str, opener: Callable[[str], Storage]) -> None:
     if not re.fullmatch(_NAME, protocol) or protocol in ("file", "local"):
         required = 'letters and digits, two at least, and neither "file" nor "local"'
         problem = Problem("protocol", repr(protocol), required, 'give what stands before "://"')
-        raise OptionError("arguments that cannot be meant", [problem])
+        raise OptionError("invalid arguments", [problem])
     _own[protocol] = opener
 
 
