@@ -11,9 +11,9 @@ from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.sources.referred import references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.text import nbytes_text, plural
-from shardopt.cli import ls
 from shardopt.cli.output import Output, Span
 from shardopt.cli.rules import parse_rules
+from shardopt.cli.verbs import ls
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
 
 

@@ -16,7 +16,6 @@ from shardopt.checkpoint.sources.contents import CheckpointContents
 from shardopt.checkpoint.sources.open_source import open_source
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import count_text, nbytes_text, plural
-from shardopt.cli import ls
 from shardopt.cli.contents import (
     box_lines,
     document,
@@ -29,6 +28,7 @@ from shardopt.cli.contents import (
 )
 from shardopt.cli.output import Cell, Output, Span
 from shardopt.cli.tree import Row, rows_of, tree_of
+from shardopt.cli.verbs import ls
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
 from shardopt.runtime.late import late
 from shardopt.world import utc_text
