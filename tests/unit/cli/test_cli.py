@@ -230,7 +230,8 @@ def test_a_pipe_that_closes_is_no_error(tmp_path):
 
 HANGING = """
 import sys, time
-from shardopt.cli import main, show
+from shardopt.cli import main
+from shardopt.cli.verbs import show
 def hang(url):
     print("in", flush=True)
     time.sleep(60)
