@@ -19,7 +19,7 @@ for version in ${TORCH:-2.11.0 2.13.0 newest}; do
         rm -rf "$folder"
         .venv/bin/python -m venv "$folder"
         # All else in the tested versions, so that what fails is torch's doing; but for what torch alone needs.
-        grep -vE '^(torch|setuptools|sympy|mpmath|networkx)==' configs/constraints.txt >"$folder/constraints.txt"
+        grep -vE '^(torch|triton|setuptools|sympy|mpmath|networkx)==' configs/constraints.txt >"$folder/constraints.txt"
         torch="torch==$version"
         [[ $version == newest ]] && torch="torch>=2.13.0rc1" # by which pip takes one that is not released yet
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" \

@@ -21,6 +21,7 @@ anything has changed. On an accelerator that would be to wait: there it is raise
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from math import isnan, nan
@@ -31,13 +32,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.deferred_checks import DeferredChecks
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.initial_state import made_of, restore_dtypes
 from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
 from shardopt.errors import GradientError, Problem, ShardoptError
 from shardopt.ranks import SharedGroup
+from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
@@ -45,6 +46,7 @@ from shardopt.sharding.reduced import ShardGroup, shard_groups_of
 from shardopt.sharding.view import device_of, is_held, local_tensors, view_of
 
 ABSENT = "gradients are absent on some ranks, or refused there"
+LATE = "an earlier step was taken all the same; load a checkpoint"
 
 
 class AlgorithmOptimizer(Optimizer):
@@ -242,6 +244,20 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         checks: DeferredChecks = self.__dict__.setdefault("_deferred_checks", DeferredChecks())
         return checks  # copies are made without it
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as torch does, once no step in it is known to have lacked a gradient.
+
+        Raises:
+            GradientError: the last step did; on an accelerator it was taken all the same.
+        """
+        self.deferred.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as torch does, but state of a dtype of its own in that; steps before are not looked at any more."""
+        super().load_state_dict(state_dict)
+        self.deferred.discard()
+
     def _refuse_step(self) -> None:
         self.deferred.run_ready()
 
@@ -310,7 +326,19 @@ def refuse_absent(demands: Iterable[tuple[str, bool]], counts: Iterable[Sequence
 
 
 def _refuse_absent_late(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:
-    refuse_absent(demands, counts.view(-1, 2).tolist())
+    with told_late():
+        refuse_absent(demands, counts.view(-1, 2).tolist())
+
+
+@contextmanager
+def told_late() -> Iterator[None]:
+    """Adds to errors about gradients that they are those of an earlier step, which was taken."""
+    try:
+        yield
+    except GradientError as error:
+        error.message = f"{error.message}: {LATE}"
+        error.args = (error.message,)
+        raise
 
 
 def absent(name: str, present: str) -> Problem:

@@ -11,11 +11,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, is_on_host, raise_fault
+from shardopt.algorithms.communicating import (
+    CommunicatingOptimizer,
+    ParameterStep,
+    absent,
+    is_on_host,
+    raise_fault,
+    told_late,
+)
 from shardopt.algorithms.reductions import Term
 from shardopt.errors import GradientError, Problem
 from shardopt.sharding.reduced import ShardGroup, shard_groups_of
 from shardopt.sharding.view import device_of
+
+MIXED = "one on some of the ranks that share its rows, none on others"
 
 
 def cuts_of_rows(parameter: Tensor) -> tuple[ShardGroup, ...]:
@@ -34,12 +43,15 @@ class SharedRows:
     Attributes:
         flag: one element: above 0 where a rank has a gradient, infinite where one cannot step; of this rank, and once
             it was exchanged, as a sum or a maximum, of all.
+        lacks: one element: above 0 where a rank with elements has no gradient. Exchanged where nobody waits for `flag`,
+            so that all ranks find alike what is raised late.
         refuses: whether this rank cannot step.
     """
 
     def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...], dtype: torch.dtype) -> None:
         self.parameter, self.cuts, self.refuses = parameter, cuts, False
         self.flag: Tensor = torch.zeros(1, dtype=dtype, device=device_of(parameter))
+        self.lacks: Tensor = torch.zeros_like(self.flag)
 
     def refuse(self) -> None:
         """Notes that this rank cannot step; before its numbers are exchanged."""
@@ -101,28 +113,31 @@ class RowSharingOptimizer(CommunicatingOptimizer):
         shared = [step for step in steps if step.shared is not None]
         for device in {step.device for step in shared if not step.knows}:
             here = [step for step in shared if step.device == device]
-            check = partial(_refuse_late, [(step.name, step.gradients is not None) for step in here])
-            self.deferred.defer(torch.cat([step.shared.flag for step in here]), check)
+            numbers = torch.cat([each for step in here for each in (step.shared.flag, step.shared.lacks)])
+            self.deferred.defer(numbers, partial(_refuse_late, [step.name for step in here]))
         raise_fault(steps)
         _refuse([step.name for step in shared if step.knows and isinf(step.shared.flag)])
 
 
-def _refuse_late(steps: Sequence[tuple[str, bool]], flags: Tensor) -> None:
-    """Raises where another rank has refused its gradients in an earlier step, or has had one that this one had not.
+def _refuse_late(names: Sequence[str], numbers: Tensor) -> None:
+    """Raises where a rank has refused its gradients in an earlier step, or had none of a parameter and others had one.
 
     Args:
-        steps: name, and whether this rank had a gradient.
-        flags: of all ranks.
+        names: of the N parameters that took part in it.
+        numbers: [2 N], flag and `lacks` of each, of all ranks.
     """
-    pairs = zip(steps, flags.tolist(), strict=True)
-    _refuse([name for (name, had), flag in pairs if isinf(flag) or (flag > 0 and not had)])
+    flags = list(zip(names, *numbers.view(-1, 2).T.tolist(), strict=True))
+    missing = [absent(name, MIXED) for name, flag, lacks in flags if 0 < flag < inf and lacks]
+    with told_late():
+        _refuse([name for name, flag, _ in flags if isinf(flag)], missing)
 
 
-def _refuse(names: Sequence[str]) -> None:
+def _refuse(names: Sequence[str], missing: Sequence[Problem] = ()) -> None:
     """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
     problems = [
         Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
         for name in names
     ]
-    if problems:
-        raise GradientError("a rank that shares rows cannot step", problems, code="missing-gradient")
+    if problems or missing:
+        message = "a rank that shares rows cannot step"
+        raise GradientError(message, [*problems, *missing], code="missing-gradient")

@@ -303,6 +303,8 @@ class KeyedOptimizer(Node):
         for group in groups or ():
             plan.then(partial(group.take, filled))
         plan.then(lambda: self._loaded(offered))
+        if not self._children:
+            plan.then(self._home.deferred.discard)
 
     def _after_load(self) -> None:
         """Fires the hooks that wait for a whole load, those of parts first."""

@@ -23,6 +23,7 @@ from shardopt.optim.node import Node, StateDict
 from shardopt.optim.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
+from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.torch_private import (
     after_load_state_dict,
     after_state_dict,
@@ -143,6 +144,7 @@ class ByPosition(Optimizer):
         state = {position[parameter]: entries for parameter, entries in self._by_parameter(named).items()}
         return after_state_dict(self, {STATE: state, PARAM_GROUPS: groups})
 
+    @taking_state()  # that is to be replaced: its checks are dropped
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads in place and all or nothing, as `KeyedOptimizer.load_state_dict` does. Local to the rank.
 

@@ -28,6 +28,7 @@ from shardopt.optim.state_dict.groups import refuse_unknown
 from shardopt.optim.state_dict.offered import with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
 from shardopt.ranks import SharedGroup
+from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
 from shardopt.runtime.torch_gradients import scaler_that_steps
 from shardopt.runtime.torch_private import (
     after_state_dict,
@@ -56,6 +57,7 @@ class Held:
     defaults: dict[str, Any]
     evaluating: ClassVar[bool] = False
     needs_closure: ClassVar[bool] = False
+    deferred: ClassVar[DeferredChecks] = NO_CHECKS
 
     def train(self, mode: bool) -> None:
         """Does nothing."""
@@ -155,8 +157,11 @@ class Node(Optimizer):
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored; or torch's
                 `get_optimizer_state_dict` asks, which needs positions and so the optimizer's `as_torch()`.
+            GradientError: on an accelerator the last step was taken without a gradient that it needs. Raised once.
         """
         self._refuse_torchs_getters()
+        if not self._children:
+            self._home.deferred.settle()
         before_state_dict(self)
         return after_state_dict(self, self._gather())
 

@@ -26,6 +26,11 @@ def module_in_use() -> tuple[str, Any] | None:
     return None if device is None else (device.type, torch.get_device_module(device))
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether a device has streams, on which copies run beside its other work (MPS has none)."""
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "stream")
+
+
 def copies_from_pinned(device: torch.device) -> bool:
     """Whether copies between a device and the host run beside both only where the host's memory is pinned."""
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "cudart")
@@ -95,9 +100,7 @@ class CallersStreams:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        modules = [(device, torch.get_device_module(device)) for device in devices]
-        # Not every kind of device has streams (MPS has none).
-        self._streams = [module.current_stream(device) for device, module in modules if hasattr(module, "stream")]
+        self._streams = [torch.get_device_module(each).current_stream(each) for each in devices if has_streams(each)]
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -46,4 +46,4 @@ class SharedScales(SharedRows):
     def terms(self) -> Iterator[Term]:
         """Yields the numbers whose maxima over the ranks are wanted."""
         memory = (each for scales in self.scales.values() for each in local_tensors(scales))
-        yield from ((each, self.cuts) for each in (self.flag, *memory))
+        yield from ((each, self.cuts) for each in (self.flag, self.lacks, *memory))

@@ -84,6 +84,8 @@ class LowPrecisionStep(RowSharingStep):
         assert self.shared is not None
         if self.gradients is not None:
             self.shared.flag.fill_(1)
+        elif self.is_held:
+            self.shared.lacks.fill_(1)
         if self.is_held:  # without a gradient, for the case that others have one: it is then zero here
             self._walk(self.state or self.optimizer.initial_state(self.group, self.parameter), store=False)
 

@@ -46,6 +46,7 @@ from shardopt.checkpoint.sources.reading.fetch import casts_to_check, check_all,
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import Problem, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
+from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.gc_pause import gc_paused
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
@@ -170,7 +171,8 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     if options.storage_options is not None:
         use_options(url, options.storage_options)
     ranks = ranks_of(options.process_group, options.deadline_seconds)
-    with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused():
+    # What is loaded replaces the state that the app gives here, and drops the checks of it.
+    with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused(), taking_state():
         report, differences = _load(ranks, url, app, options)
     emit_report("load", report, for_all=ranks.rank == 0)
     if report.missing or report.unexpected:

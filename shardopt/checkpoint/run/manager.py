@@ -44,6 +44,7 @@ from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.ranks import Group, SharedGroup
+from shardopt.runtime.deferred_checks import settle_checks
 from shardopt.runtime.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -130,9 +131,8 @@ class Manager:
         copier = None
         if mirror is not None:
             copier = MirrorCopier(root, mirror.url, deadline_seconds=seconds, process_group=process_group)
-        self._stop: Stop | None = None
-        if preemption is not None:
-            self._stop = Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
+        stop = preemption and Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
+        self._stop: Stop | None = stop
         self._run = Run(Root(roots[0]), shared, copier, every, rules)
         self._tiers = Tiers(self._run, tiers) if tiers else None
         self._after = AfterCommit(
@@ -363,7 +363,7 @@ class Manager:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
 
         Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
-        An export that has failed is rank 0's own, and raised there alone.
+        An export's failure is raised on rank 0 alone, and a GradientError of an accelerator's last step where it is seen.
         """
         # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
         self._close(alone=sys.exception() is not None)
@@ -375,6 +375,7 @@ class Manager:
         refuse_within(f"closing the Manager of {self._run.root.url}")
         self._closed = True
         with ExitStack() as last_first:  # each is closed, whatever another raises
+            last_first.callback((lambda: None) if alone else settle_checks)  # of steps after the last save
             last_first.callback(self._after.close_own)
             if self._stop is not None:
                 # Not before the others: the signal would end the process, and what is being saved with it.

@@ -19,7 +19,14 @@ from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.save import SaveTerms, save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.text import plural, seconds_text
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError, UnreadableError
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    GradientError,
+    StateError,
+    UnreadableError,
+)
 from shardopt.world import utc_text, world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -197,7 +204,11 @@ class Steps:
             rename: rules of names; those of the names in a run that begins.
         """
         run = self._run
-        self.wait_for_save()
+        try:
+            self.wait_for_save()
+        except GradientError as error:  # of a step that was taken: the restore replaces it
+            if run.ranks.rank == 0:
+                _log.warning("%s", error)
         if self._tiers is not None:
             self._tiers.finish()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.

@@ -36,6 +36,7 @@ from shardopt.checkpoint.saving.writing.write import memory_of, write_files
 from shardopt.checkpoint.storage import absolute_url, use_options, wrap_os_errors
 from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
+from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.gc_pause import gc_paused
 from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
@@ -189,12 +190,14 @@ def save_now(
     check_replicas = options.check_replicas if ranks.size > 1 else "none"
 
     def described() -> Described:
-        flat = flatten(app, options.tied)
+        with taking_state() as checks:
+            flat = flatten(app, options.tied)
         if options.select is not None:
             flat = flat.selected(options.select)
         description = describe(flat, check_replicas, ranks.job_numbers, ranks.size == 1)
+        checks.settle()  # after the state was taken, which may be collective: only some ranks may raise
         if raise_earlier:
-            raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
+            raise_failures()
         return Described(description, None if metrics is None else numbers_of(metrics))
 
     # Around a call, so that its locals are gone when the collector is switched on again.

@@ -1,5 +1,6 @@
 """Storage of checkpoints: local directories, and all else that fsspec opens. No other room tells them apart."""
 
+from shardopt.checkpoint.storage.base import FLUSH as FLUSH
 from shardopt.checkpoint.storage.base import ReadInto as ReadInto
 from shardopt.checkpoint.storage.base import Span as Span
 from shardopt.checkpoint.storage.base import Storage as Storage

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from shardopt.checkpoint.format.constants import RECORD_LIMIT_BYTES, damaged
 from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
 
+FLUSH = memoryview(b"")
+"""Among the buffers of a write: the memory of those before it is used again once the next is asked for."""
 BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
@@ -84,7 +86,8 @@ class Storage(ABC):
         """Writes a file as a whole, durable on return. Returns its size in bytes.
 
         Args:
-            buffers: the bytes; each must stay as it is, and only some MiB of them are held at a time. If they can be
+            buffers: the bytes; each must stay as it is until a `FLUSH` has been taken, and only some MiB of them are
+                held at a time. If they can be
                 iterated again, a remote store that has lost a file gets it once more.
         """
 

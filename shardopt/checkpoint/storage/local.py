@@ -14,6 +14,7 @@ from functools import partial
 
 from shardopt.checkpoint.storage.base import (
     BUFFERS_PER_CALL,
+    FLUSH,
     ReadInto,
     Span,
     Storage,
@@ -141,7 +142,7 @@ class LocalStorage(Storage):
         for buffer in buffers:
             batch.append(buffer)
             batch_bytes += buffer.nbytes
-            if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
+            if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES or buffer is FLUSH:
                 total += self._write_batch(fd, total, batch)
                 batch, batch_bytes = [], 0
         return total + self._write_batch(fd, total, batch)

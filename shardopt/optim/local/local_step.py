@@ -28,6 +28,7 @@ from shardopt.optim.local.shards import Shards
 from shardopt.optim.local.state import Group, LocalState
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.ranks import SharedGroup
+from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
 from shardopt.runtime.torch_gradients import free_unsharded_parameters
 from shardopt.runtime.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.sharding.gradients import zero_gradients
@@ -146,6 +147,11 @@ class LocalOptimizer:
         """Gives an algorithm that sums over all of its parameters the ranks that train them."""
         if self.spec is not None and self.spec.has_global_state:
             cast(CommunicatingOptimizer, self.optimizer).shared_group = group
+
+    @property
+    def deferred(self) -> DeferredChecks:
+        """The checks of steps that are yet to be run."""
+        return self.optimizer.deferred if isinstance(self.optimizer, CommunicatingOptimizer) else NO_CHECKS
 
     @property
     def needs_closure(self) -> bool:

@@ -1,7 +1,8 @@
 """The kernel for GPUs against torch's own operations; where there is no GPU, under Triton's interpreter."""
 
+import importlib
+import itertools
 import os
-import subprocess
 import sys
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from shardopt.algorithms.row_wise import row_kernels
 from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, update_rows
+from tests.harness import run_ranks
 
 OPTIONS = {"lr": 0.1, "lr_decay": 0.1, "eps": 1e-6, "betas": (0.7, 0.9), "weight_decay": 0.0, "maximize": False}
 SHAPES = {"narrow": (50, 5), "usual": (40, 64), "vector": (30,), "cube": (20, 3, 7), "wide": (9, 2500)}
 
 
-HERE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(row_kernels.triton is None, reason="needs a GPU with Triton")
+RULES, DTYPES = {"adagrad": ADAGRAD, "adam": ADAM}, [torch.float32, torch.bfloat16]
+needs_triton = pytest.mark.skipif(row_kernels.triton is None, reason="needs Triton (bash launch/setup.sh)")
 
 
 def tables(shape, rule, dtype, device):
@@ -25,15 +27,37 @@ def tables(shape, rule, dtype, device):
     return made + [torch.randn(shape, generator=generator).to(device, dtype) for _ in rule.others]
 
 
-@pytest.mark.skipif(not HERE, reason="runs below, under the interpreter")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU; under the interpreter it runs below")
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rule", [ADAGRAD, ADAM], ids=lambda rule: rule.moments)
-def test_it_moves_rows_as_torchs_operations_do(rule, dtype, monkeypatch):
-    for shape in SHAPES.values():
-        for options in ({}, {"maximize": True}, {"weight_decay": 0.3}):
-            compare(shape, rule, dtype, OPTIONS | options, monkeypatch, every=3)
-        compare(shape, rule, dtype, OPTIONS | {"weight_decay": 0.3}, monkeypatch, every=None)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_it_moves_rows_as_torchs_operations_do(rule, dtype):
+    compare_all(RULES[rule], dtype)
+
+
+def under_the_interpreter():
+    """Which has to be chosen before Triton is imported; here it is imported again."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "_C" not in name]:
+        del sys.modules[name]
+    importlib.reload(row_kernels)
+    for rule, dtype in itertools.product(RULES.values(), DTYPES):
+        compare_all(rule, dtype)
+    return type(row_kernels._move_rows).__name__
+
+
+@needs_triton
+def test_it_does_so_under_the_interpreter():
+    """On a rank: the process has the interpreter until it ends."""
+    assert run_ranks(1, under_the_interpreter, backend=None) == ["InterpretedFunction"]
+
+
+def compare_all(rule, dtype):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for shape in SHAPES.values():
+            for options in ({}, {"maximize": True}, {"weight_decay": 0.3}):
+                compare(shape, rule, dtype, OPTIONS | options, monkeypatch, every=3)
+            compare(shape, rule, dtype, OPTIONS | {"weight_decay": 0.3}, monkeypatch, every=None)
 
 
 def compare(shape, rule, dtype, options, monkeypatch, every):
@@ -56,15 +80,6 @@ def compare(shape, rule, dtype, options, monkeypatch, every):
         return
     untouched = torch.ones(shape[0], dtype=torch.bool, device=device).index_fill(0, index, False)
     assert torch.equal(actual[0][untouched], tables(shape, rule, dtype, device)[0][untouched])
-
-
-@pytest.mark.skipif(HERE, reason="ran above")
-@needs_triton
-def test_it_does_so_under_the_interpreter():
-    """Which has to be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "torchs_operations"]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0 and "4 passed" in run.stdout, run.stdout + run.stderr
 
 
 def test_it_is_not_taken_for_what_it_cannot_do(monkeypatch):

@@ -35,6 +35,7 @@ from shardopt.checkpoint.saving.writing.host_memory import HostMemory
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.accelerator import on_stream
+from shardopt.runtime.deferred_checks import taking_state
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
@@ -101,7 +102,8 @@ class Staging:
         shares: Shares | None = None,
         check_replicas: CheckReplicas = "none",
     ) -> None:
-        flat = flatten(app, tied).selected(select)
+        with taking_state() as self._checks:
+            flat = flatten(app, tied).selected(select)
         live = describe(flat, "none", members)
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
@@ -179,6 +181,7 @@ class Staging:
 
         Raises:
             StateError: some of these tensors were changed meanwhile, and not by a step.
+            GradientError: the last step before the call was taken without a gradient that it needs.
         """
         later, self._later = self._later, []
         self._memory.populate()
@@ -191,6 +194,7 @@ class Staging:
             with on_stream(stream):
                 stream.synchronize()  # and not the device: another thread may be capturing a graph on it
         self._now = []
+        self._checks.settle()
         # Not each after its own copy: an operation counts up the version only when it is through.
         changed = {copy.key for copy in later if _version(copy.source) != copy.version}
         if self._lazily:

@@ -23,7 +23,8 @@ from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.base import Base, Part, columns_of, rows_of
-from shardopt.checkpoint.saving.writing.write import memory_of, to_host
+from shardopt.checkpoint.saving.writing.device_stream import to_host
+from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 

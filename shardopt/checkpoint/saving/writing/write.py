@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 
 import xxhash
 from torch import Tensor
@@ -12,7 +13,8 @@ from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.saving.writing.device_stream import streamed, to_host
+from shardopt.checkpoint.storage import FLUSH, Storage
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.sharding.pieces import View, narrowed
 
@@ -77,17 +79,15 @@ class _File:
     ) -> None:
         self._header = writes.header(slot, len(per_rank))
         self._requests, self._tensor_of = writes.slots.get(slot, ()), tensor_of
-        self._per_rank, self._done = per_rank, done
+        self._per_rank, self._done, self._nbytes = per_rank, done, writes.tensor_bytes(slot)
         self.digest = ""  # of header and checksums; known after an iteration
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
         sums: list[bytes] = []
-        for request in self._requests:
-            tensor = self._tensor_of(request)
-            if not (tensor.is_cpu and tensor.is_contiguous()):
-                tensor = to_host(tensor)
-            memory = bytes_of(tensor)
+        for memory in self._memories():
+            if memory is FLUSH:
+                yield memory
             for begin in range(0, memory.nbytes, _CHUNK_BYTES):
                 chunk = memory[begin : begin + _CHUNK_BYTES]
                 for segment in range(0, chunk.nbytes, SEGMENT_BYTES):
@@ -103,7 +103,11 @@ class _File:
         self.digest = xxhash.xxh3_64_hexdigest(self._header + checksums)
         yield memoryview(checksums)
 
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor in plain memory of the host, whatever it is and wherever it lies."""
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    def _memories(self) -> Iterator[memoryview]:
+        """Yields the bytes of all requests, of large ones maybe in parts of whole segments; and `FLUSH`."""
+        tensors = map(self._tensor_of, self._requests)
+        for tensor in tensors:
+            if tensor.is_cpu:
+                yield bytes_of(tensor if tensor.is_contiguous() else to_host(tensor))
+            else:
+                yield from streamed(chain([tensor], tensors), self._nbytes)

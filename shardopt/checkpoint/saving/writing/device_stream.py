@@ -1,0 +1,162 @@
+"""Streams tensors from accelerators to the host: one of two pinned buffers is filled while the other one is written.
+
+    window      tensors whose bytes fill a buffer; those of the host among them stand for themselves
+
+Memory of the host and bytes in flight are bounded by the two buffers. They begin at pages, of 4 KiB or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES
+from shardopt.checkpoint.format.tensor_bytes import bytes_of
+from shardopt.checkpoint.saving.writing.host_memory import HostMemory
+from shardopt.checkpoint.storage import FLUSH
+from shardopt.runtime.accelerator import has_streams, on_stream
+
+BUFFER_BYTES = 64 * SEGMENT_BYTES
+_ALIGNMENT_BYTES = 64  # of tensors in a buffer, so that each may be viewed in its dtype
+_PAGE_BYTES = 4096
+_MOST_MEMBERS = 4096  # of a window, which tensors of the host do not fill
+
+
+def streamed(tensors: Iterable[Tensor], nbytes: int) -> Iterator[memoryview]:
+    """Yields the bytes of tensors one after the other, of large ones in parts of whole segments; and `FLUSH`.
+
+    What was yielded before `FLUSH` is overwritten once the next is asked for.
+
+    Args:
+        tensors: in any memory; they stay as they are meanwhile. Asked for two windows ahead.
+        nbytes: of all of them.
+    """
+    memory = HostMemory()
+    windows = _Windows(memory, min(BUFFER_BYTES, -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES))
+    try:
+        ready, ahead = None, windows.begun(tensors)
+        for window in ahead:
+            if ready is not None:
+                yield from ready.taken()
+            ready = window
+        if ready is not None:
+            yield from ready.taken()
+    finally:
+        windows.wait()
+        memory.free()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor in plain memory of the host, whatever it is and wherever it lies."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+class _Window:
+    """Tensors in order, each with its place in the buffer; without one where it is not streamed."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._used = buffer, 0
+        self._members: list[tuple[Tensor, Tensor | None]] = []
+        self._copied: list[tuple[Any, Any]] = []  # stream, event
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether so many bytes have room."""
+        return self._used + nbytes <= len(self._buffer) and len(self._members) < _MOST_MEMBERS
+
+    def add(self, tensor: Tensor, streams: bool) -> None:
+        """Adds a tensor, for which there is room if it is streamed."""
+        host: Tensor | None = None
+        if streams:
+            end = self._used + tensor.nbytes
+            host = self._buffer[self._used : end].view(tensor.dtype).view(tensor.shape)
+            self._used = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._members.append((tensor, host))
+
+    def begin(self, memory: HostMemory) -> None:
+        """Begins the copies, each on the stream for its device. Does not wait."""
+        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensor, host in self._members:
+            if host is not None:
+                hosts, sources = by_device.setdefault(tensor.device, ([], []))
+                hosts.append(host)
+                sources.append(tensor.detach())
+        for device, (hosts, sources) in by_device.items():
+            stream = memory.stream(device)
+            with torch.no_grad(), on_stream(stream):
+                torch._foreach_copy_(hosts, sources, non_blocking=True)
+                event = torch.get_device_module(device).Event()
+                event.record(stream)
+            self._copied.append((stream, event))
+
+    def taken(self) -> Iterator[memoryview]:
+        """Waits for the copies, and yields the bytes."""
+        for stream, event in self._copied:
+            with on_stream(stream):
+                event.synchronize()
+        for tensor, host in self._members:
+            if host is not None:
+                yield bytes_of(host)
+            else:
+                yield bytes_of(tensor if tensor.is_cpu and tensor.is_contiguous() else to_host(tensor))
+        if self._used:
+            yield FLUSH
+
+
+class _Windows:
+    """Cuts tensors into windows, with two buffers in turn."""
+
+    def __init__(self, memory: HostMemory, buffer_bytes: int) -> None:
+        self._memory, self._bytes = memory, buffer_bytes
+        self._buffers: Iterator[Tensor] | None = None
+        self._ordered: set[torch.device] = set()
+
+    def begun(self, tensors: Iterable[Tensor]) -> Iterator[_Window]:
+        """Yields windows whose copies have begun; the one before the last has to be taken before the next is made."""
+        window: _Window | None = None
+        for tensor in tensors:
+            streams = self._streams(tensor)
+            for piece in self._cut(tensor) if streams else (tensor,):
+                if window is not None and not window.takes(piece.nbytes if streams else 0):
+                    window.begin(self._memory)
+                    yield window
+                    window = None
+                window = window or _Window(self._next_buffer(tensor.device))
+                window.add(piece, streams)
+        if window is not None:
+            window.begin(self._memory)
+            yield window
+
+    def wait(self) -> None:
+        """Waits for all copies that have begun."""
+        for device in self._ordered:
+            stream = self._memory.stream(device)
+            if not stream.query():
+                with on_stream(stream):
+                    stream.synchronize()
+
+    def _streams(self, tensor: Tensor) -> bool:
+        """Whether a tensor is streamed; orders copies from its device after what was queued on the current stream."""
+        if tensor.is_cpu or not tensor.numel() or not has_streams(tensor.device) or tensor.is_conj() or tensor.is_neg():
+            return False
+        if tensor.device not in self._ordered:
+            self._ordered.add(tensor.device)
+            current = torch.get_device_module(tensor.device).current_stream(tensor.device)
+            self._memory.stream(tensor.device).wait_stream(current)
+        # A copy that made it contiguous would be as large as it is.
+        return tensor.nbytes <= self._bytes or tensor.is_contiguous()
+
+    def _cut(self, tensor: Tensor) -> Iterator[Tensor]:
+        if tensor.nbytes <= self._bytes:
+            yield tensor
+        else:
+            yield from torch.split(tensor.detach().view(-1), self._bytes // tensor.dtype.itemsize)
+
+    def _next_buffer(self, device: torch.device) -> Tensor:
+        if self._buffers is None:
+            wanted = (torch.uint8, torch.Size((self._bytes,)), device)
+            self._buffers = cycle(self._memory.tensors_of([wanted, wanted]))
+        return next(self._buffers)

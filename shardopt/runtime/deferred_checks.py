@@ -1,0 +1,206 @@
+"""Checks of numbers that ranks have exchanged in a step, run once these are on the host, so that no step waits.
+
+On an accelerator a step is taken before the host knows that it should not have been. The next step runs what has
+arrived. Whoever is to keep state runs the rest before, as there the host waits anyhow:
+
+    with taking_state() as checks:
+        flat = flatten(app)                 # `state_dict` leaves its checks to `checks`
+    ...
+    checks.settle()                         # in any thread, before the state is written
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+
+class _Check:
+    """One check, with the numbers that it is about."""
+
+    def __init__(self, owner: DeferredChecks, numbers: Tensor, verify: Callable[[Tensor], None]) -> None:
+        self.owner, self._verify, self._device = owner, verify, numbers.device
+        self._copied: Any = None
+        if numbers.is_cpu:
+            self._numbers = numbers.clone()
+            return
+        with self._on_device():  # of the numbers, which need not be the current one
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = torch.get_device_module(self._device).Event()
+            self._copied.record()
+
+    def _on_device(self) -> Any:
+        # Not every kind of device can be made the current one (of MPS there is one alone).
+        return getattr(torch.get_device_module(self._device), "device", nullcontext)(self._device)
+
+    def has_arrived(self) -> bool:
+        """Whether the numbers are on the host. Does not wait."""
+        return self._copied is None or bool(self._copied.query())
+
+    def wait(self) -> None:
+        """Waits until the numbers are on the host. In any thread."""
+        if self._copied is not None:
+            with self._on_device():  # a new thread has device 0, for which a context would be made
+                if not self._copied.query():
+                    self._copied.synchronize()
+
+    def run(self) -> None:
+        """Takes the check from its owner, and runs it; what it raises is noted there."""
+        is_first = self.owner.take(self)
+        try:
+            self._verify(self._numbers)
+        except Exception as error:
+            if is_first:  # and not what a load has replaced by now
+                self.owner.note(error)
+            raise
+
+
+class DeferredChecks:
+    """The checks of one optimizer that are yet to be run. A copy has none.
+
+    Attributes:
+        failure: what a check has raised; state with such a step in it is not saved until a load replaces it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Check] = deque()
+        self.failure: Exception | None = None
+        self._refused = False  # whether a step has raised it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DeferredChecks, ()
+
+    @property
+    def waiting(self) -> tuple[_Check, ...]:
+        """Those that are yet to be run."""
+        return tuple(self._waiting)
+
+    def defer(self, numbers: Tensor, verify: Callable[[Tensor], None]) -> None:
+        """Queues a check of numbers, to be run once they are on the host. Does not wait.
+
+        Args:
+            numbers: on any device; copied.
+            verify: gets them on the CPU, and raises where something is wrong with them.
+        """
+        self._waiting.append(_Check(self, numbers, verify))
+        _all.add(self)
+
+    def take(self, check: _Check) -> bool:
+        """Takes a check out of those that wait; returns whether it was there."""
+        try:
+            self._waiting.remove(check)
+        except (ValueError, IndexError):  # another thread has taken it
+            return False
+        return True
+
+    def note(self, failure: Exception) -> None:
+        """Notes what a check has raised, for the next step and for saves: the first that no step has raised."""
+        if self.failure is None or self._refused:
+            self.failure, self._refused = failure, False
+
+    def run_ready(self) -> None:
+        """Runs the checks of numbers that have arrived, before a step. Waits for nothing.
+
+        Raises:
+            Exception: as a check raises it, here or in a save since the last step; once.
+        """
+        for check in self.waiting:
+            if not check.has_arrived():
+                break
+            with suppress(Exception):  # noted
+                check.run()
+        if self.failure is not None and not self._refused:
+            self._refused = True
+            raise self.failure.with_traceback(None)
+
+    def settle(self) -> None:
+        """Runs all checks, once their numbers have arrived; within `taking_state` it is left to that.
+
+        Raises:
+            Exception: as a check raises it; no check runs twice.
+        """
+        taken = _taken.get()
+        if taken is not None:
+            taken.add(self)
+            return
+        _run(self.waiting)
+
+    def discard(self) -> None:
+        """Drops all checks, as after a load, which has replaced what they are about."""
+        for check in self.waiting:
+            check.wait()  # the device still writes to its numbers
+            self.take(check)
+        self.failure, self._refused = None, False
+
+
+NO_CHECKS = DeferredChecks()
+"""Those of steps that leave nothing to be checked later."""
+
+
+class StateChecks:
+    """The checks of state that was taken: those that the process had then, and what had failed in its optimizers."""
+
+    def __init__(self) -> None:
+        self._owners: list[DeferredChecks] = []
+        self._waiting: list[_Check] = []
+        self._failures: list[Exception] = []
+
+    def add(self, owner: DeferredChecks) -> None:
+        """Adds those of an optimizer whose state is taken."""
+        self._owners.append(owner)
+
+    def end(self) -> None:
+        """Notes the checks of now: those of later steps are not about this state."""
+        self._failures = [owner.failure for owner in self._owners if owner.failure is not None]
+        # Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
+        self._waiting = [check for owner in tuple(_all) for check in owner.waiting]
+
+    def settle(self) -> None:
+        """Waits until the numbers are on the host, and raises the first failure. In any thread; local to the rank."""
+        for failure in self._failures:
+            raise failure.with_traceback(None)
+        _run(self._waiting)
+
+
+def settle_checks() -> None:
+    """Runs the checks of all optimizers of the process that were not run yet, once their numbers have arrived.
+
+    Local to the rank.
+
+    Raises:
+        Exception: as a check raises it; no check runs twice.
+    """
+    _run([check for owner in tuple(_all) for check in owner.waiting])
+
+
+@contextmanager
+def taking_state() -> Iterator[StateChecks]:
+    """Within it `state_dict` of optimizers does not settle checks, and leaves them to what this yields.
+
+    So `state_dict`, which may be collective in another object, is called on all ranks where a check fails on some.
+    """
+    checks = StateChecks()
+    before = _taken.set(checks)
+    try:
+        yield checks
+    finally:
+        _taken.reset(before)
+    checks.end()
+
+
+def _run(checks: Any) -> None:
+    for check in checks:
+        check.wait()
+        check.run()
+
+
+_all: WeakSet[DeferredChecks] = WeakSet()
+_taken: ContextVar[StateChecks | None] = ContextVar("taken", default=None)

@@ -1,0 +1,122 @@
+"""Synchronous saves from an accelerator: two buffers in turn, in the order of streams, and bounded."""
+
+import shutil
+import tempfile
+from unittest import mock
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint.saving.writing import device_stream
+from shardopt.checkpoint.storage import FLUSH, local
+from shardopt.errors import CorruptionError
+from tests.accelerator.support import needs_standin, on_accelerator
+
+pytestmark = needs_standin
+
+BUFFER = 2 << 18  # two segments
+
+
+def state():
+    """Small ones, one of several buffers, one that is not contiguous, empty ones, and numbers of the host between."""
+    made = {f"small{i}": torch.randn(50 + i) for i in range(60)}
+    made |= {f"counter{i}": torch.tensor(float(i)) for i in range(60)}
+    made["large"] = torch.randn(700, 500)
+    made["turned"] = torch.randn(300, 200).t()
+    made["large and turned"] = torch.randn(500, 700).t()
+    made["half"] = torch.randn(99).bfloat16()
+    made["flags"] = torch.rand(7) > 0.5
+    made["empty"] = torch.empty(0, 3)
+    made["complex"] = torch.randn(6, dtype=torch.complex64)
+    return made
+
+
+def on_device(tensors):
+    names = [name for name in tensors if not name.startswith("counter")]
+    moved = {name: tensors[name].to("standin") for name in names}
+    for name in ("turned", "large and turned"):
+        moved[name] = tensors[name].t().to("standin").t()
+    return {name: moved.get(name, tensor) for name, tensor in tensors.items()}
+
+
+def saved(standin, fault=None):
+    """Returns for each order of streams whether all is stored as it was, and what the host has waited for."""
+    device_stream.BUFFER_BYTES = BUFFER
+    if fault == "order":
+        standin.Stream.wait_stream = lambda self, other: None
+    elif fault == "events":
+        standin.Event.synchronize = lambda self: None
+    elif fault == "flush":
+        local.FLUSH = object()
+    found = []
+    for late in (False, True):
+        folder = tempfile.mkdtemp()
+        tensors = state()
+        app = on_device(tensors)
+        blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        standin.C.late(late)
+        standin.C.reset()
+        for name in app:
+            if name != "flags" and not name.startswith("counter"):
+                app[name].mul_(2)  # queued, and not waited for
+        standin.C.reset()
+        checkpoint.save(f"{folder}/1", app)
+        waits = standin.waits()
+        standin.C.late(False)
+        wrong = []
+        try:
+            checkpoint.load(f"{folder}/1", blank)
+        except CorruptionError:
+            wrong = ["what was written is not what was summed"]
+        shutil.rmtree(folder)
+        for name, tensor in tensors.items():
+            scale = 1 if name == "flags" or name.startswith("counter") else 2
+            if not torch.equal(blank[name], tensor if scale == 1 else tensor * 2):
+                wrong.append(name)
+        found.append((wrong, waits))
+    return found
+
+
+def test_what_is_saved_is_what_was_queued_before():
+    with mock.patch("os.fsync"):
+        (found,) = on_accelerator(1, saved)
+    for wrong, waits in found:
+        assert wrong == []
+        assert waits.pop("wait: D2H") == 1  # of what is turned, and too large for a buffer
+        assert list(waits) == ["wait: synchronize an event"] and waits.popitem()[1] <= 6  # one for each buffer
+
+
+@pytest.mark.parametrize("fault", ["order", "events", "flush"])
+def test_what_is_left_out_of_the_order_is_seen(fault):
+    with mock.patch("os.fsync"):
+        (found,) = on_accelerator(1, saved, fault)
+    assert any(wrong for wrong, _ in found)
+
+
+def in_flight(standin):
+    """Returns the most bytes that were copied and not yet taken, and the places of the buffers within a page."""
+    size = 1 << 20
+    tensor = torch.arange(10 * size // 4, dtype=torch.float32).to("standin")
+    device_stream.BUFFER_BYTES = size
+    places, taken = set(), []
+    begun, most = [0], 0
+    begin = device_stream._Window.begin
+
+    def counted(window, memory):
+        begun[0] += window._used
+        begin(window, memory)
+
+    with mock.patch.object(device_stream._Window, "begin", counted):
+        for memory in device_stream.streamed([tensor], tensor.nbytes):
+            if memory is FLUSH:
+                continue
+            most = max(most, begun[0] - sum(map(len, taken)))
+            taken.append(bytes(memory))
+            places.add(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+    same = torch.equal(torch.frombuffer(bytearray(b"".join(taken)), dtype=torch.float32), tensor.cpu())
+    return most, len(places), {place % 4096 for place in places}, same
+
+
+def test_no_more_than_two_buffers_are_in_flight():
+    assert on_accelerator(1, in_flight) == [(2 << 20, 2, {0}, True)]
