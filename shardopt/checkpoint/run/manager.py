@@ -131,8 +131,8 @@ class Manager:
         copier = None
         if mirror is not None:
             copier = MirrorCopier(root, mirror.url, deadline_seconds=seconds, process_group=process_group)
-        stop = preemption and Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
-        self._stop: Stop | None = stop
+        each = None if preemption is None else (preemption.all_signals, preemption.exit_code, preemption.seconds)
+        self._stop = None if each is None else Stop(*each)
         self._run = Run(Root(roots[0]), shared, copier, every, rules)
         self._tiers = Tiers(self._run, tiers) if tiers else None
         self._after = AfterCommit(
@@ -363,7 +363,7 @@ class Manager:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
 
         Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
-        An export's failure is raised on rank 0 alone, and a GradientError of an accelerator's last step where it is seen.
+        An export's failure is raised on rank 0 alone, a GradientError of an accelerator's last step where it is seen.
         """
         # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
         self._close(alone=sys.exception() is not None)
