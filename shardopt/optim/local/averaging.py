@@ -387,11 +387,10 @@ class Averaging:
     def _refuse_replaced(self, now: Mapping[str, Tensor]) -> None:
         replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
         if replaced:
-            remedy = "make the averages anew when parameters are replaced by others"
+            remedy = "make the averages again when parameters are replaced by others"
             current, required = "another parameter in the model, or none", "the one that is averaged"
-            raise StateError(
-                "a model has changed", [Problem(name, current, required, remedy) for name in replaced], code="averages"
-            )
+            problems = [Problem(name, current, required, remedy) for name in replaced]
+            raise StateError("a model has changed", problems, code="averages")
 
     def _refuse_swapped(self, why: str) -> None:
         if self.swapped:
