@@ -363,7 +363,7 @@ class Manager:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
 
         Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
-        An export's failure is raised on rank 0 alone, and a GradientError of an accelerator's last step where it is seen.
+        An export's failure is raised on rank 0 alone; a GradientError of an accelerator's last step where it is seen.
         """
         # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
         self._close(alone=sys.exception() is not None)
