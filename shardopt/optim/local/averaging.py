@@ -7,8 +7,7 @@
         evaluate(model)                          # with the averages; afterwards all is as it was
     checkpoint.save(url, {"model": model, "optimizer": opt, "ema": ema})
 
-Averages lie like their weights, shard by shard, so an update neither communicates nor waits for a device (but where
-averages are kept on another one).
+Averages are sharded like their weights: an update neither communicates nor waits, but for averages on another device.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_prune_gives_no_place_to_what_is_damaged_and_leaves_it(run, capsys):
 
 
 def test_prune_of_a_run_that_changes_removes_nothing(run, monkeypatch, capsys):
-    from shardopt.cli import prune
+    from shardopt.cli.verbs import prune
 
     seen = []
 
