@@ -11,10 +11,12 @@ arrived. Whoever is to keep state runs the rest before, as there the host waits 
 
 from __future__ import annotations
 
-from collections import deque
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import copy
+from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -53,14 +55,15 @@ class _Check:
                     self._copied.synchronize()
 
     def run(self) -> None:
-        """Takes the check from its owner, and runs it; what it raises is noted there."""
-        is_first = self.owner.take(self)
+        """Runs the check; what it raises is noted by its owner, which has it no longer."""
+        error = None
         try:
             self._verify(self._numbers)
-        except Exception as error:
-            if is_first:  # and not what a load has replaced by now
-                self.owner.note(error)
-            raise
+        except Exception as raised:
+            error = raised
+        self.owner.done(self, error)
+        if error is not None:
+            raise error
 
 
 class DeferredChecks:
@@ -71,7 +74,7 @@ class DeferredChecks:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[_Check] = deque()
+        self._waiting: list[_Check] = []
         self.failure: Exception | None = None
         self._refused = False  # whether a step has raised it
 
@@ -90,21 +93,27 @@ class DeferredChecks:
             numbers: on any device; copied.
             verify: gets them on the CPU, and raises where something is wrong with them.
         """
-        self._waiting.append(_Check(self, numbers, verify))
-        _all.add(self)
+        check = _Check(self, numbers, verify)
+        with _lock:
+            self._waiting.append(check)
+            _with_waiting.add(self)
 
-    def take(self, check: _Check) -> bool:
-        """Takes a check out of those that wait; returns whether it was there."""
-        try:
+    def done(self, check: _Check, failure: Exception | None) -> None:
+        """Drops a check that was run, and notes what it raised, for saves and for the next step.
+
+        In one go, so that another thread finds it either waiting or failed; and not where a load has dropped it since.
+        Of several failures the first counts that no step has raised.
+        """
+        with _lock:
+            if check not in self._waiting:
+                return
             self._waiting.remove(check)
-        except (ValueError, IndexError):  # another thread has taken it
-            return False
-        return True
-
-    def note(self, failure: Exception) -> None:
-        """Notes what a check has raised, for the next step and for saves: the first that no step has raised."""
-        if self.failure is None or self._refused:
-            self.failure, self._refused = failure, False
+            if not self._waiting:
+                _with_waiting.discard(self)
+            if failure is not None and (self.failure is None or self._refused):
+                # Without its traceback, whose frames keep what the failed step computed.
+                self.failure, self._refused = copy(failure), False
+                _failed.add(self)
 
     def run_ready(self) -> None:
         """Runs the checks of numbers that have arrived, before a step. Waits for nothing.
@@ -119,7 +128,7 @@ class DeferredChecks:
                 check.run()
         if self.failure is not None and not self._refused:
             self._refused = True
-            raise self.failure.with_traceback(None)
+            raise copy(self.failure)
 
     def settle(self) -> None:
         """Runs all checks, once their numbers have arrived; within `taking_state` it is left to that.
@@ -137,8 +146,11 @@ class DeferredChecks:
         """Drops all checks, as after a load, which has replaced what they are about."""
         for check in self.waiting:
             check.wait()  # the device still writes to its numbers
-            self.take(check)
-        self.failure, self._refused = None, False
+        with _lock:
+            self._waiting.clear()
+            self.failure, self._refused = None, False
+            _with_waiting.discard(self)
+            _failed.discard(self)
 
 
 NO_CHECKS = DeferredChecks()
@@ -158,15 +170,20 @@ class StateChecks:
         self._owners.append(owner)
 
     def end(self) -> None:
-        """Notes the checks of now: those of later steps are not about this state."""
-        self._failures = [owner.failure for owner in self._owners if owner.failure is not None]
-        # Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
-        self._waiting = [check for owner in tuple(_all) for check in owner.waiting]
+        """Notes the checks of now: those of later steps are not about this state.
+
+        Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
+        """
+        if any(owner not in self._owners for owner in tuple(_failed)):
+            gc.collect()  # one that nobody has any more steps nothing
+        with _lock:
+            self._waiting = [check for owner in _with_waiting for check in owner.waiting]
+            self._failures = [owner.failure for owner in _failed if owner.failure is not None]
 
     def settle(self) -> None:
         """Waits until the numbers are on the host, and raises the first failure. In any thread; local to the rank."""
         for failure in self._failures:
-            raise failure.with_traceback(None)
+            raise copy(failure)
         _run(self._waiting)
 
 
@@ -178,7 +195,7 @@ def settle_checks() -> None:
     Raises:
         Exception: as a check raises it; no check runs twice.
     """
-    _run([check for owner in tuple(_all) for check in owner.waiting])
+    _run([check for owner in tuple(_with_waiting) for check in owner.waiting])
 
 
 @contextmanager
@@ -202,5 +219,7 @@ def _run(checks: Any) -> None:
         check.run()
 
 
-_all: WeakSet[DeferredChecks] = WeakSet()
+_lock = Lock()
+_with_waiting: set[DeferredChecks] = set()  # kept until they were run, though the optimizer is gone
+_failed: WeakSet[DeferredChecks] = WeakSet()
 _taken: ContextVar[StateChecks | None] = ContextVar("taken", default=None)
