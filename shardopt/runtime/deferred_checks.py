@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy
-from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from shardopt.world import world
 
 
 class _Check:
@@ -219,7 +220,7 @@ def _run(checks: Any) -> None:
         check.run()
 
 
-_lock = Lock()
+_lock = world().lock()
 _with_waiting: set[DeferredChecks] = set()  # kept until they were run, though the optimizer is gone
 _failed: WeakSet[DeferredChecks] = WeakSet()
 _taken: ContextVar[StateChecks | None] = ContextVar("taken", default=None)

@@ -22,7 +22,7 @@ from tests.harness.faults import watched
 from tests.harness.schedules import orders
 from tests.support.worlds import RepeatedNames
 
-LOCAL, REMOTE = "shardopt.checkpoint.storage:LocalStorage.", "shardopt.checkpoint.storage:RemoteStorage."
+LOCAL, REMOTE = "shardopt.checkpoint.storage:LocalStorage.", "shardopt.checkpoint.storage.remote:RemoteStorage."
 SYSTEM = ["os:mkdir", "os:open", "os:link", "os:listdir", "os:unlink", "os:rmdir", "os:stat", "os:preadv", "os:writev"]
 SYSTEM += [LOCAL + "read", LOCAL + "_write_temporary"]
 REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]

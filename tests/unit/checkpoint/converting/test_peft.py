@@ -123,7 +123,7 @@ def test_what_has_no_adapter_is_refused(folder):
 @pytest.mark.parametrize(
     ("config", "status", "said"),
     [
-        (None, 1, "lora_alpha: found nothing; required a number"),
+        (None, 1, "--lora-alpha: found nothing; required a number"),
         ("[1]", 2, "--config: found a list; required a JSON object"),
         ("{", 2, "--config: found Expecting property name"),
     ],

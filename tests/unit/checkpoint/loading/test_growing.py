@@ -63,7 +63,7 @@ def test_what_was_emptied_since_is_empty(tmp_path, saved, caplog):
     app = app_of({"best": {"step": 1.0}, "losses": [2.0, 3.0]})
     checkpoint.load(tmp_path / "c", app)
     assert same(app["records"], saved)
-    assert "without what the app had: records." in caplog.text
+    assert "these entries of the app are gone: records." in caplog.text
 
 
 def test_what_may_be_missing_stays(tmp_path):

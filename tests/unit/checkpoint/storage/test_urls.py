@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from shardopt import checkpoint
 from shardopt.checkpoint import Manager, Tier
 from shardopt.checkpoint.dcp import StorageReader, StorageWriter
-from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, absolute_url, register_storage, storage_of
+from shardopt.checkpoint.storage import LocalStorage, absolute_url, register_storage, storage_of
 from shardopt.checkpoint.storage import open as storage_open
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, OptionError
 
 
