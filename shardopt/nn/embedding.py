@@ -16,7 +16,7 @@ from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.route import boundaries, find_route
 from shardopt.nn.rows import Collector, RowGradients, fetch
 from shardopt.nn.table import Rows, Table, refuse_bad_tables
-from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed

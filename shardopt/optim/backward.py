@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.optim.core.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.keyed import build
-from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.ranks import Group
 from shardopt.runtime.accelerator import module_in_use

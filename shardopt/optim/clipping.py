@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.composite import OptimizerWrapper
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.composite import OptimizerWrapper
 from shardopt.optim.gradients.local_gradients import alike, clamp, scale, writable_gradients
 from shardopt.optim.gradients.norms import GradientNorm, Measured
 from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups

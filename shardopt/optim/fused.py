@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable
 from typing import Any
 
-from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
 
 
 class FusedOptimizer(KeyedOptimizer, abc.ABC):

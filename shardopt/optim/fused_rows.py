@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.optim.composite import OptimizerWrapper
+from shardopt.optim.core.composite import OptimizerWrapper
 from shardopt.optim.fused import FusedOptimizer
 from shardopt.runtime.torch_private import step_nested
 

@@ -14,10 +14,10 @@ from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer, l
 from shardopt.algorithms.low_precision.options import as_texts, asks_for_less, without_defaults
 from shardopt.algorithms.registry import spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.composite import OptimizerWrapper
-from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.combined import CombinedOptimizer
+from shardopt.optim.core.composite import OptimizerWrapper
+from shardopt.optim.core.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.local.modes import in_own_modes
 from shardopt.optim.state_dict.groups import (
     GroupsOfNamed,

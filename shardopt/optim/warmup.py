@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.composite import OptimizerWrapper, StateOfParts
-from shardopt.optim.node import Held, OwnState
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.composite import OptimizerWrapper, StateOfParts
+from shardopt.optim.core.node import Held, OwnState
 from shardopt.optim.schedules.stages import Schedule, WarmupPolicy, WarmupStage, is_rate, line_of
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.state.param_groups import PARAMS

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import shardopt
 from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, PartialLoadError, StateError
-from shardopt.optim.composite import CompositeOptimizer
+from shardopt.optim.core.composite import CompositeOptimizer
 from tests.support.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train
 
 each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)

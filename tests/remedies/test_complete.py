@@ -14,7 +14,7 @@ LINE = "a line of the log, or a part of a message, and no remedy"
 ELSEWHERE = {
     r"optim/(backward|scaler|gradients/|local/)": STEPS,
     r"optim/(islands|semi_sync)/": ISLANDS,
-    r"optim/local/averaging.py": "asks for averages in a module, and no load",
+    r"optim/averages/averaging.py": "asks for averages in a module, and no load",
     r"checkpoint/saving/planning/tied.py": RANKS,
     r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
     r"checkpoint/run/options.py": "a Manager that is made reaches it, and no load",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.base import KeyedOptimizer, StateDict
-from shardopt.optim.composite import OptimizerWrapper
-from shardopt.optim.node import OwnState
+from shardopt.optim.core.base import KeyedOptimizer, StateDict
+from shardopt.optim.core.composite import OptimizerWrapper
+from shardopt.optim.core.node import OwnState
 from shardopt.optim.semi_sync.islands.buckets import Buckets
 from shardopt.optim.semi_sync.islands.islands import Islands
 from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by_name

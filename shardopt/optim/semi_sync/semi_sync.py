@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import OptionError, Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.by_position import ByPosition
-from shardopt.optim.combined import CombinedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.by_position import ByPosition
+from shardopt.optim.core.combined import CombinedOptimizer
 from shardopt.optim.keyed import keyed
 from shardopt.optim.semi_sync.islands.islands import Islands
 from shardopt.optim.semi_sync.islands.schedule import SyncSchedule

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardopt.errors import OptionError, Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.combined import CombinedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.combined import CombinedOptimizer
 from shardopt.optim.semi_sync.islands.islands import Islands
 from shardopt.optim.semi_sync.weights import refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names

@@ -12,7 +12,7 @@ from shardopt.algorithms.elementwise.schedule_free import ScheduleFree
 from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.low_precision.options import MASTER, STEP
 from shardopt.errors import AlgorithmError, LayoutError, Problem
-from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.runtime.torch_private import step_nested
 from shardopt.sharding.gradients import set_gradients, zero_gradients
 from shardopt.sharding.kinds import kind_of

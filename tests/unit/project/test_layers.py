@@ -53,7 +53,9 @@ FLOORS = {
     "optim/schedules": 22,
     "optim/local": 22,
     "optim/semi_sync/islands": 22,
-    "optim": 23,
+    "optim/averages": 22,
+    "optim/core": 23,
+    "optim": 24,
     "checkpoint/reports": 20,
     "checkpoint/progress": 20,
     "checkpoint/arguments": 20,
@@ -186,9 +188,11 @@ def late_imports_unseen(source: Source) -> Iterator[str]:
 def private_parts(source: Source) -> Iterator[str]:
     """Private names of others: imported, reached as an attribute, or by `getattr`.
 
-    A room shares its private names, as a class and its subclasses stand in several of its files.
+    A room shares its private names, as a class and its subclasses stand in several of its files; a subclass in another
+    room has those of its base's room.
     """
-    own = {*_names_defined(source.tree), *_names_of_room(room_of(source.module))}
+    rooms = {room_of(source.module), *_rooms_of_bases(source)}
+    own = {*_names_defined(source.tree), *(name for room in rooms for name in _names_of_room(room))}
 
     def is_private(name: str) -> bool:
         private = name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
@@ -208,8 +212,19 @@ def private_parts(source: Source) -> Iterator[str]:
 
 
 @functools.cache
+@functools.cache
 def _names_of_room(room: str | None) -> set[str]:
     return {name for source in sources() if room_of(source.module) == room for name in _names_defined(source.tree)}
+
+
+def _rooms_of_bases(source: Source) -> Iterator[str | None]:
+    """The rooms of the package that this file's classes inherit from."""
+    bases = {
+        ast.unparse(base) for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for base in node.bases
+    }
+    for _, name in source.imports():
+        if name.startswith("shardopt.") and name.rpartition(".")[2] in bases:
+            yield room_of(_module_of(name))
 
 
 def _is_name(node: ast.expr, *names: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import swa_utils
 
-from shardopt.optim.local.averaging import Averaging
+from shardopt.optim.averages.averaging import Averaging
 from shardopt.ranks import ranks_of
 from shardopt.runtime.torch_private import BatchNorm
 

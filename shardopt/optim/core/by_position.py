@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import MismatchError, Problem, StateError
-from shardopt.optim.node import Node, StateDict
-from shardopt.optim.scaler import refuse_torchs_scaler
+from shardopt.optim.core.node import Node, StateDict
+from shardopt.optim.gradients.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
 from shardopt.runtime.deferred_checks import taking_state

@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.composite import CompositeOptimizer, StateOfParts
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.composite import CompositeOptimizer, StateOfParts
 from shardopt.optim.state_dict.groups import described, listed, named
 from shardopt.optim.state_dict.offered import begins, meant, with_key, without_key
 from shardopt.state.param_groups import PARAMS

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.local.averaging import Averaging, AvgFn, MultiAvgFn
+from shardopt.optim.averages.averaging import Averaging, AvgFn, MultiAvgFn
 
 
 class EMA(Averaging):

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
-from shardopt.optim.by_position import ByPosition
-from shardopt.optim.node import Held, Node, OwnState, StateDict
+from shardopt.optim.core.by_position import ByPosition
+from shardopt.optim.core.node import Held, Node, OwnState, StateDict
 from shardopt.optim.state_dict.agreement import differences
 from shardopt.optim.state_dict.groups import (
     NamedParameters,

@@ -16,7 +16,7 @@ from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE
 from shardopt.algorithms.low_precision.conversion import CannotConvert, converted
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.errors import Problem
-from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.modes import in_own_modes, step_in_own_modes
 from shardopt.optim.state_dict.groups import Places, first_names, named, refuse_non_leaf_tensors

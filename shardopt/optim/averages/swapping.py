@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.local.averaged_tensors import Pair, refuse_other_shapes
+from shardopt.optim.averages.tensors import Pair, refuse_other_shapes
 from shardopt.sharding.swapped import note_swapped, note_swapped_back
 from shardopt.sharding.view import local_tensors
 

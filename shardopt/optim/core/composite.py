@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, refusal_to_step
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.core.base import KeyedOptimizer
+from shardopt.optim.core.node import Node
 from shardopt.optim.local.modes import step_in_own_modes
-from shardopt.optim.node import Node
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_named_groups
 from shardopt.optim.state_dict.saved_form import plan_keys

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
+from shardopt.optim.gradients.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.optim.state_dict.groups import refuse_unknown
 from shardopt.optim.state_dict.offered import with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.local.averaged_tensors import Pair, buckets, by_plain_name, copied, is_inexact, refuse_other_shapes
-from shardopt.optim.local.swapping import AveragesInModel, Swapped, reshard
+from shardopt.optim.averages.swapping import AveragesInModel, Swapped, reshard
+from shardopt.optim.averages.tensors import Pair, buckets, by_plain_name, copied, is_inexact, refuse_other_shapes
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys

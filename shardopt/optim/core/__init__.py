@@ -1,0 +1,1 @@
+"""The optimizers: a tree of nodes, whose leaves own parameters."""
