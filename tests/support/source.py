@@ -24,9 +24,21 @@ class Source:
         """Its path without the suffix: "checkpoint/format/assign"; of a package its folder, and "" for the root."""
         return self.path.removesuffix(".py").removesuffix("__init__").rstrip("/")
 
-    def imports(self) -> Iterator[tuple[int, str]]:
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, walked once for all rules."""
+        return tuple(ast.walk(self.tree))
+
+    def imports(self) -> tuple[tuple[int, str], ...]:
         """(line, dotted name) of everything imported; `from a import b` is a.b, whether b is a module or a name."""
-        for node in ast.walk(self.tree):
+        return self._imports
+
+    @functools.cached_property
+    def _imports(self) -> tuple[tuple[int, str], ...]:
+        return tuple(self._all_imports())
+
+    def _all_imports(self) -> Iterator[tuple[int, str]]:
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):

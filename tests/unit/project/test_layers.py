@@ -171,7 +171,7 @@ def upward_imports(source: Source) -> Iterator[str]:
 
 def imports_inside_functions(source: Source) -> Iterator[str]:
     """Imports of the package's own modules that hide in a function: the way around the rule above."""
-    for function in ast.walk(source.tree):
+    for function in source.nodes:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             hidden = Source(source.path, ast.Module(function.body, []))
             yield from (f"{source.path}:{line} imports {name}" for line, name in hidden.imports() if "shardopt" in name)
@@ -180,7 +180,7 @@ def imports_inside_functions(source: Source) -> Iterator[str]:
 def late_imports_unseen(source: Source) -> Iterator[str]:
     """Modules that `late` names and that are not imported for type checkers too: the other rules would not see them."""
     seen = {name for _, name in source.imports()}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and _is_name(node.func, "late") and ast.literal_eval(node.args[0]) not in seen:
             yield f"{source.path}:{node.lineno} imports {ast.unparse(node)}"
 
@@ -192,7 +192,7 @@ def private_parts(source: Source) -> Iterator[str]:
     room has those of its base's room.
     """
     rooms = {room_of(source.module), *_rooms_of_bases(source)}
-    own = {*_names_defined(source.tree), *(name for room in rooms for name in _names_of_room(room))}
+    own = {*_names_defined(source), *(name for room in rooms for name in _names_of_room(room))}
 
     def is_private(name: str) -> bool:
         private = name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
@@ -202,7 +202,7 @@ def private_parts(source: Source) -> Iterator[str]:
         own_room = name.split(".")[0] == "shardopt" and room_of(_module_of(name)) == room_of(source.module)
         if not own_room and name.split(".")[0] != "__future__" and any(map(is_private, name.split("."))):
             yield f"{source.path}:{line} imports {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
         if isinstance(node, ast.Call) and _is_name(node.func, "getattr", "setattr", "hasattr", "delattr"):
@@ -214,13 +214,13 @@ def private_parts(source: Source) -> Iterator[str]:
 @functools.cache
 @functools.cache
 def _names_of_room(room: str | None) -> set[str]:
-    return {name for source in sources() if room_of(source.module) == room for name in _names_defined(source.tree)}
+    return {name for source in sources() if room_of(source.module) == room for name in _names_defined(source)}
 
 
 def _rooms_of_bases(source: Source) -> Iterator[str | None]:
     """The rooms of the package that this file's classes inherit from."""
     bases = {
-        ast.unparse(base) for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for base in node.bases
+        ast.unparse(base) for node in source.nodes if isinstance(node, ast.ClassDef) for base in node.bases
     }
     for _, name in source.imports():
         if name.startswith("shardopt.") and name.rpartition(".")[2] in bases:
@@ -231,8 +231,8 @@ def _is_name(node: ast.expr, *names: str) -> bool:
     return isinstance(node, ast.Name) and node.id in names
 
 
-def _names_defined(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _names_defined(source: Source) -> Iterator[str]:
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -249,7 +249,7 @@ def pickling(source: Source) -> Iterator[str]:
     for line, name in source.imports():
         if name.split(".")[0] in PICKLING_MODULES or PICKLING_NAMES.fullmatch(name):
             yield f"{source.path}:{line} imports {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
         name = node.arg or "" if isinstance(node, ast.keyword) else name
         if PICKLING_NAMES.fullmatch(name):
@@ -298,7 +298,7 @@ def world_outside(source: Source) -> Iterator[str]:
             continue
         if name.split(".")[0] in WORLD_MODULES or (name.startswith(("torch", "os")) and WORLD_NAMES.fullmatch(name)):
             yield f"{source.path}:{line} imports {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and WORLD_NAMES.fullmatch(f".{node.attr}"):
             yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
 
