@@ -46,6 +46,7 @@ PRELOADED = [
     "torch._dynamo",  # the first step of any optimizer imports it
     "hypothesis",
     "pytest",
+    "tests.harness.preloaded",  # last
 ]
 _SERVER_START = threading.Lock()
 _SETTLE_SECONDS = 0.3  # how long a rank that has failed stays, so that others that fail by themselves can say so
