@@ -33,6 +33,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what was collected, a million objects, out of garbage collections, which would look at each of them."""
+    _keep_out_of_collections()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _keep_out_of_collections()
+
+
+def _keep_out_of_collections() -> None:
+    """Keeps what is alive now, the collected tests and what earlier files imported, out of later garbage collections.
+
+    Each of them, and each test that looks for an object, would otherwise walk over a million others.
+    """
     gc.collect()
     gc.freeze()

@@ -12,7 +12,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW
 from shardopt.errors import LayoutError, MismatchError, StateError
-from shardopt.optim.averages import averaged_tensors
+from shardopt.optim.averages import tensors as averaged_tensors
 
 KINDS = {
     "ema": (lambda model, **o: shardopt.EMA(model, 0.9, **o), get_ema_multi_avg_fn(0.9)),
