@@ -10,8 +10,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,6 +49,8 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
     Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
     knows are looked at, which takes a tenth of a second where there are a million.
     """
+    if not dist.is_initialized():
+        return False  # DistributedDataParallel needs a process group
     wanted = set(map(id, parameters))
 
     def is_reduced() -> bool:
@@ -57,23 +61,27 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
             id(parameter) in wanted for each in reducing for parameter in vars(each).get("_module_parameters", ())
         )
 
-    if not is_reduced():
-        return False
-    gc.collect()  # one that nobody has any more
-    return is_reduced()
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # what the app keeps out of collections, with `gc.freeze`, is found in no list
+    try:
+        if not is_reduced():
+            return False
+        gc.collect()  # one that nobody has any more
+        return is_reduced()
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def free_unsharded_parameters() -> None:
     """Makes all modules of `fully_shard` in this process have their sharded parameters. Local.
 
     A forward without a backward leaves unsharded copies (the root's always), which the next forward would take although
-    the shards have changed since. Parameters do not know their modules: all objects that the garbage collector knows
-    are looked at.
+    the shards have changed since. Parameters do not know their modules; torch has a list of all.
     """
-    every = gc.get_objects()
-    kinds = {kind for kind in set(map(type, every)) if issubclass(kind, FSDPModule)}
-    for module in [each for each in every if type(each) in kinds] if kinds else ():
-        module.reshard()
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class ScalerStages:

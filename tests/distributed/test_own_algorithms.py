@@ -5,6 +5,7 @@ ShardedTensor of which a rank holds nothing, one mesh for each half of the ranks
 """
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -237,6 +238,7 @@ def with_fully_shard(folder):
     whole = copy.deepcopy(net)
     for layer in (net[0], net):  # the root has the last layer, whose copy stays unsharded after a forward
         fully_shard(layer)
+    gc.freeze()  # as programs do that want short collections
     pairs = []
     for model in (net, whole):
         optimizer = shardopt.keyed("ScheduleFreeSGD", model.named_parameters(), lr=0.5)
