@@ -15,7 +15,7 @@ from tests.simulation.shrink import shrink
 from tests.simulation.simulate import simulate
 from tests.support.source import ROOT
 
-DEFAULT, PART = 500, 50  # in parts, for as many workers as there are
+DEFAULT, PART = 300, 50  # in parts, for as many workers as there are
 CHUNK, CHUNKS = 4000, 25
 
 

@@ -488,10 +488,10 @@ def test_a_word_that_is_agreed_upon_is_a_call_too(job):
 
 
 def no_threads_are_left():
-    """Of ranks that nobody has any more."""
+    """Of ranks that nobody has any more. The thread of signals is the process's: an earlier test may have needed it."""
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name.startswith("shardopt-"):
+        if thread.name.startswith("shardopt-") and thread.name != "shardopt-signals":
             thread.join(10)
             assert not thread.is_alive(), thread.name
 
