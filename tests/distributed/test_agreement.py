@@ -69,7 +69,7 @@ def compare(drift, rank):
         (missing, "state.w.step", "nothing"),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_what_differs_is_named_with_ranks_and_values(drift, key, actual, rank):
     reported = run_ranks(3, compare, drift, rank)
     assert reported[0] is not None

@@ -288,7 +288,7 @@ print("the last line")
             "ended before it was reported that saving .* failed: the path is taken",
             marks=pytest.mark.exhaustive,
         ),
-        ("done", 0, ""),
+        pytest.param("done", 0, "", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_program_that_ends_without_waiting_fails_and_says_why(tmp_path, case, code, says):

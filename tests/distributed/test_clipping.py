@@ -60,7 +60,9 @@ def check_norms(ranks, jobs):
         assert norm == pytest.approx(one_process_norm(full, order), rel=1e-12, abs=0), (layout, order)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3, 4]
+)
 def test_norm_is_that_of_one_process(ranks):
     """Each layout with one order, each order with the job that has every layout."""
     check_norms(
@@ -82,7 +84,7 @@ def clip_three_times():
     return [optimizer.clip_grad_norm_().item() for _ in range(3)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_each_clip_is_one_all_reduce(ranks):
     outcomes = run_ranks_outcomes(ranks, clip_three_times, trace=COLLECTIVES)
     for outcome in outcomes:
@@ -115,7 +117,7 @@ def clip_without(absent):
     return first, optimizer.clip_grad_norm_().item()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("without", [[0], [1], None])
 def test_absent_gradients_count_nothing_and_what_is_there_counts_once(ranks, without):
     """A shard without a gradient is zero; a whole parameter counts as long as one of its holders has a gradient."""
@@ -346,7 +348,7 @@ def train_fully_sharded(clip):
 
 
 @pytest.mark.parametrize("clip", GradientClipping)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_fully_sharded_model_trains_as_one_process_does(ranks, clip):
     norms, params = train(model(), clip)
     results = run_ranks(ranks, train_fully_sharded, clip)

@@ -51,7 +51,7 @@ def train_fully_sharded(algorithm, options):
     ("algorithm", "options"),
     [("adamw", {"fused": True}), ("sgd", {"momentum": 0.9, "dampening": 0.5, "foreach": True}), ("radam", {})],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_fully_sharded_model_trains_as_one_process_does(algorithm, options, ranks):
     alone = train(model(), algorithm, **options)
     for result in run_ranks(ranks, train_fully_sharded, algorithm, options):

@@ -1,6 +1,6 @@
 """The main job at its smallest: train, lose the later half, resume, compare every step's loss.
 
-Real ranks run the example's own `train`, and once the whole program runs under torchrun.
+Real ranks run the example's own `train`, and once, with --exhaustive, the whole program runs under torchrun.
 """
 
 import copy
@@ -120,6 +120,7 @@ def test_the_comparison_fails_where_a_piece_is_not_resumed(whole: Path, interrup
     assert comparison.worst > 100 * TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_the_program_resumes_under_torchrun(whole: Path, interrupted: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [str(REPOSITORY / "examples" / "train_lm.py"), str(CONFIG), "--out", str(interrupted), "--set", *TINY]

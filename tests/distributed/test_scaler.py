@@ -62,7 +62,7 @@ def overflow_on_one_rank(name, value):
 
 
 @pytest.mark.parametrize("name", ["plain.w", "rows.w", "table.w", "wrapper.w"])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, pytest.param(math.nan, marks=pytest.mark.exhaustive)])
 def test_what_is_not_finite_on_one_rank_is_seen_by_all(name, value):
     assert run_ranks(4, overflow_on_one_rank, name, value) == [(0, 2.0)] * 4
 

@@ -91,7 +91,7 @@ def check_parts(tmp_path, framework, ranks, steps=STEPS, **options):
     assert samples(begun | see(ranks, framework, tmp_path / "begun", [steps], **options)) == samples(whole)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
     "kind",

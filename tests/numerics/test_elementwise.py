@@ -40,8 +40,8 @@ def rows():
     """Algorithm, options, dtype, number of ranks, layouts, and the ranks that look; what is not `usual` is exhaustive.
 
     Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
-    other; the first options of every algorithm and implementation in every dtype, and those of every algorithm on
-    fewer ranks. All means each layout by itself too.
+    other; the first options of every algorithm and implementation in every dtype (of every algorithm in fp64),
+    and those of every algorithm on fewer ranks. All means each layout by itself too.
     """
     met, cases = set(), (*ELEMENTWISE_CASES, *EXTRA_CASES)
     by_options = {}
@@ -57,7 +57,8 @@ def rows():
         for dtype in DTYPES:
             for ranks in RANKS:
                 for layouts in (MIXED, ALONE) if dtype == torch.float32 else (MIXED,):
-                    usual = layouts is MIXED and ranks == 4 and (first or (dtype == torch.float32 and in_turn))
+                    of_dtype = plainest if dtype == torch.float64 else first
+                    usual = layouts is MIXED and ranks == 4 and (of_dtype or (dtype == torch.float32 and in_turn))
                     usual = usual or (layouts is MIXED and dtype == torch.float32 and plainest)
                     if name in OWN_OPTIONS:  # which share their bookkeeping
                         usual = layouts is MIXED and ranks == 4 and dtype in (torch.float32, torch.bfloat16) and first

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.twins.machine import play
 from tests.twins.plain import KINDS
 
-SEQUENCES = 4  # of each kind
+SEQUENCES = 3  # of each kind
 
 
 @pytest.fixture

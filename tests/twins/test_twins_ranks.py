@@ -6,7 +6,7 @@ from tests.harness import run_ranks
 from tests.twins.machine import play
 from tests.twins.plain import KINDS
 
-SEQUENCES = 3  # of each kind
+SEQUENCES = 2  # of each kind
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(1, 26))])

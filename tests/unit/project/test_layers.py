@@ -219,9 +219,7 @@ def _names_of_room(room: str | None) -> set[str]:
 
 def _rooms_of_bases(source: Source) -> Iterator[str | None]:
     """The rooms of the package that this file's classes inherit from."""
-    bases = {
-        ast.unparse(base) for node in source.nodes if isinstance(node, ast.ClassDef) for base in node.bases
-    }
+    bases = {ast.unparse(base) for node in source.nodes if isinstance(node, ast.ClassDef) for base in node.bases}
     for _, name in source.imports():
         if name.startswith("shardopt.") and name.rpartition(".")[2] in bases:
             yield room_of(_module_of(name))
