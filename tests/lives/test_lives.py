@@ -23,7 +23,7 @@ def test_lives_of_one_process(job, tmp_path, begin):
 
 
 def test_lives_on_one_to_three_ranks(tmp_path):
-    seen, *_ = run_ranks(3, play, str(tmp_path), range(270, 285), starts=2, deadline_seconds=140)
+    seen, *_ = run_ranks(3, play, str(tmp_path), range(282, 300), starts=2, deadline_seconds=140)
     assert seen.keys() >= EVENTS
 
 
