@@ -11,7 +11,7 @@ from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, 
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.reading.checking import damaged_segments, threads_for
 from shardopt.checkpoint.sources.reading.open_file import form_of
 from shardopt.checkpoint.sources.referred import referred_in

@@ -35,7 +35,7 @@ from shardopt.checkpoint.saving.removal import discard
 from shardopt.checkpoint.saving.writing.write import write_files
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.checkpoint.storage import Storage, absolute_url, storage_of, wrap_os_errors
-from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state.flatten import holds_tensors

@@ -24,7 +24,7 @@ from shardopt.checkpoint.saving.removal import discard
 from shardopt.checkpoint.saving.writing.base import Base
 from shardopt.checkpoint.sources.referred import files_by_directory, referred_in
 from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
 from shardopt.ranks import Call, Ranks

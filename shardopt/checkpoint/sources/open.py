@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import xxhash
 
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.own import manifest_bytes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import RecordedReads, ReplayStorage, storage_of

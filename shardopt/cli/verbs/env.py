@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardopt.checkpoint.format.constants import file_name
-from shardopt.checkpoint.storage import common_storage, storage_of
+from shardopt.checkpoint.storage import marker, storage_of
 from shardopt.checkpoint.text import plural
 from shardopt.cli.output import Output
 from shardopt.errors import OptionError, Problem
@@ -135,7 +135,7 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     def prepare() -> str:
         storage.make()
         made = world().random_name(6)
-        common_storage.write_marker(storage, made)
+        marker.write_marker(storage, made)
         return made
 
     name = ranks.on_rank_0(what, prepare)
@@ -143,13 +143,13 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)  # which no file system makes smaller
     data = memoryview(bytearray(noise.repeat(nbytes >> 20).numpy().tobytes()))
     try:
-        ranks.agree(what, lambda: common_storage.wait_for_marker(storage, name))
+        ranks.agree(what, lambda: marker.wait_for_marker(storage, name))
         writing = _seconds(ranks, what, lambda: storage.write(own, [data]))
         reading = _seconds(ranks, what, lambda: storage.read(neighbours))
     finally:
         storage.remove(own)
         if ranks.rank == 0:
-            common_storage.remove_marker(storage, name)
+            marker.remove_marker(storage, name)
     total = nbytes * ranks.size
     return {
         "url": storage.url,

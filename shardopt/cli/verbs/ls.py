@@ -13,7 +13,7 @@ from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import run_at
 from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
 from shardopt.checkpoint.sources.contents import CheckpointContents
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import nbytes_text, plural
 from shardopt.cli.output import Cell, Output, Span, runs_of

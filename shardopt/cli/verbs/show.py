@@ -13,7 +13,7 @@ from shardopt.checkpoint.progress import progress_bar
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.sources.contents import CheckpointContents
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import count_text, nbytes_text, plural
 from shardopt.cli.contents import (

@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, STORED_DTYPES, has_no_memory, stored_dtype
 from shardopt.checkpoint.format.values import encode_path, pack
-from shardopt.checkpoint.saving.planning.ownership import buffers_in, check_optimizers
+from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError

@@ -1,4 +1,4 @@
-"""What optimizers and modules of an app say of its tensors: whose parameters are stepped, and which may differ.
+"""Checks an app's tensors by its optimizers and modules: which are stepped, and which may differ between ranks.
 
 An optimizer that is made too early steps tensors that nobody uses; one of islands has weights that differ between them.
 Buffers, such as running statistics, may have other values on each rank: batch norm under data parallelism counts what

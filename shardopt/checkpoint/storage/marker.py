@@ -1,7 +1,7 @@
-"""The check that all ranks see the directory that they save to: rank 0 writes a marker file, which the others look for.
+"""Checks that all ranks see one directory to save to: rank 0 writes a marker file, and the others look for it.
 
-Only on local paths, which may be disks that each host has for itself; an object store is one for all. The marker has a
-name like that of a data file, so that whatever clears away a dead save clears it away too.
+Only local paths are checked, since each host may have a disk of its own there; an object store is one for all. The
+marker is named like a data file, so it is cleared away together with the files of a dead save.
 """
 
 from __future__ import annotations

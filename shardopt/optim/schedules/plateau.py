@@ -1,8 +1,7 @@
-"""Schedules of the learning rate.
+"""torch's `ReduceLROnPlateau` in a form in which ranks cannot drift apart, since each sees a metric of its own.
 
-All of torch's work on keyed optimizers and on wrappers of them, since groups are live there. A schedule is an entry of
-its own in a checkpoint, beside the optimizer whose groups it changes. One of them looks at a metric that ranks may see
-differently, and is here in a form in which they cannot drift apart.
+All other schedulers of torch work unchanged on keyed optimizers and their wrappers, which keep groups live. A scheduler
+is an entry of its own in a checkpoint, beside the optimizer whose groups it changes.
 """
 
 from __future__ import annotations
