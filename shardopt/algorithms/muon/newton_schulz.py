@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Approximates the nearest semi-orthogonal matrix: singular values near 1 (with torch's coefficients 0.7 to 1.2).
+    """Approximates the nearest semi-orthogonal matrix, with singular values near 1 (0.7 to 1.2 with torch's
+    coefficients).
 
     A quintic Newton-Schulz iteration (Jordan et al. 2024): X ← a X + (b A + c A²) X with A = X Xᵀ.
 
@@ -34,7 +35,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 
 
 def adjustment(how: str | None, rows: int, columns: int) -> float:
-    """Returns the factor of the learning rate of a matrix of this shape."""
+    """Returns the factor by which the learning rate of a matrix of this shape is scaled."""
     if how == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
     return sqrt(max(1, rows / columns))
