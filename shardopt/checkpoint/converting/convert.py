@@ -80,7 +80,7 @@ class ConvertReport(OfUrl):
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What is converted, and how; the options of `convert`."""
+    """The options of `convert`: what is converted, and how."""
 
     rearrange: Sequence[AnyRule] = ()
     rename: Mapping[str, str] | None = None
@@ -115,7 +115,7 @@ def convert(
     deadline_seconds: float = DEADLINE_SECONDS,
     process_group: Group | None = None,
 ) -> ConvertReport:
-    """Writes the checkpoint at `src` to `dst` in another format. Collective where torch.distributed is initialized.
+    """Writes the checkpoint at `src` to `dst` in another format. Collective if torch.distributed is initialized.
 
     Tensors are streamed: some 40 MiB of them are in a process's memory at a time, more where they are cast. Processes
     share the files, by bytes. Nothing at `dst` is a checkpoint before all of it is durable; if a process fails, all
@@ -185,7 +185,7 @@ def convert_on(
     options: ConvertOptions,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Converts a checkpoint by some ranks, which all call, or by a process for itself; see `convert`."""
+    """Converts a checkpoint on the ranks that call, or in one process alone; see `convert`."""
     begin = world().monotonic()
     dst = absolute_url(dst)
     _refuse_options(to, options.max_file_bytes, options.world_size)
@@ -237,7 +237,7 @@ def convert_on(
 
 
 def plan_for(to: Format, choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
-    """Plans the files of a format."""
+    """Plans the files of the chosen format."""
     if to == "shardopt":
         tensors = choice.tensors
 
@@ -252,7 +252,7 @@ _PLANS = {"dcp": plan_dcp, "huggingface": plan_huggingface, "torch": plan_torch}
 
 
 class Writing:
-    """The share of a conversion that one process does.
+    """One process's share of a conversion.
 
     Args:
         plan: the same in every process.
@@ -268,7 +268,7 @@ class Writing:
         self._digests: dict[str, str] = {}
 
     def write(self, progress: Progress | None) -> dict[str, Written]:
-        """Writes this process's files, but those that are whole already; returns all of them by name."""
+        """Writes this process's files, except those that are already whole; returns all of them by name."""
         plan, written = self.plan, dict[str, Written]()
         total = sum(file.nbytes for file in self._files)
         done = Counter(total, progress)
@@ -292,11 +292,11 @@ class Writing:
         return written
 
     def report(self, written: Mapping[str, Written]) -> Any:
-        """Returns what rank 0 must know, as JSON."""
+        """Returns what rank 0 needs to know, as JSON."""
         return [[asdict(file) for file in written.values()], self._digests]
 
     def check(self, digests: Mapping[str, str]) -> None:
-        """Reads this process's share of what was written, and compares it. Raises CorruptionError."""
+        """Reads and compares this process's share of the written files. Raises CorruptionError."""
         plan = self.plan
         with open_checkpoint(plan.url) as reader:
             mine = self._share(plan.choice.written)

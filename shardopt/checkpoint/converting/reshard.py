@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint as other ranks would have written it; offline, in one process, a piece at a time."""
+"""Rewrites a checkpoint as other ranks would have written it: offline, in one process, a piece at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardopt.sharding.layout import Layout
 from shardopt.world import world
 
 ChooseLayout = Callable[[str, StoredLayout], Layout]
-"""Maps a key and its stored layout to a layout, whose holders are ranks of the job to be."""
+"""Maps a key and its stored layout to a layout whose holders are the ranks of the new job."""
 
 
 def reshard(
@@ -83,5 +83,5 @@ def reshard(
 
 
 def chunks_over(world_size: int) -> ChooseLayout:
-    """Returns the choice of `reshard(world_size=)`: chunks of the dimension that is stored in the most shards now."""
+    """Returns the layouts for `reshard(world_size=)`: chunks along the dimension that has the most shards now."""
     return lambda key, stored: chunked_layout(stored.shape, stored.boxes, world_size)

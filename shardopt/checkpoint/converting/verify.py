@@ -53,7 +53,7 @@ class VerifyReport(OfUrl):
         return not self.problems
 
     def raise_if_damaged(self) -> None:
-        """Raises CorruptionError with all problems, if there are any."""
+        """Raises CorruptionError with all problems, if any."""
         if self.problems:
             raise CorruptionError(f"the checkpoint at {self.url} is damaged", self.problems)
 
@@ -123,11 +123,11 @@ def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
 
 
 Members = Mapping[str, tuple[StoredTensor, Box]]
-"""What a manifest takes from one of its files: by the key there the tensor, and the box of it that the file has."""
+"""What a manifest takes from one file: by key in the file, the tensor and the box of it that the file holds."""
 
 
 class _MembersByFile:
-    """The members of each file, listed when they are asked for: many tensors may share a layout of many files."""
+    """The members of each file, computed on request: many tensors may share one layout of many files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._layouts: dict[int, tuple[StoredLayout, list[tuple[str, StoredTensor]]]] = {}

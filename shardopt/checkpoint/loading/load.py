@@ -1,4 +1,4 @@
-"""Loading, from a committed checkpoint into an app, in place:
+"""Loads a committed checkpoint into an app, in place:
 
 open → flatten → compare → plan → read in place → hand back to app
 """
@@ -57,12 +57,12 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 Look = Callable[[], tuple[CheckpointReader, FlatState, Names]]
-"""Gives the open checkpoint, the app as it is, and the checkpoint under the app's names; in a round, as it may fail."""
+"""Returns the open checkpoint, the app, and the checkpoint under the app's names; called in a round, as it may fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of one load; those of `load`, with `strict` as a `Strictness`."""
+    """The options of one load: those of `load`, with `strict` as a `Strictness`."""
 
     strictness: Strictness
     select: str | None
@@ -99,7 +99,7 @@ def load(
     base_root: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
+    r"""Loads a checkpoint into `app`, from any ranks, meshes and placements that saved it. Collective.
 
     Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app`; objects get their
     state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` with
@@ -183,7 +183,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
 
 
 def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) -> tuple[LoadReport, list[Problem]]:
-    """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
+    """Loads; with `init_state`, first makes optimizers' state. Also returns the warnings."""
     what = f"loading {url}"
     select, skip, rules, undo = options.select, options.skip, None, None
     with damage_told(CHANGED_NOTHING):
@@ -225,7 +225,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
 def _load_into(
     ranks: Ranks, what: str, look: Look, rules: RulesDue | None, options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
-    """Loads into the state that `app` has, step by step; returns what to warn of as well."""
+    """Loads into the state that `app` has, step by step. Also returns the warnings."""
     begin = world().monotonic()
     with damage_told(CHANGED_NOTHING):
         plan = _compare(ranks, what, look, options)
@@ -265,7 +265,7 @@ def _load_into(
 
 
 def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
-    """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
+    """Plans this rank's reads, once all ranks know that everything fits; changes nothing."""
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
     decide = partial(compare_plans, what.removeprefix("loading "))
     plan, found = ranks.agree(
@@ -294,7 +294,7 @@ def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankP
 
 
 def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:
-    """Returns those of the keys of plain containers under which no rank has places of another kind. Collective."""
+    """Returns the keys of plain containers under which no rank has places of another kind. Collective."""
     plan.reader.close()
     growing: list[str]
     _, growing = ranks.agree(
