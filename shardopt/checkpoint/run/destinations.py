@@ -1,4 +1,4 @@
-"""The destinations of a run's checkpoints beside its root, and what keeps them from being used."""
+"""The destinations of a run's checkpoints beside its root, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Destination = Tier | Mirror
 
 
 def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None]:
-    """Splits the destinations of a run. Raises OptionError where they are others, or in another order."""
+    """Splits the destinations of a run. Raises OptionError if they are of other types, or in another order."""
     remedy = "give it as in destinations=[Tier(path, every=1), Mirror(url)]"
     if isinstance(destinations, str | bytes) or not isinstance(destinations, Sequence):
         problems = [Problem("destinations", repr(destinations), f"a list of {_DESTINATIONS}", remedy)]
@@ -77,7 +77,7 @@ def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None
 
 
 def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremental: bool) -> None:
-    """Raises OptionError where tiers cannot be used; all of it is listed.
+    """Raises OptionError, listing all problems, if tiers cannot be used.
 
     Args:
         tiers: which come first of all destinations.

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run, by step: saved, restored, and removed when they are no longer wanted."""
+"""The checkpoints of one training run, by step: saves, restores, and removes them when they are no longer wanted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class Manager:
-    """Saves a run's state every so many steps under one root, restores the newest, and keeps what is to be kept.
+    """Saves a run's state at regular steps under one root, restores the newest checkpoint, and applies retention.
 
     All ranks must make the same calls, for the same steps. A root is one job's: two that run at once must not share it.
     Checkpoints are directories `step-00000500`; one without a manifest does not exist to anybody. Such remains of dead
@@ -145,12 +145,12 @@ class Manager:
         self._tied, self._closed = options.tied, False
 
     def path(self, step: int) -> str:
-        """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
+        """Returns the URL of the checkpoint of a step, whether or not it exists. Local."""
         return self._run.root.checkpoint(self._run.branches_here().id_of(step)).url
 
     @property
     def branch(self) -> int:
-        """The branch that the run is on: 0, until it is taken back to an earlier step. Local."""
+        """The branch that the run is on: 0 until the run is taken back to an earlier step. Local."""
         return self._run.branches_here().current
 
     def steps(self) -> list[int]:
@@ -159,11 +159,11 @@ class Manager:
 
     @property
     def latest_step(self) -> int | None:
-        """The greatest of `steps()`; None where there is none. Local."""
+        """The greatest of `steps()`; None if there is none. Local."""
         return max(self.steps(), default=None)
 
     def abandoned_steps(self) -> dict[int, list[int]]:
-        """Returns by branch the steps that were saved on it and are no part of the run since it was taken back. Local.
+        """Returns, by branch, the steps that left the run when it was taken back. Local.
 
         `restore(app, step=..., branch=...)` takes the run back to one of them.
         """
@@ -173,12 +173,12 @@ class Manager:
         return steps
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics that `save` and `add_metrics` got for a step; empty where they got none. Local."""
+        """Returns the metrics that `save` and `add_metrics` stored for a step; empty if none. Local."""
         return metrics_of(self._run.root.checkpoint(self._run.branches_here().id_of(step)))
 
     @is_part_of(SAVING)
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint that is saved, as where it is evaluated afterwards. Collective.
+        """Adds metrics to a saved checkpoint, for example from a later evaluation. Collective.
 
         They count for `Retention(best=)` when next something is removed, and for `Export(best=)` at once; of one name
         the last counts. A save of the step in the background is waited for. They stand beside the checkpoint in the
@@ -201,7 +201,7 @@ class Manager:
 
     @is_part_of(SAVING)
     def delete(self, step: int) -> None:
-        """Removes the checkpoint of a step of the run, wherever it is: root, mirror and tiers. Collective.
+        """Removes the checkpoint of a step of the run from root, mirror and tiers. Collective.
 
         Saves and copies in the background are waited for. Data files to which later checkpoints refer stay, as long as
         these do. Also the newest may be removed, and then the one before it is what a restore takes.
@@ -218,13 +218,13 @@ class Manager:
             self._steps.delete(int(step))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
+        """Whether `save` would write at this step: the step is due at the root or a tier, or the job is to stop."""
         stops = self._stop is not None and self._stop.after(step, self._run.ranks)
         return self._steps.is_due(step) or stops
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:
-        """Returns where each step of the run is whole: under which paths of tiers, and under the root. Collective.
+        """Returns, for each step of the run, the paths of tiers and the root where it is whole. Collective.
 
         With each tier is the number of hosts that may be lost without it, and None with the root.
         """
@@ -284,7 +284,7 @@ class Manager:
         share_reads: ShareReads = "auto",
         progress: Progress | None = None,
     ) -> int:
-        """Loads the newest committed checkpoint that is whole into `app`, in place; returns its step, or 0.
+        """Loads the newest whole committed checkpoint into `app`, in place; returns its step, or 0.
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
         damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
@@ -360,7 +360,7 @@ class Manager:
             self._steps.wait()
 
     def close(self) -> None:
-        """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
+        """Waits for saves and copies in the background, and closes this manager. Raises their failures.
 
         Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
         An export's failure is raised on rank 0 alone, a GradientError of an accelerator's last step where it is seen.

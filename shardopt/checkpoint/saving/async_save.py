@@ -1,4 +1,4 @@
-"""Saves while training goes on: the state is copied to host memory, and a thread saves the copy as `save` does.
+"""Saves during training: copies the state to host memory, from which a thread saves it as `save` does.
 
     app → flatten → describe → copy ↴                      in the call, or beside the next forward and backward
                                     agree → assign → write → commit           in the thread
@@ -59,7 +59,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class AsyncSaver:
-    """Saves in the background, one after the other, through host memory that is kept between saves.
+    """Saves in the background, one save at a time, through host memory that is reused between saves.
 
     All ranks of a job must make the same calls.
     """
@@ -78,7 +78,7 @@ class AsyncSaver:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The last save, if there was one."""
+        """The last save, if any."""
         return self._pending
 
     @is_part_of(SAVING)
@@ -143,19 +143,19 @@ class AsyncSaver:
         return pending
 
     def wait(self) -> None:
-        """Waits for the save that is in flight.
+        """Waits for the save in flight.
 
         Collective where it has failed: then all ranks raise the failure if it was not reported on one of them.
         """
         self._wait(as_call("waiting for a save in the background"), self._group)
 
     def take_failure(self) -> BaseException | None:
-        """Waits for the save that is in flight; returns a failure that was not reported on this rank. Local."""
+        """Waits for the save in flight; returns a failure that was not reported on this rank. Local."""
         self.finish()
         return self._pending.take_failure() if self._pending is not None else None
 
     def close(self, alone: bool = False) -> None:
-        """Waits as `wait` does, and frees the host memory, which a next save would allocate anew.
+        """Waits as `wait` does, and frees the host memory, which the next save would allocate again.
 
         Args:
             alone: for a rank that leaves by itself: then no other rank is waited for.
@@ -174,7 +174,7 @@ class AsyncSaver:
             self._ranks = None
 
     def finish(self) -> None:
-        """Waits until nothing is in flight, and no step waits for it. Local; a failure stays to be raised."""
+        """Waits until no save is in flight and no step waits for one; keeps a failure to be raised later. Local."""
         if self._pending is not None:
             self._pending.done.wait()
             if self._thread is not None and self._thread.ident is not None:
@@ -217,7 +217,7 @@ class AsyncSaver:
         ranks: Ranks,
         options: SaveTerms,
     ) -> Staged | BaseException:
-        """Returns the staged state; or the error, which all ranks will raise in the thread."""
+        """Returns the staged state; or the error, which all ranks raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with out_of_inference_mode(), gc_paused():
@@ -236,7 +236,7 @@ class AsyncSaver:
             return error
 
     def _refuse_second(self, ranks: Ranks, call: Call) -> None:
-        """Raises on all ranks where a save is in flight on one: their clocks differ, and one alone must not go on."""
+        """Raises on all ranks if a save is in flight on any: as clocks differ, no rank may decide alone."""
         last = self._pending
         _, in_flight = ranks.agree(
             call,
@@ -252,11 +252,11 @@ class AsyncSaver:
 
 _default = AsyncSaver()
 _of_members: dict[tuple[int, ...], AsyncSaver] = {}
-"""By the numbers of their ranks: a rank that is in several groups must not wait in one for what another is about."""
+"""Savers by their ranks' numbers, as a rank in several groups must not wait in one for another's save."""
 
 
 def _saver_of(process_group: Group | None) -> AsyncSaver:
-    """Returns the one through which a group saves. Collective where `ranks_of` is."""
+    """Returns the saver of a process group. Collective whenever `ranks_of` is."""
     ranks = ranks_of(process_group)
     if process_group is None or ranks.job_numbers is None:
         return _default
@@ -279,7 +279,7 @@ def async_save(
     select: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PendingSave:
-    """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
+    """Saves as `save` does, but returns once the state is in host memory; a thread writes and commits it.
 
     Collective: every rank of the job, or of `process_group`, must call it. The state at the call is saved, to the bit.
         Host
@@ -325,7 +325,7 @@ def async_save(
 
 
 def _optimizers_in(app: Any) -> list[Optimizer]:
-    """Returns the optimizers on which a failure can be reported although the state could not be flattened."""
+    """Returns the optimizers on which a failure can be reported even if the state could not be flattened."""
     values = app.values() if isinstance(app, Mapping) else ()
     return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
 

@@ -50,7 +50,7 @@ _plans: PlanCache = {}
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How the saves of a `Manager` are made, with the meanings that `save` has for these.
+    """The options of a `Manager`'s saves, with the same meanings as for `save`.
 
     Args:
         durable, check_replicas, progress, select: as for `save`.
@@ -177,7 +177,7 @@ def save_now(
     metrics: Mapping[str, float] | None = None,
     raise_earlier: bool = True,
 ) -> SaveReport:
-    """Saves as `save` does, with the arguments that only a `Manager` gives.
+    """Saves as `save` does, with additional arguments that only a `Manager` passes.
 
     Args:
         metrics: numbers by name, kept with the checkpoint; rank 0's count.
@@ -210,7 +210,7 @@ def save_now(
 
 
 class Described(NamedTuple):
-    """The state that a rank saves, and metrics, which are numbers by name.
+    """The described state of a rank to save, and the metrics.
 
     `copied`, where there is one, waits until what this rank writes is copied, and returns the state and the writes
     as they are to be taken from the copies.
@@ -224,7 +224,7 @@ class Described(NamedTuple):
 def save_described(
     ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
 ) -> SaveReport:
-    """Writes the state that each rank describes, and commits it. Collective.
+    """Writes and commits the state that each rank describes. Collective.
 
     Args:
         ranks: that save.
@@ -305,7 +305,7 @@ def save_described(
 def _save_where_there_is_room(
     ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
 ) -> SaveReport:
-    """Saves as `save_described` does, to the first of several URLs that has room. Collective."""
+    """Saves as `save_described` does, to the first of several URLs that has space. Collective."""
     each_alone = replace(options, fallback_urls=())
     for fallback in options.fallback_urls:
         try:
@@ -318,7 +318,7 @@ def _save_where_there_is_room(
 
 
 class _Written(NamedTuple):
-    """What a rank has written, and what it has left out for an earlier save has it; files and parts as JSON."""
+    """The files that a rank wrote, and the parts that it left to an earlier save, as JSON."""
 
     files: list[list[Any]]
     parts: dict[str, Any]
@@ -329,7 +329,7 @@ class _Written(NamedTuple):
 def _begin(
     target: SaveTarget, reports: Sequence[Any], options: SaveTerms, size: int
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Compares what ranks describe, and begins the save, on rank 0.
+    """Compares the ranks' descriptions, and begins the save; on rank 0.
 
     Returns what all ranks get, and the section of it that those need which open the base by it.
     """
@@ -347,7 +347,7 @@ def _begin(
 def _write(
     target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, progress: Progress | None
 ) -> _Written:
-    """Writes this rank's files, but for what the base has."""
+    """Writes this rank's files, without what the base has."""
     storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
     per_rank = json.dumps(own_values).encode() if planning.planned.plan.geometry.per_rank else None
     parts, unchanged_bytes = dict[str, Any](), 0
@@ -369,7 +369,7 @@ def _commit(
     options: SaveTerms,
     begin: float,
 ) -> dict[str, Any]:
-    """Commits the files that all ranks report, on rank 0, unless replicas have drifted apart."""
+    """Commits the files that all ranks report, unless replicas have drifted; on rank 0."""
     files, parts, states = zip(*reports, strict=True)
     values, drifted, buffers = planning.judge(states)
     if drifted:

@@ -21,7 +21,7 @@ _OF_OTHERS = (DATA_SUFFIX, INDEX_SUFFIX, DCP_METADATA_NAME, *TORCH_SUFFIXES)
 
 
 def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = None) -> Source:
-    """Opens what lies in a storage.
+    """Detects and opens the checkpoint in a storage.
 
     Args:
         base_root: where it refers to files of earlier saves, the directory that has their directories; None for the one

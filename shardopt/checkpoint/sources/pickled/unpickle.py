@@ -1,4 +1,4 @@
-"""An interpreter of pickles that runs nothing: it makes plain values, and objects of the caller's stand-ins.
+"""Interprets pickles without running anything: makes plain values, and objects of the caller's stand-ins.
 
 A pickle is a program for a machine with a stack. This one has the operations of protocols 2 to 5, and no way to reach
 anything by name: a global is what the caller's table has under its name, or else an `Unknown`, of which any use gives
