@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Argument(NamedTuple):
-    """What `argparse.ArgumentParser.add_argument` takes: names or flags, and options."""
+    """The arguments of `argparse.ArgumentParser.add_argument`: names or flags, and options."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
