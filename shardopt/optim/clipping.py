@@ -1,4 +1,4 @@
-"""Clipping of gradients before a step, over all ranks and whatever the parameters are."""
+"""Clips gradients before a step, over all ranks and any kinds of parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GradientClipping(Enum):
 
 
 class _Default(float):
-    """A default that a caller can be seen not to have given."""
+    """A default value that tells whether the caller gave one."""
 
 
 _TORCHRECS_LIMIT = _Default(0.1)
@@ -43,7 +43,7 @@ _NOT_GIVEN = "none"
 
 
 class GradientClippingOptimizer(OptimizerWrapper):
-    """Clips the gradients of all parameters before each step of another optimizer; those of a closure too.
+    """Clips the gradients of all parameters, including those of a closure, before each step of another optimizer.
 
     NORM scales all gradients g of the job by min(1, max_gradient / (‖g‖_p + 1e-6)), as torch.nn.utils.clip_grad_norm_
     does in one process (Pascanu, Mikolov, Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
@@ -106,8 +106,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @property
     def total_norm(self) -> Tensor | None:
-        """The norm of the gradients before they were last clipped; None before that, and where it is not measured: with
-        VALUE and NONE it is only under `track_grad_norm`.
+        """The norm of the gradients before they were last clipped.
+
+        None before the first measurement. With VALUE and NONE it is measured only under `track_grad_norm`.
 
         fp64, without dimensions, equal on all ranks, on the device that ranks communicate on. To read it waits for it.
         """
@@ -115,11 +116,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """`total_norm` under torchrec's name, and in the default dtype as there; `total_norm` has it unrounded."""
+        """The norm as `total_norm` has it, but under torchrec's name and in the default dtype, as there."""
         return None if self._total_norm is None else self._total_norm.to(torch.get_default_dtype())
 
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """Measures the norm of the gradients that are there now, and changes nothing. Collective.
+        """Measures the norm of the current gradients, and changes nothing. Collective.
 
         Returns:
             The norm in the default dtype, as `last_total_grad_norm`, and all local gradients, live.
@@ -131,7 +132,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return measured.total.to(torch.get_default_dtype()), list(chain.from_iterable(measured.kinds))
 
     def clip_grad_norm_(self) -> Tensor:
-        """Clips the norm of the gradients that are there now, as NORM does before a step. Collective.
+        """Clips the norm of the current gradients, as NORM does before a step. Collective.
 
         Returns:
             The norm before that, as `total_norm`.
@@ -174,7 +175,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             raise
 
     def _names_of_parameters(self) -> dict[Tensor, str]:
-        """Asked when parameters are new, as those are that were wrapped, or put into a group, since."""
+        """Updates the names after parameters were wrapped, or added to a group."""
         names = first_names(self.params)
         refuse_flattened(self.params)
         refuse_unfit_groups(self.param_groups, names, once=False)

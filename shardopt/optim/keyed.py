@@ -1,4 +1,4 @@
-"""Optimizers with state keyed by parameter name: the classes, and the function that builds one."""
+"""Optimizers with state keyed by parameter name: the classes, and the function that makes them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def keyed(
     tied: Tied | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
-    """Makes an optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
+    """Makes an optimizer for named parameters, plain or sharded, that saves its state and groups by name.
 
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".
@@ -101,7 +101,7 @@ def build(
     process_group: Group | None = None,
     tied: Tied | None = None,
 ) -> list[Wrapper]:
-    """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
+    """Builds one `wrapper` optimizer for each algorithm; arguments as for `keyed`."""
     shared_group = SharedGroup(process_group)
     is_alone = shared_group.ranks.size == 1
     params, with_members = named_in_groups(named_params, groups, alone=is_alone, tied=tied)
@@ -149,7 +149,7 @@ def _made(algorithm: Any, options: Mapping[str, Any], defaults: Mapping[str, Any
 
 
 def _class_of(algorithm: Any, less: bool = False) -> Any:
-    """Returns the class of an algorithm; `less`: the one that stores parameters and state as its options say."""
+    """Returns the class of an algorithm; with `less`, the variant that stores parameters and state as options say."""
     spec = spec_of(algorithm)
     is_its_own = isinstance(algorithm, str) or algorithm in (spec.optimizer, spec.stands_for)
     if less and not is_its_own:  # the spec is of its base, whose variant has other defaults
@@ -168,5 +168,5 @@ def _class_of(algorithm: Any, less: bool = False) -> Any:
 
 
 def _options_for(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options as the class takes them: only one that stores in fewer bits has options for that."""
+    """Returns options that the class accepts: only the variant for fewer bits has options for storage."""
     return {**options} if issubclass(optimizer, LowPrecisionOptimizer) else without_defaults(options)

@@ -1,4 +1,4 @@
-"""Averages of weights by their formulas: exponential (EMA) and equal (SWA). Both are an `Averaging`."""
+"""Averages of weights, exponential (EMA) and equal (SWA); both are an `Averaging`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EMA(Averaging):
 
 
 class SWA(Averaging):
-    """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
+    """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, with equal weights.
 
     Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
     CPU rounds otherwise), but for tensors that are not floating-point.

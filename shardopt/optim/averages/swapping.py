@@ -1,4 +1,4 @@
-"""Averages in the place of a model's weights for a while, and its own weights back."""
+"""Swaps averages into a model in place of its weights for a while, and the weights back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRITTEN = "what was written into the place of averages would be lost when the w
 
 
 class AveragesInModel:
-    """Puts averages in a model, in its own memory, and keeps its own values until they are put back. Local.
+    """Puts averages into a model's own memory, and keeps its values until they are put back. Local.
 
     Args:
         holder: has the averages; by it others are refused meanwhile.
