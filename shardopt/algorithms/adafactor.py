@@ -84,8 +84,7 @@ def unsuitable_for_adafactor(view: View) -> str:
 
 
 class _Factors:
-    """Holds R, C and M of one parameter in one step: first the sums of this rank, after the exchange those of all
-    ranks.
+    """Holds R, C and M of one parameter in one step: the sums of this rank, and after the exchange those of all ranks.
 
     Attributes:
         rows, columns, both: the means of G² over columns and over rows, and M; as `sum_memory` makes them.

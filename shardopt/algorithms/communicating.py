@@ -165,8 +165,8 @@ class ParameterStep:
         return numbers
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient and this rank holds elements of it; valid after `numbers` were
-        exchanged.
+        """Whether the parameter has a gradient and this rank holds elements of it; valid after the exchange of
+        `numbers`.
 
         Where other shards of a ShardedTensor have one, this rank's gradient is zeros from here on.
         """
@@ -255,9 +255,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads as torch does, but keeps the dtype of state that has one of its own; drops the checks of earlier
-        steps.
-        """
+        """Loads as torch does, but keeps the dtype of state that has one of its own; drops earlier steps' checks."""
         super().load_state_dict(state_dict)
         self.deferred.discard()
 

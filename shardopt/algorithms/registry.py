@@ -41,18 +41,19 @@ class Kind(Enum):
     COLUMNS = "columns"
     """The parameter's shape with a second-to-last dimension of size 1; placed like it along the others."""
     TABLE_ROWS = "rows of a table"
-    """One number per index of the first dimension: all others have size 1. Placed like the parameter along the
-    first.
+    """One number per index of the first dimension, along which it is placed like the parameter; all others have size
+    1.
     """
     ROW_BLOCKS = "blocks of rows"
-    """One number per block of elements of a row, [rows, blocks]. Placed like the parameter along the first
+    """One number per block of elements of a row, [rows, blocks], placed like the parameter along the first
     dimension.
     """
     HISTORY = "history × parameter"
     """A stack of tensors like the parameter along a new first dimension, as many as the option `history_size` says."""
     BLOCKS = "blocks, each whole on one rank"
-    """A global shape that follows from the parameter's shape and the options alone. Each block is on the rank that
-    computes on it. A plain parameter has a plain tensor.
+    """A global shape that follows from the parameter's shape and the options alone.
+
+    Each block is on the rank that computes on it. A plain parameter has a plain tensor.
     """
     GLOBAL = "global"
     """An entry that belongs to no parameter and is the same on every rank; its dtype is a rule of its own."""

@@ -71,9 +71,7 @@ class RowSharingStep(ParameterStep):
 
     shared: SharedRows | None = None
     waits: ClassVar[bool] = False
-    """Whether the step waits for an accelerator to learn what other ranks have. If not, refusals are raised in a later
-    step.
-    """
+    """Whether the step waits for an accelerator to learn of other ranks' refusals; if not, a later step raises them."""
 
     @property
     def knows(self) -> bool:

@@ -36,9 +36,7 @@ class Bags:
     ends: bool = False
 
     def faulty(self) -> Tensor:
-        """Returns whether an id has no row, or offsets are no bags', as a bool on the ids' device; waits for
-        nothing.
-        """
+        """Returns, as a bool on the ids' device, whether an id has no row or offsets are wrong; waits for nothing."""
         faulty = _out_of_range(self.ids, self.table).any()
         return faulty if self.offsets is None else faulty | self._wrong_offsets()
 

@@ -232,9 +232,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         zero_gradients(parameter, set_to_none=True)
 
     def _refuse(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
-        """Raises if parameters of one group, present or new, cannot be stepped in backward; `options` are all of
-        its.
-        """
+        """Raises if parameters of a group, present or new, cannot be stepped in backward; `options` are the group's."""
         if options.get("differentiable"):
             problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
             raise AlgorithmError("a step in backward cannot be differentiated", [problem], code="step-in-backward")

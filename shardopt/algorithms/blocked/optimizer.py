@@ -33,9 +33,7 @@ MOST_DIMENSIONS = 5
 
 
 class BlockEntry(NamedTuple):
-    """One tensor of state: its global shape, the box of each block in it, and whether the boxes are matrices of
-    factors.
-    """
+    """One tensor of state: its global shape, the box of each block, and whether the boxes are matrices of factors."""
 
     name: str
     shape: tuple[int, ...]

@@ -79,9 +79,7 @@ class ScheduleFree(ElementwiseOptimizer):
         self.train(False)
 
     def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields (name, stored, own) if a load keeps the group's β although the saved weights were made with
-        another.
-        """
+        """Yields (name, stored, own) if a load keeps the group's β, but the saved weights were made with another."""
         for name in {"momentum", "betas"}.intersection(kept, options, group):
             if self._beta({**group, name: options[name]}) != self._beta(group):
                 yield name, options[name], group[name]

@@ -48,8 +48,9 @@ class GatheringOptimizer(CommunicatingOptimizer):
     """
 
     round_bytes: ClassVar[int] = 128 << 20
-    """The size of an owner's parts beyond which its next part waits for the next round. Up to four such buffers exist
-    at a time. The same on every rank.
+    """The size of an owner's parts beyond which its next part waits for the next round.
+
+    Up to four such buffers exist at a time. The same on every rank.
     """
 
     def _take(self, steps: Sequence[Any]) -> None:
@@ -80,9 +81,7 @@ class Team:
     def __init__(self, ranks: Ranks, steps: Sequence[GatheredStep]) -> None:
         self.ranks, self.steps = ranks, steps
         self.checks_first = ranks.size == 1 or ranks.device.type == "cpu" or not all(step.all_or_none for step in steps)
-        """Whether ranks compare gradients before the step. On an accelerator they do so only if they must, as they then
-        wait.
-        """
+        """Whether ranks compare gradients before the step; on an accelerator only if they must, since that waits."""
 
     def count(self) -> list[tuple[GatheredStep, list[float]]]:
         """Returns, for each parameter, on how many ranks it has a gradient, and on how many it has none.
@@ -102,9 +101,7 @@ class Team:
         return list(zip(self.steps, counts.tolist(), strict=True))
 
     def stepping(self) -> list[GatheredStep]:
-        """Returns the steps that take part: those with a gradient and, unless `checks_first`, those that may have
-        one.
-        """
+        """Returns the steps that take part: with a gradient or, unless `checks_first`, possibly with one."""
         return [
             step
             for step in self.steps

@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Approximates the nearest semi-orthogonal matrix, with singular values near 1 (0.7 to 1.2 with torch's
-    coefficients).
+    """Approximates the nearest semi-orthogonal matrix: singular values near 1 (with torch's coefficients 0.7 to 1.2).
 
     A quintic Newton-Schulz iteration (Jordan et al. 2024): X ← a X + (b A + c A²) X with A = X Xᵀ.
 

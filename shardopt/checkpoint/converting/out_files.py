@@ -157,9 +157,7 @@ def remove_notes(storage: Storage) -> None:
 
 
 def pack(tensors: Sequence[ChosenTensor], most_bytes: int) -> list[list[ChosenTensor]]:
-    """Packs tensors, in order, into groups of about equal bytes, at most `most_bytes` each unless one tensor has
-    more.
-    """
+    """Packs tensors, in order, into groups of about equal bytes, at most `most_bytes` unless one tensor has more."""
     total = sum(map(nbytes_of, tensors))
     count = max(-(-total // most_bytes), 1)
     groups: list[list[ChosenTensor]] = [[]]

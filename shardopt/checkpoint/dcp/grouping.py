@@ -1,5 +1,4 @@
-"""Converts plain values between shardopt's form and that of torch.distributed.checkpoint (DCP), which splits
-containers.
+"""Converts plain values between shardopt and torch.distributed.checkpoint (DCP), which splits containers.
 
     optim.param_groups.0.params, optim.param_groups.0.lr        DCP, of groups in a list
     optim.param_groups.layers.0.weight.lr                       DCP, of flattened optimizer state

@@ -127,18 +127,14 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The ranks that hold each box of a layout; H, the number of positions, is the least number of holders of any
-    box.
-    """
+    """The ranks that hold each box of a layout; H, the number of positions, is the least number of a box's holders."""
 
     ranks: tuple[tuple[int, ...], ...]
     positions: int
 
 
 class _HoldersCache:
-    """Returns one `Holders` object for equal holders, so that thousands of tensors are grouped without comparing
-    ranks.
-    """
+    """Returns one `Holders` object for equal holders, so that tensors are grouped without comparing ranks."""
 
     def __init__(self) -> None:
         self._of_layout: dict[tuple[Layout, int], Holders] = {}

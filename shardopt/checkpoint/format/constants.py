@@ -59,9 +59,7 @@ PATCH_PREFIX = "__rows__."
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A stored dtype. `safetensors` is None if that format has no name for it; it is then stored as bytes, in one more
-    dimension.
-    """
+    """A stored dtype; `safetensors` is None if that format lacks it, and bytes in one more dimension are stored."""
 
     name: str  # torch's name, and the manifest's
     itemsize: int

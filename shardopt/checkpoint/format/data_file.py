@@ -24,9 +24,7 @@ from shardopt.sharding.box import Box
 
 
 class Entry(NamedTuple):
-    """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` is the index of its first
-    checksum.
-    """
+    """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` numbers its first checksum."""
 
     key: str
     dtype: str

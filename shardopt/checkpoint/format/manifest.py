@@ -125,8 +125,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a checkpoint. `values` are decoded; `per_rank` has the paths of the values that each rank stores
-    for itself.
+    """The contents of a checkpoint: `values` are decoded, `per_rank` has the paths of values stored by each rank.
 
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
     measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.

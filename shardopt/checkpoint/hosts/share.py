@@ -57,9 +57,7 @@ class Share(LocalStorage):
                 self.remove(name)
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        """Writes a data file, over a kept one of a removed checkpoint if there is one; it gets its name once it is
-        whole.
-        """
+        """Writes a data file, over a kept one of a removed checkpoint if possible; names it once it is whole."""
         temporary = f"{self.url}/.{name}.{world().random_name(6)}.tmp"
         try:
             fd = take_spare(self._directory.path, name, temporary)

@@ -220,8 +220,7 @@ def _match_value(
 
 
 def _number_for(leaf: Leaf, view: View | None, flat: FlatState, stored: Any) -> Tensor | None:
-    """Returns a stored number as the tensor in which an optimizer holds it; None if it is no number, or not for a
-    tensor.
+    """Returns a stored number as the tensor in which an optimizer holds it; None if it is not for a tensor.
 
     torch before 1.12 had counters and rates in the state of optimizers as numbers.
     """

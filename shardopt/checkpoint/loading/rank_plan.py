@@ -185,8 +185,7 @@ def _meet(views: Iterable[View]) -> bool:
 
 
 def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
-    """Finds, on rank 0, whether all ranks hold the same shared tensors, and which ranks have differences, or casts to
-    check.
+    """Finds, on rank 0, whether all ranks share the same tensors, and which have differences, or casts to check.
 
     Raises:
         CheckpointError: ranks would load from different checkpoints.

@@ -161,9 +161,7 @@ def _on(having: Sequence[int], size: int, problem: Problem, is_whole: bool) -> P
 
 
 def _pack(keys: Iterable[str], stored: Sequence[str] | None) -> list[Any]:
-    """Encodes keys by their positions among the stored keys, as runs (first, count, …); verbatim without stored
-    keys.
-    """
+    """Encodes keys by their positions among the stored keys, as runs (first, count, …); verbatim if there are none."""
     if stored is None:
         return list(keys)
     wanted = set(keys)

@@ -151,9 +151,7 @@ def _problems(
 
 
 def _are_of_groups(saved: Sequence[Any], groups: Sequence[_Group], started_from: frozenset[float]) -> bool:
-    """Whether a schedule's first rates are those of all groups; other rates only belong to groups without
-    parameters.
-    """
+    """Whether a schedule's first rates are those of all groups, except groups without parameters."""
     if not all(map(_is_number, saved)) or not started_from.issubset(saved):
         return False
     return started_from.issuperset(saved) or any(group.rate is None for group in groups)
@@ -207,9 +205,7 @@ def _owners(flat: FlatState, names: Names) -> dict[int, _Owner]:
 def _groups_of(
     groups: Sequence[Mapping[str, Any]], flat: FlatState, owners: Mapping[int, _Owner]
 ) -> tuple[list[_Group], frozenset[float]]:
-    """Returns the groups of an optimizer, as far as this app has them by name, and the first rates of all stored
-    groups.
-    """
+    """Returns an optimizer's groups, as far as this app has them by name, and the first rates of all stored groups."""
     owner = next((owners[id(group)] for group in groups if id(group) in owners), None)
     if owner is None:
         return [_Group((), None, None) for _ in groups], frozenset()

@@ -86,8 +86,7 @@ class Root:
         return bool(self.storage.names())
 
     def ids(self) -> list[CheckpointId]:
-        """Lists the checkpoints that have a directory under the root, whatever its contents, ascending; none without a
-        root.
+        """Lists the checkpoints with a directory under the root, even an empty one, ascending; none without a root.
 
         Raises:
             CheckpointError: it cannot be read.

@@ -179,9 +179,7 @@ class DcpSource(Source):
         return values, unread
 
     def _leaves_of(self, value: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:
-        """Yields a value as it is, or its entries if it holds tensors, since these have keys of their own in any
-        app.
-        """
+        """Yields a value as it is, or its entries if it holds tensors, which have keys of their own in any app."""
         if isinstance(value, TensorRecord) or _is_option(path) or not holds_tensors(value):
             yield path, value
         else:

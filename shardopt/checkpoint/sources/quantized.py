@@ -40,8 +40,7 @@ _UNQUANTIZED = (
 
 
 def with_weights(source: HuggingFaceSource) -> Source:
-    """Returns a source that offers the weights of a Hugging Face folder instead of codes and scales; unchanged if it
-    has none.
+    """Returns a source of the weights that a Hugging Face folder stores as codes and scales, if it stores any so.
 
     Raises:
         CorruptionError: config.json is no JSON object, or codes and scales do not fit one another.

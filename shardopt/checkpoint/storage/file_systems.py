@@ -51,9 +51,7 @@ def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path in it; for a chain ("zip://run::s3://bucket/a.zip") the first
-    ones.
-    """
+    """Returns the file system of a URL, and the path in it; of a chain ("zip://run::s3://bucket/a.zip") the first."""
     links = LINK.split(url)
     if not any("::" in link for link in links):
         return fsspec.core.url_to_fs(url, **options)  # type: ignore[no-any-return]  # has no type hints

@@ -140,9 +140,7 @@ class RemoteStorage(Storage):
         return too_short(self._path(name), size) if size < end else OSError(errno.EIO, "the store refused a range")
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        """Writes as `Storage.write` does. If `buffers` can be iterated again, a file that failed as a whole is sent
-        again.
-        """
+        """Writes as `Storage.write` does; sends a failed file again if `buffers` can be iterated again."""
         doing, once = f"write {self.url}/{name}", isinstance(buffers, Iterator)
         if once:
             return self._write_once(name, buffers)

@@ -1,6 +1,4 @@
-"""`shardopt plot layout`: draws which rank holds what of the largest tensors, as stored and on other numbers of
-ranks.
-"""
+"""`shardopt plot layout`: draws which rank holds what of the largest tensors, as stored and resharded."""
 
 from __future__ import annotations
 

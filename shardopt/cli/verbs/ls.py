@@ -1,4 +1,4 @@
-"""`shardopt ls`: lists a run's checkpoints, which are whole, which are kept and why, and this host's shares on
+"""`shardopt ls`: lists a run's checkpoints, which are whole, which are kept and why; and this host's shares on
 tiers.
 """
 

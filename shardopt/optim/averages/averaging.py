@@ -148,8 +148,7 @@ class Averaging:
 
     @is_part_of(CHANGING)
     def update(self) -> None:
-        """Updates the averages with the model's current weights. Waits for no device if averages are on the weights'
-        one.
+        """Updates the averages with the model's current weights; waits for no device if both are on the same one.
 
         Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
 

@@ -116,8 +116,7 @@ class KeyedOptimizer(Node):
         convert_dtype: bool = False,
         convert_state: bool = False,
     ) -> Unmatched:
-        """Loads state in place, all or nothing. Each tensor keeps its memory; one that is offered to itself is not
-        copied.
+        """Loads state in place, all or nothing: each tensor keeps its memory; one offered to itself is not copied.
 
         Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
         between ranks is for `checkpoint.load` to find. Options are those of the state from then on; where the code that

@@ -122,8 +122,9 @@ class ByPosition(Optimizer):
         self._optimizer.init_state()
 
     def state_dict(self) -> StateDict:
-        """Returns `{"state": {position: {name: value}}, "param_groups": [{"params": [positions], option: value, ...},
-        ...]}`.
+        """Returns the state by position, `{"state": {position: {name: value}}, "param_groups": [...]}`.
+
+        A group is `{"params": [positions], option: value, ...}`.
 
         The tensors are the optimizer's own. Groups have every option of the live ones, those that say how to compute
         among them, as torch's have; a tensor of one element is a number. Local to the rank. Hooks of the keyed

@@ -148,8 +148,7 @@ class GroupStep:
         self.gradients_in_order = False
         """Whether, in a step that repeats, gradients are contiguous and have their local tensors' shapes."""
         self.lists: list[list[Any]] | None = None
-        """The lists that torch gathers for the group: local tensors with a gradient, gradients, and lists of their
-        state.
+        """The lists that torch gathers for the group: local tensors with a gradient, gradients, and their state.
 
         A list is None if the step makes that state. `lists` is None before `gather`, or if torch does not gather ahead.
         """

@@ -267,9 +267,7 @@ class LocalOptimizer:
             zero_gradients(parameter, set_to_none)
 
     def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
-        """Returns parameter → its local tensors; one without any gets an empty stand-in, by which its group is
-        found.
-        """
+        """Returns parameter → its local tensors, or an empty stand-in, by which its group is found."""
         bound = {}
         for parameter, name in names.items():
             tensors = local_tensors(parameter)

@@ -1,4 +1,4 @@
-"""Decays of moving averages that begin small, so that the first weights are forgotten soon."""
+"""Decays of moving averages that start small, so that the first weights are soon forgotten."""
 
 from __future__ import annotations
 

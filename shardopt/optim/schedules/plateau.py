@@ -15,7 +15,7 @@ from shardopt.ranks import ranks_of
 
 
 class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
-    """torch's, by the mean of a metric over all ranks, so that every rank reduces its rate at the same step.
+    """torch's `ReduceLROnPlateau` on the mean of a metric over all ranks, which so reduce their rates at the same step.
 
     Its state is that of torch's. Given the loss of a rank's own batch, torch's reduces the rate on some
     ranks and not on others, which then train different models (`KeyedOptimizer.check_agreement` finds it).
@@ -25,8 +25,9 @@ class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
     """
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]  # as torch's
-        """Takes a metric of this rank. Collective: every rank of the optimizer's `process_group` must call (one
-        all-reduce).
+        """Takes a metric of this rank. Collective: every rank of the optimizer's `process_group` must call.
+
+        It makes one all-reduce.
 
         Args:
             metrics: a number or a tensor of one element. Each rank's counts alike; one that is NaN anywhere counts as

@@ -87,8 +87,7 @@ class Tiers(Task):
                     _log.warning("%s", error)
 
     def make_room(self) -> None:
-        """Before a save, removes checkpoints that wait to be copied but never will be, as a newer one waits.
-        Collective.
+        """Removes, before a save, checkpoints whose turn to be copied never comes, as a newer one waits. Collective.
 
         Raises:
             CheckpointError: as `prepare`.

@@ -81,9 +81,7 @@ class PendingSave:
         return self._reported
 
     def take_failure(self) -> BaseException | None:
-        """Returns the failure of the save, unless it was reported on this rank, and marks it as reported. Does not
-        wait.
-        """
+        """Returns the failure of the save unless it was reported on this rank, and marks it. Does not wait."""
         if self.failure is None or self._reported:
             return None
         self._set_reported()

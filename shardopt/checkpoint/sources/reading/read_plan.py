@@ -182,9 +182,7 @@ class SmallReads:
 
 
 def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
-    """Takes a buffer for a batch of at most `limit` bytes; the batch puts it back, as fresh memory costs more than a
-    read.
-    """
+    """Takes a buffer for a batch of `limit` bytes, which puts it back: fresh memory costs more than a read into it."""
     try:
         return scratch.pop()
     except IndexError:
