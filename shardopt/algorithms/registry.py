@@ -136,8 +136,8 @@ class StateEntry:
         name: key in `optimizer.state[parameter]`.
         kind: its shape and placement.
         dtype: its dtype rule; by default the parameter's for `Kind.PARAMETER` and a counter's for `Kind.SCALAR`.
-        initial: the number that every element has before the first step, the name of the option that holds this
-            number (of a complex parameter: both of its parts), or what the first step takes it from.
+        initial: the number that every element has before the first step; or the name of the option that holds it (for a
+            complex parameter, both parts get it); or what the first step takes it from.
         exists: whether a group with these options has it.
         suits: whether a parameter with that number of dimensions has it.
         signed: whether an element may be negative.

@@ -50,8 +50,8 @@ class SaveReport(OfUrl):
         bytes_written: by this rank.
         bytes_total: by all ranks, headers and checksums included.
         seconds: on this rank, from the call to the commit.
-        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
-            itself, and before a step that came while state was still being copied.
+        stall_seconds: how long the program was kept from its work. `save` takes all of the time; `async_save` the call
+            itself, and the waits of steps for state that was still being copied.
         staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
         writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
         bytes_unchanged: of tensors that this rank did not write, since an earlier save has them (`base=`).
@@ -88,8 +88,8 @@ class LoadReport(OfUrl):
         saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
         left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
         save_seconds: how long the save took, on its rank 0; None where that is not known.
-        rename_rules: the rules of `rename` that the names in the app have been through: those that the checkpoint
-            tells of, and those that were given; None where none are, and the checkpoint has no record of such.
+        rename_rules: the rules of `rename` that the names in the app have been through: those recorded in the
+            checkpoint, and those given. None if there are neither.
     """
 
     url: str
@@ -156,8 +156,8 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 def report_metrics(report: Any) -> dict[str, float]:
     """Returns the numbers of a report by name.
 
-    Bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks; where a report does not know of all
-    ranks, as that of a load, of this rank's bytes.
+    Bytes, seconds, and `gb_per_second` (10⁹ bytes) count the bytes of all ranks. A report that knows only its own rank,
+    as that of a load, counts this rank's bytes.
 
     Args:
         report: of a save, a load, a verification or any other work.

@@ -20,17 +20,17 @@ class MixtureSampler(ResumableSampler):
         sampler = shardopt.data.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
         loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
 
-    A source gives the same number of samples to each epoch, and goes on in the next one where it was: each of its
-    samples is drawn once before any is drawn again, however many epochs that takes, or passes within one. All of that
-    follows from seed, epoch and position, so that any number of ranks goes on with what was not seen.
+    A source gives the same number of samples to each epoch, and the next epoch continues where it was. Each of its
+    samples is drawn once before any is drawn again, however many epochs or passes that takes. All of that follows from
+    seed, epoch and position, so that any number of ranks goes on with what was not seen.
 
     Args:
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
         weights: of the sources: the ratio of the samples that they give. Positive.
         epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`.
         batch_size: as for `ResumableSampler`.
-        options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`, whether sources, and
-            each of them, are in a random order; else a source's samples are spread evenly.
+        options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`: whether sources, and
+            the samples of each, are in a random order. If not, a source's samples are spread evenly.
 
     Raises:
         ValueError: a source would give nothing to an epoch.

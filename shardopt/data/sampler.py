@@ -25,8 +25,8 @@ class ResumableSampler:
             ...
 
     The samples of an epoch are put in one order, from seed and epoch alone. A global batch is the next `batch_size` of
-    them, and ranks take its samples in turn. So what was seen is one number, the same on every rank, and any number of
-    ranks goes on with exactly the samples that were not seen. It counts what `through` has handed to the program, not
+    them, and ranks take its samples in turn. So one number, the same on every rank, says what was seen. Any number of
+    ranks resumes with exactly the samples that were not seen. It counts what `through` has handed to the program, not
     what workers have fetched ahead.
 
     Args:
@@ -35,8 +35,8 @@ class ResumableSampler:
         seed: of the order; not negative.
         shuffle: whether to put the samples in a random order.
         drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
-            is the last batch; and where it has fewer samples than there are ranks, it is filled up to one for each with
-            the first samples of the epoch.
+            is the last batch. If it has fewer samples than there are ranks, the first samples of the epoch fill it up
+            to one for each.
         rank, ranks: default: of the job; 0 of 1 where torch.distributed is not initialized.
 
     Attributes:

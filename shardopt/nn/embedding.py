@@ -55,8 +55,8 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     def reset_parameters(self) -> None:
         """Draws the rows of all tables again, in place, for example after a module was made on the meta device.
 
-        To be called on every rank, with equal default generators of torch, after `to_empty` of a module that was made
-        on "meta", where it does nothing.
+        Call it on every rank, with equal default generators of torch, after `to_empty` of a module made on "meta". On
+        "meta" itself it does nothing.
         """
         for table in self.tables:
             cast(Rows, self.get_submodule(table.name)).draw()
@@ -75,9 +75,9 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     ) -> KeyedOptimizer:
         """Makes backward update the tables from now on. Call once, on every rank, with equal arguments.
 
-        Each `backward` is one step of the optimizer, with the sum of the gradients of all lookups that this backward
-        comes to; when it returns the rows are updated, and no parameter has a gradient. No other optimizer may be
-        given the tables' parameters.
+        Each `backward` is one step of the optimizer, with the sum of the gradients of all lookups in it. When it
+        returns, the rows are updated, and no parameter has a gradient. No other optimizer may be given the tables'
+        parameters.
 
         Args:
             algorithm, groups, options: as for `shardopt.keyed`; an algorithm that takes sparse gradients.
@@ -163,13 +163,13 @@ class ShardedEmbeddingBag(_ShardedTables):
     """nn.EmbeddingBag over one or several tables whose rows are sharded over the ranks of a mesh.
 
     Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, each row's once, and vectors
-    travel back: three exchanges for all tables together, and one in backward, which brings gradients to the rows.
-    Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
+    travel back. That takes three exchanges for all tables together. Backward takes one, which brings gradients to the
+    rows. Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D] on [Shard(0)]. Its gradient is a DTensor over a
-    sparse local tensor, not coalesced, set at the end of backward, after which the parameter's post-accumulate-grad
-    hooks run, and so `in_backward`. No other hooks do, and torch.autograd.grad and backward(inputs=...) do not see it.
-    Where `fully_shard` is to shard the rest of a model, pass these parameters to its `ignored_params`.
+    sparse local tensor, not coalesced. It is set at the end of backward; then the parameter's post-accumulate-grad
+    hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad and backward(inputs=...) do not
+    see it. Where `fully_shard` is to shard the rest of a model, pass these parameters to its `ignored_params`.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
@@ -218,9 +218,9 @@ class ShardedEmbeddingBag(_ShardedTables):
 
         Args:
             ids: for each table by name (ids, offsets) or (ids, offsets, per_sample_weights), as nn.EmbeddingBag takes
-                them: [L] and [B] int64 or int32, and [L] of the table's dtype, which may want gradients; or ids
-                [B, L] alone, or with None for offsets. For a table with mode "none", ids of any shape. Tables may be
-                left out. Where there is one table only, its ids alone, with what else there is in the other arguments.
+                them: [L] and [B] int64 or int32, and [L] of the table's dtype, which may require gradients. Or ids [B,
+                L] alone, or with None for offsets. For a table with mode "none", ids of any shape. Tables may be left
+                out. Where there is one table only, its ids alone, with what else there is in the other arguments.
 
         Returns:
             For each table that was given ids [B, D], without pooling [*ids.shape, D]; a bag without ids is zeros.

@@ -33,8 +33,8 @@ class Table:
         dtype: of the rows; None is torch's default at the time when the module is made.
         init: fills a new block of rows, [rows, D] on the CPU in the table's dtype, in place; it may draw from torch's
             default generator. None draws from the standard normal distribution, as nn.EmbeddingBag does.
-        padding_idx: an id that adds nothing to a bag, does not count in a mean, reads as zeros where nothing is pooled,
-            and never gets a gradient; its row begins as zeros.
+        padding_idx: an id that adds nothing to a bag, and does not count in a mean. Without pooling it reads as zeros.
+            It never gets a gradient; its row begins as zeros.
     """
 
     name: str

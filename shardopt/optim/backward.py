@@ -43,9 +43,9 @@ def in_backward(
 ) -> InBackwardOptimizer:
     """Makes an optimizer that updates each parameter in backward, once its gradient is complete, and then frees that.
 
-    So there are never more gradients than those of the layer that backward has just come to. What is trained is bit for
-    bit what `shardopt.keyed` trains with the same arguments and a step after backward; names and state are the same, so
-    that each loads the other's checkpoints. The training loop stays as it is:
+    So there are never more gradients than those of the layer that backward has just come to. The result is bit for bit
+    that of `shardopt.keyed` with the same arguments and a step after backward. Names and state are the same, so that
+    each loads the other's checkpoints. The training loop stays as it is:
 
         fully_shard(model)                                   # or tensor parallel, or a plain module
         optimizer = shardopt.in_backward(model, "adamw", lr=3e-4, groups=[{"match": "norm|bias", "weight_decay": 0.0}])
@@ -57,10 +57,10 @@ def in_backward(
             loss_of(model, last).backward()                  # updates
             optimizer.step()                                 # for schedulers, hooks and the like
 
-    Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. The
-    summands of a gradient from within one backward (tied parameters, modules that run twice) are added up first; but
-    activation checkpointing with `use_reentrant=True` makes a backward of its own of each region, so that no parameter
-    may be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
+    Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. Within
+    one backward, the summands of a gradient (tied parameters, modules that run twice) are added up first. But
+    activation checkpointing with `use_reentrant=True` runs a backward of its own for each region, so no parameter may
+    be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
 
     Args:
         module: the module to train, after it was sharded; or parameters by name, if others have another optimizer.
@@ -71,8 +71,8 @@ def in_backward(
     Raises:
         AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
         StateError: the module, or a parameter, is in DistributedDataParallel or FullyShardedDataParallel, which hand
-            out gradients in their own ways; a parameter is there twice or is updated in backward already, if by an
-            optimizer that its module has fused in; a pattern matches nothing. A module that is wrapped in
+            out gradients in their own ways. Or a parameter is there twice, or is updated in backward already, such as
+            by a module's fused optimizer. Or a pattern matches nothing. A module that is wrapped in
             DistributedDataParallel later is refused by the first backward, before anything is changed.
     """
     groups = groups or ()

@@ -46,14 +46,14 @@ class GradientClippingOptimizer(OptimizerWrapper):
     """Clips the gradients of all parameters, including those of a closure, before each step of another optimizer.
 
     NORM scales all gradients g of the job by min(1, max_gradient / (‖g‖_p + 1e-6)), as torch.nn.utils.clip_grad_norm_
-    does in one process (Pascanu, Mikolov, Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
-    arXiv:1211.5063, algorithm 1). Each element counts once, on however many ranks it is; of replicas with different
-    gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each
-    element to [-max_gradient, max_gradient], and needs no other rank.
+    does in one process. Source: Pascanu, Mikolov, Bengio, On the Difficulty of Training Recurrent Neural Networks,
+    2013, arXiv:1211.5063, algorithm 1. Each element counts once, on however many ranks it is; of replicas with
+    different gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits
+    each element to [-max_gradient, max_gradient], and needs no other rank.
 
-    With NORM every rank of the job, or of `process_group`, must step, also one without a gradient or a parameter: each
-    step is one all-reduce over all of them. Before the first, and before the first with other parameters, ranks
-    exchange who holds which; so groups are to be added on all ranks between the same two steps.
+    With NORM every rank of the job, or of `process_group`, must step, even without a gradient or a parameter. Each step
+    is one all-reduce over all of them. Before the first step, and the first one with other parameters, ranks exchange
+    who holds which. So all ranks must add groups between the same two steps.
 
     Sparse gradients are coalesced, and stay so. A gradient with another placement than its parameter is redistributed,
     for which all ranks of its mesh have to have one.
@@ -74,9 +74,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
             `process_group` of the optimizer, or the whole job.
 
     Raises:
-        StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
-            gradients are to be clipped or measured, and the optimizer or a child of it updates in backward, so that
-            they are gone before they could be.
+        StateError: an argument is out of range, `max_gradient` is given without `clipping`, or an optimizer has no
+            names. Or gradients are to be clipped or measured, but the optimizer or a child of it updates in backward,
+            and they are gone by then.
     """
 
     def __init__(

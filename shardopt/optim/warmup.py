@@ -34,16 +34,16 @@ class WarmupOptimizer(OptimizerWrapper):
     same way. The full rate of a group stands in it as "initial_lr", from which torch's schedulers start. A rate that
     is a tensor is filled in place.
 
-    **When the rate changes.** It is set when this optimizer is made (for step 1; optimizers that step during backward
-    use it before the first `step()`), at the end of each `step()` (for the next one), and when state is loaded. Until
-    the last stage has ended it is also set when a step begins, so that these steps are the warm-up's, whatever was
+    **When the rate changes.** It is set when this optimizer is made (for step 1), at the end of each `step()` (for the
+    next one), and when state is loaded. Optimizers that step during backward use the first before any `step()`. Until
+    the last stage has ended it is also set when a step begins. So these steps are the warm-up's, regardless of what was
     written into the groups between them. When the last stage has ended the rate stays as it is, and is never written
     again: it belongs to the user, and to schedulers.
 
     **A scheduler of torch's** is attached to this optimizer (or to the one in it) after this one is made. What it
-    writes while stages last is not used. Afterwards its rates are: one that multiplies the rate (StepLR,
-    CosineAnnealingLR, ReduceLROnPlateau, ...) goes on from where the warm-up has ended, one that computes it from
-    "initial_lr" (LambdaLR, ...) from the full rate.
+    writes while stages last is not used. Afterwards its rates are used. One that multiplies the rate (StepLR,
+    CosineAnnealingLR, ReduceLROnPlateau, ...) continues from where the warm-up ended. One that computes it from
+    "initial_lr" (LambdaLR, ...) starts from the full rate.
 
     **What is saved.** `state[param_name]` (and `state_dict()`) has "warmup", an int64 tensor (iteration, position of
     the stage), equal on all ranks, and "stages", their numbers. Loading refuses state of other stages; further stages

@@ -151,9 +151,9 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
         shape: the tensor's global shape.
         boxes: boxes in any order, from any source.
 
-    Returns:
-        One sentence for each box that cannot be in the tensor, or else for each overlap and hole, naming the boxes; at
-        most `MOST_FAULTS` of them, and one more that says so where there may be others. Empty where the cover is exact.
+    Returns: One sentence for each box that cannot be in the tensor, or else for each overlap and hole, naming the
+        boxes. There are at most `MOST_FAULTS` of them, and one more that says so if there may be others. Empty where
+        the cover is exact.
     """
     inside, misfits = _sound(shape, boxes)
     if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None or _corners_cancel(shape, inside):

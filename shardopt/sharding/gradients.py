@@ -35,8 +35,8 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
         param: of any kind that `view_of` knows.
 
     Raises:
-        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
-            another shape, global or local, or is sparse where it would have to be redistributed.
+        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, or
+            has another shape, global or local. Or it is sparse, and would have to be redistributed.
     """
     tensors = local_tensors(param)
     if not isinstance(param, DTensor):

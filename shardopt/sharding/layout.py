@@ -24,11 +24,11 @@ class Layout:
         shape: the global shape.
         boxes: distinct boxes in ascending order of offsets. They are non-empty, except for a tensor without elements,
             whose one box is the whole of it.
-        holders: for each box the global ranks that hold it, ascending; None where every rank that has the tensor
-            holds all of it, as with a plain tensor.
-        local: whether other ranks may know of more boxes, or of more holders, so that the layout of the tensor is known
-            only after the ranks exchanged theirs (`merge`). So it is for LocalShardsWrapper, which tells of the rank's
-            own shards only, and for a mesh that is a cut through a larger one.
+        holders: for each box the global ranks that hold it, ascending. None if every rank that has the tensor holds all
+            of it, as with a plain tensor.
+        local: whether other ranks may know of more boxes, or of more holders. The layout of the tensor is then known
+            only after the ranks have exchanged theirs (`merge`). So it is for LocalShardsWrapper, which tells of the
+            rank's own shards only, and for a mesh that is a cut through a larger one.
     """
 
     shape: tuple[int, ...]

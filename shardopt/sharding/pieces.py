@@ -24,8 +24,8 @@ class Piece(NamedTuple):
 
     Args:
         box: where in the global tensor.
-        tensor: the elements, of the box's sizes; it shares memory with the tensor that was viewed, is not always
-            contiguous, and takes no part in autograd.
+        tensor: the elements, of the box's sizes. It shares memory with the viewed tensor, is not always contiguous, and
+            takes no part in autograd.
     """
 
     box: Box

@@ -36,8 +36,8 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
         key: the tensor's name in errors.
 
     Raises:
-        LayoutError: a Partial or unknown placement; a tensor subclass that is none of the above, or memory that is not
-            strided; local tensors that are not what the placements or the metadata say.
+        LayoutError: a Partial or unknown placement; a tensor subclass that is none of the above; memory that is not
+            strided. Or local tensors contradict the placements or the metadata.
     """
     local = memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     is_plain = type(local) is Tensor or type(local) is Parameter
@@ -84,7 +84,7 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether this rank holds part of a tensor: it is in a DTensor's mesh, or has elements of another sharded tensor.
+    """Whether this rank has a share of a tensor: it is in a DTensor's mesh, or has elements of another sharded tensor.
 
     Only then can it see the tensor's gradients. A rank of a DTensor's mesh gets its shard of them, even an empty one; a
     shard without elements may never get any.
@@ -96,7 +96,7 @@ def is_held(tensor: Tensor) -> bool:
 
 
 def is_on_all_ranks(tensor: Tensor) -> bool:
-    """Whether every rank of the job holds part of a tensor, as far as the tensor says; the same on every rank.
+    """Whether every rank of the job has a share of a tensor, as far as the tensor says; the same on every rank.
 
     A plain tensor is taken to be on all; a LocalShardsWrapper does not tell, and is taken not to be.
     """

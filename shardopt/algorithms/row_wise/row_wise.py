@@ -89,14 +89,14 @@ class RowWiseAdagrad(_RowWise):
     """Adagrad with one accumulator per row: the sum over steps of the row's mean squared gradient.
 
     Gradients may be dense or sparse; with the same values they give the same result, as a row without a gradient is
-    not moved. Groups, defaults and names are those of torchrec.optim's class; that one moves all elements of a row by
-    the mean of their gradients, while here each is moved by its own, as by FBGEMM's exact row-wise Adagrad.
+    not moved. Groups, defaults and names are those of torchrec.optim's class. That one moves all elements of a row by
+    the mean of their gradients; here each moves by its own, as in FBGEMM's exact row-wise Adagrad.
 
-    Sources: Duchi, Hazan, Singer, Adaptive Subgradient Methods (2011); the mean over a row as in Mudigere et al.,
+    Sources: Duchi, Hazan, Singer, Adaptive Subgradient Methods (2011). The mean over a row: Mudigere et al.,
     Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models (2022).
 
-    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
-    `sum`, [N, 1, ...], float32 whatever the parameter's dtype (float64 of a float64 parameter).
+    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 if that is torch's default dtype);
+    `sum`, [N, 1, ...], float32 (float64 for a float64 parameter).
 
     Args:
         params: of at least one dimension, not complex; plain or sharded, or groups of them.
@@ -142,9 +142,8 @@ class RowWiseAdam(_RowWise):
 
     Sources: Kingma, Ba, Adam: A Method for Stochastic Optimization (2015); the mean over a row as in RowWiseAdagrad.
 
-    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
-    `exp_avg`, like the parameter; `exp_avg_sq`, [N, 1, ...], float32 whatever the parameter's dtype (float64 of a
-    float64 parameter).
+    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 if that is torch's default dtype);
+    `exp_avg`, like the parameter; `exp_avg_sq`, [N, 1, ...], float32 (float64 for a float64 parameter).
 
     Args:
         params: of at least one dimension, not complex; plain or sharded, or groups of them.

@@ -146,8 +146,8 @@ def convert(
         drop_per_rank: leave out values per rank, which only "shardopt" has, for the number of ranks that saved them.
         check: read all that was written, and compare its digests.
         durable: whether local files are flushed to the disk.
-        weights: the key that the app has averages under, such as "ema": they are written in the place of the weights,
-            under the model's keys, in the dtype of the averages; what has no average is the model's own.
+        weights: the app's key of averages, such as "ema". They are written in place of the weights, under the model's
+            keys, in the averages' dtype. A weight without an average is written itself.
         progress: called with the bytes that this process has written, and those that it is to write.
         deadline_seconds: how long a process may show no sign of life before the others give up and name it.
         process_group: the processes that convert, where they are not all of the job.

@@ -41,8 +41,8 @@ def reshard(
     Args:
         src: of a committed checkpoint.
         dst: a directory that holds no checkpoint, of whatever format.
-        world_size: of ranks that hold each tensor sharded along the dimension that is stored in the most shards now, in
-            this many chunks; a tensor that is stored as one box is whole on every rank, and they share the writing.
+        world_size: the number of new ranks. Each tensor is cut into so many chunks along the dimension that has the
+            most shards now. A tensor stored as one box is whole on every rank, and they share the writing.
         layout: instead of `world_size`, chooses the layout of each tensor.
         drop_per_rank: leave out values per rank; they cannot be kept where the number of ranks changes.
         progress: called with the bytes that are written and those there are.

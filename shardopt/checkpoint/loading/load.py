@@ -102,9 +102,9 @@ def load(
     r"""Loads a checkpoint into `app`, from any ranks, meshes and placements that saved it. Collective.
 
     Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app`; objects get their
-    state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` with
-    no tensor, object or `PerRank` in it on any rank is replaced whole: an empty dict by the records that it got later,
-    with tensors on the CPU in the stored dtype and shape.
+    state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` is
+    replaced whole if it has no tensor, object or `PerRank` in it on any rank. So an empty dict gets the records that
+    were added later, with tensors on the CPU in the stored dtype and shape.
 
     Args:
         url: of a committed checkpoint.
@@ -117,17 +117,17 @@ def load(
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
             Names in groups go with state; those within plain values stay. Two keys must not get one name. Rules that a
             `Manager` has recorded with the names are passed by, and all where the checkpoint fits only without them.
-        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
-            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys. No
+        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded,
+            with their optimizer state (`checkpoint.rearrange`). They come before all else that changes keys. No
             checkpoint records them: they are applied again to one in the new form wherever they fit it.
         skip: a regex; stored keys in which it is found are left out, as if they were not there, or not known.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
-        share_reads: whether a box that several ranks hold is read by one of them, which sends it to the others over
-            the job's process group, whose own timeout holds: "always", "never", or "auto", where storage is remote.
-        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, and lose
-            state that was never stepped where it has none; state that was stepped does not fit. Without it state on one
-            side alone is refused: it may be the wrong app, or the wrong checkpoint. `Manager.restore`, which begins a
-            run with new optimizers, makes what is missing.
+        share_reads: "always", "never", or "auto" for remote storage only: whether one of several ranks with the same
+            box reads it for all. It sends the box over the job's process group, whose own timeout applies.
+        init_state: whether keyed optimizers first get state for exactly the parameters with stored state. State that
+            was never stepped is dropped where the checkpoint has none; state that was stepped does not fit. Without it
+            state on one side alone is refused: it may be the wrong app, or the wrong checkpoint. `Manager.restore`,
+            which begins a run with new optimizers, makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group, storage_options: as for `save`; it need not be the group that saved.

@@ -42,9 +42,9 @@ class Strictness:
         unexpected: keys of the checkpoint, and options of its groups, that the app has not; they are left out. A
             schedule such as OneCycleLR adds options, of which another one knows nothing.
         dtype: "cast" converts floating point and complex values to the dtype that the app has. Numbers that it cannot
-            hold are an error: what goes to a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from
-            fp64) is read twice for it, before anything is changed; of what does not, as bf16 from fp32, only numbers
-            next to the largest can be lost, and are found as they are read.
+            hold are an error. For a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from fp64) values
+            are read twice, and checked before anything is changed. Otherwise, as for bf16 from fp32, only numbers next
+            to the largest can be lost, and they are found as they are read.
         uninitialized: an optimizer that has state on one side only; it stays as it is.
     """
 

@@ -43,10 +43,10 @@ class Export:
 
     Args:
         url: of a directory, in which each export has a directory of its own, named as the checkpoint is.
-        best: `(metric, mode)`: only a checkpoint whose metric is better than that of the export there is ("min" or
-            "max"); None for every checkpoint, so that the last one stays.
-        rearrange, rename, select, skip, dtype, max_file_bytes, weights: as for `checkpoint.convert`; `weights="ema"`
-            writes the averages that the app has under that key, under the names of the weights.
+        best: `(metric, mode)`: exports only a checkpoint whose metric is better than the existing export's ("min" or
+            "max"). None exports every checkpoint, so that the last one stays.
+        rearrange, rename, select, skip, dtype, max_file_bytes, weights: as for `checkpoint.convert`. `weights="ema"`
+            writes the app's averages under that key, under the names of the weights.
     """
 
     url: str | os.PathLike[str] = field(repr=False)  # it may have a password

@@ -55,8 +55,9 @@ class Manager:
 
     All ranks must make the same calls, for the same steps. A root is one job's: two that run at once must not share it.
     Checkpoints are directories `step-00000500`; one without a manifest does not exist to anybody. Such remains of dead
-    saves are cleared once a later checkpoint is committed. Taken back to an earlier step (`restore(app, step=...)`) a
-    run goes on upon a branch, in directories `step-00000500-b1`, and what was saved after it is no longer part of it.
+    saves are cleared once a later checkpoint is committed. A run that is taken back to an earlier step (`restore(app,
+    step=...)`) continues on a branch, in directories `step-00000500-b1`. What was saved after that step is no longer
+    part of the run.
 
     Args:
         root: a path, or a URL that fsspec knows.
@@ -67,26 +68,27 @@ class Manager:
             due, and to the root (`every`). Not with `incremental`.
             A mirror is a second root, such as "s3://bucket/run". Committed checkpoints are copied there in the
             background, and removed by the same rules.
-        every: `save` writes at steps that are multiples of this; or, a `timedelta`, at the first step after each such
-            time by rank 0's clock, the same on all ranks: then `save` or `should_save` is to be called at every step.
+        every: `save` writes at steps that are multiples of this. With a `timedelta` it writes at the first step after
+            each such time, by rank 0's clock, the same on all ranks; `save` or `should_save` must then be called at
+            every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
             the one that was saved last, and the one that the run was restored from.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
             `async_save` does, whose limits are theirs too.
-        stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank it makes all ranks
-            save after the same step, the next that none of them has passed, and leave with SystemExit. This needs
-            `save` or `should_save` to be called at every step, and the Manager to be made in the main thread. Failures
-            of an earlier save or copy are logged then, once this one is saved.
+        stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank, it makes all
+            ranks save after the same step, the next one that no rank has passed. They then leave with SystemExit. This
+            needs `save` or `should_save` to be called at every step, and the Manager to be made in the main thread.
+            Failures of an earlier save or copy are logged then, once this one is saved.
         options: of all saves (`SaveOptions`).
         process_group: the ranks of the run, where they are not all of the job: a process group, or a device mesh.
             Others make no Manager for its root. Making it is collective then, as is its use.
-        incremental: whether a save refers to the one before for what has not changed since, as by `save(..., base=)`;
-            the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
-            as long as a checkpoint that does, whatever the rules say of their own.
+        incremental: whether a save refers to the one before for what has not changed since, as with `save(..., base=)`.
+            The first save writes everything, as does one whose predecessor is gone. Files that are referred to stay as
+            long as a checkpoint that does, whatever the rules say of their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged, and raised by `close` on that rank.
-        storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials; what this
-            process opens at or below its URL takes them too. They are stored nowhere, and in no message. A
+        storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials. They apply
+            to everything that this process opens at or below its URL. They are stored nowhere, and in no message. A
             path takes none.
 
     Raises:
@@ -243,8 +245,8 @@ class Manager:
         With `stage` it returns as soon as `async_save` does. Checkpoints that are no longer wanted are removed when the
         new one is committed.
 
-        Where this Manager has committed the step already, or was restored from it, nothing is saved, and a line says
-        so; it returns what the save returned if that was the last one, else None.
+        If this Manager has already committed the step, or was restored from it, nothing is saved, and a log line says
+        so. The call returns the report of that save if it was the last one, else None.
 
         Args:
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
@@ -288,25 +290,27 @@ class Manager:
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
         damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
-        as by `load(..., init_state=True)`: those of a run that is started again are new, and have none; `load` alone
-        takes that for a mistake. Rank 0 logs what was restored at INFO, or prints it where no logging is configured.
+        as with `load(..., init_state=True)`, since a restarted run's optimizers are new and have none. `load` alone
+        would refuse that as a mistake. Rank 0 logs what was restored at INFO, or prints it where no logging is
+        configured.
 
         Args:
-            step: takes the run back to this step, which must be whole: what was saved after it is no longer part of
-                the run, for this job and all that restore it later. The run goes on upon a new branch, so that it may
-                save the same steps once more. Only to look at an earlier step, `checkpoint.load(manager.path(step),
-                app, init_state=True)`. None for the newest.
+            step: takes the run back to this step, which must be whole. What was saved after it is no longer part of the
+                run, for this job and for all later restores. The run goes on upon a new branch, so that it may save the
+                same steps once more. Only to look at an earlier step, `checkpoint.load(manager.path(step), app,
+                init_state=True)`. None for the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
-            newer: what becomes of checkpoints that were saved after `step`: "abandon" leaves them where they are, out
-                of the way of the run and of its rules; "remove" removes them, once this one is loaded.
+            newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by
+                the run and its rules. "remove" removes them, once this one is loaded.
             required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
                 has not begun: give True wherever one must have been saved.
-            select: as for `load`. Left in the script it holds at every start: a job that is started again comes back
-                with these keys alone, and the line about the restore says so. To begin with some weights of another
-                run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
+            select: as for `load`. Left in the script, it applies at every start: a restarted job loads these keys
+                alone, and the line about the restore says so. To begin with some weights of another run, load these by
+                `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
             rename: as for `load`. Rules may stay in the script, and be added: each is applied once, as the run's
-                checkpoints record which rules their names have been through. One without such a record (by an earlier
-                version, or `checkpoint.save`) that fits as it is is taken as it is, and a line says how to apply them.
+                checkpoints record which rules their names have been through. A checkpoint without such a record (of an
+                earlier version, or of `checkpoint.save`) that fits as it is is loaded as it is. A line then says how to
+                apply the rules.
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
                 script: no checkpoint records them, and a square matrix would be transposed again at each start.
             strict, skip, transactional, share_reads, progress: as for `load`.

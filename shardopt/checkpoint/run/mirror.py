@@ -86,9 +86,9 @@ class MirrorCopier(Task):
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, after those before it. Collective; does not wait.
 
-        One that waits for its turn while a newer one comes to wait behind it is left out: the copies may lag behind
-        the saves, but not ever further. So is one that is there already. Another checkpoint of that name is never
-        written over: then the upload fails with CheckpointExistsError.
+        A checkpoint that waits for its turn is left out once a newer one waits behind it. So copies may lag behind
+        saves, but never further and further. A checkpoint that is there already is left out, too. Another checkpoint of
+        that name is never written over: then the upload fails with CheckpointExistsError.
 
         Files that stand beside those of the checkpoint are copied too, directories are not.
 

@@ -111,8 +111,8 @@ class Preemption:
     Args:
         signals: one, or several: SIGTERM of most launchers, SIGUSR1 where Slurm is asked for it (`--signal=USR1@60`),
             SIGINT of the terminal (Ctrl-C).
-        exit_code: of processes that have left; None is 128 and the number of the signal, as shells have it (on a rank
-            that got none, of the first). Where torchrun is to start the job again it must not be 0.
+        exit_code: of processes that have left. None is 128 plus the number of the signal, as in shells (on a rank that
+            got no signal, of the first). Where torchrun is to start the job again it must not be 0.
         seconds: within which a process that got a signal ends, saved or not. Rank 0 logs a warning, once, if the save
             that the run is restored from, or a later one, took more than half of it.
 

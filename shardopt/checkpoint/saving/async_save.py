@@ -282,22 +282,23 @@ def async_save(
     """Saves as `save` does, but returns once the state is in host memory; a thread writes and commits it.
 
     Collective: every rank of the job, or of `process_group`, must call it. The state at the call is saved, to the bit.
-        Host
-    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later. Where
-    other ranks hold 16 MiB of it or more too, it is memory for what this rank writes: the call, or with "lazy" the
-    thread, waits until the save is planned by all ranks, the call for two seconds at most; then it copies everything.
+    Host memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later.
+    If other ranks also hold 16 MiB of it or more, there is host memory only for what this rank writes. The copy then
+    waits until all ranks have planned the save: in the call for at most two seconds, with "lazy" in the thread. After
+    two seconds the call copies everything.
 
-    The program should call `result()` of the last save before it ends: ending while a save is under way, or before
-    the failure of one was reported, makes the exit code 1, with the reason on stderr.
+    The program should call `result()` of the last save before it ends. If it ends during a save, or before a failed
+    save was reported, the exit code is 1, with the reason on stderr.
 
     Args:
         url, app: as for `save`.
-        stage: "now" copies everything in the call. "lazy" leaves to the thread what only an optimizer's step changes
-            (the parameters and the state of the optimizers in `app`, but for those that update within backward), and
-            these wait before their next step until it is copied. Until `.staged` of the result, such a tensor must not
-            be changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
-            wait. Other changes make the save fail with the tensor's name, as far as torch counts them: not those by
-            fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
+        stage: "now" copies everything in the call. "lazy" leaves to the thread what only an optimizer's step changes:
+            parameters and state of the optimizers in `app`, except those that update within backward. These optimizers
+            wait before their next step until the copy is made. Until `.staged` of the result, such a tensor must not be
+            changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
+            wait. Other changes make the save fail with the tensor's name, as far as torch counts them. It does not
+            count changes by fused kernels, through `.data`, or by steps replayed from a CUDA graph, which call no
+            hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
         durable, deadline_seconds, process_group, tied, base, select, storage_options: as for `save`.
@@ -311,9 +312,9 @@ def async_save(
         ShardoptError: the save before has failed, which was not reported on some rank. All ranks raise; nothing was
             begun.
 
-    The failure of the save itself is raised by the result, with the name of the rank, on every rank; or else at the
-    next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
-    until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
+    The result raises the failure of the save itself, with the name of the rank, on every rank. If nobody asks for it,
+    the next save, or the next step of an optimizer in `app`, raises it. Until then, ranks may be at different steps.
+    The next save is in step again, and raises on all ranks if the failure is unreported on any.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
     for each in (url, base) if storage_options is not None else ():

@@ -122,8 +122,8 @@ def save(
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `process_group`) must call it.
 
-    Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
-    every rank raises the same error. `app` is not changed.
+    Nothing exists at `url` for any reader until all of it is durable. If any rank fails, nothing ever does, and every
+    rank raises the same error. `app` is not changed.
 
     Args:
         url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
@@ -132,25 +132,26 @@ def save(
             Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
-        check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" compares
-            hashes of all bytes of tensors of up to 64 KiB, and of 64 blocks of 1 KiB of larger ones: the first, the
-            last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
-            none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
-            placements say that they are replicas, are cut among those that hold them.
+        check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" hashes all
+            bytes of tensors of up to 64 KiB. Of larger ones it hashes 64 blocks of 1 KiB: the first, the last, and
+            others at equal distances, the same in every save. "all" compares all bytes, "none" none. Plain tensors that
+            are not compared whole are written whole, each by one rank. DTensors, whose placements say that they are
+            replicas, are cut among their holders.
         progress: called with the bytes of this rank that are written and those there are to write.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others
             make no call, and must not hold a shard that none of these has. Files and values per rank are numbered
             within it.
-        tied: name → the name that stands for it, of parameters that are tied, maybe on different ranks only:
-            `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
+        tied: name → the name that stands for it, for tied parameters, possibly on different ranks only.
+            `{"output.weight": "embed.weight"}` fits pipeline stages that have one of the two each. Wherever the first
             is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
             on every rank.
-        base: an earlier checkpoint in a directory beside this one, which must be there: boxes and rows that have the
-            same checksums in it are not written again, and the manifest refers to its data files. None writes all.
+        base: an earlier checkpoint in a directory beside this one, which must exist. Boxes and rows with equal
+            checksums there are not written again; the manifest refers to its data files. None writes all.
         select: a regex; only keys in which it is found are saved.
-        storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials; whatever
-            this process opens at or below it from now on takes them too. They are stored nowhere, and in no message.
+        storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials. They apply
+            to everything that this process opens at or below it from now on. They are stored nowhere, and in no
+            message.
 
     Raises:
         OptionError: this rank is not in `process_group`.

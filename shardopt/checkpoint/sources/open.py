@@ -33,8 +33,8 @@ def open(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None =
 
     Args:
         url: of a committed checkpoint.
-        base_root: where it refers to files of earlier saves, the directory that has their directories; None for the one
-            that it lies in itself, as all checkpoints of a run do. Nothing is ever read from elsewhere.
+        base_root: the directory that contains the directories of earlier saves that it refers to. None is the
+            checkpoint's own parent directory, as for all checkpoints of a run. Nothing is ever read from elsewhere.
     """
     return CheckpointReader(open_source(storage_of(url), base_root))
 

@@ -110,9 +110,10 @@ class CheckpointReader(CheckpointContents):
         """Reads a stored tensor, or a box of it, into the memory of `tensor`, in place. Local.
 
         `tensor` stands for the whole of the box: its global shape is the box's sizes. It may be plain, of any strides
-        and on any device, or sharded (DTensor, ShardedTensor, LocalShardsWrapper): then this rank's own shards are
-        filled, and each rank calls for itself. Stored bytes are verified by their checksums before they are copied, or,
-        where they are read straight into contiguous memory, afterwards. Autograd counts it as a change in place.
+        and on any device, or sharded (DTensor, ShardedTensor, LocalShardsWrapper). If it is sharded, this rank's own
+        shards are filled, and each rank calls for itself. Stored bytes are verified by their checksums before they are
+        copied, or, where they are read straight into contiguous memory, afterwards. Autograd counts it as a change in
+        place.
 
         Args:
             key: of a stored tensor.

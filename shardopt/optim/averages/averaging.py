@@ -125,8 +125,8 @@ class Averaging:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward with the averages, without gradients; restores its own weights on return.
 
-        As `AveragedModel`'s, but that costs a swap and back: for more than one batch `with ema.swap():` is cheaper,
-        within which this is the model's forward alone. Every rank must call.
+        This is `AveragedModel`'s call, but it costs a swap and back. For more than one batch `with ema.swap():` is
+        cheaper; within it this call is the model's forward alone. Every rank must call.
 
         Raises:
             StateError: as `swap`.
@@ -153,8 +153,8 @@ class Averaging:
         Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
 
         Raises:
-            StateError: the averages stand in the model, a weight was sharded in another way since, or a decay is out
-                of its range; nothing was changed.
+            StateError: the model holds the averages, a weight was sharded in another way since, or a decay is out of
+                its range. Nothing was changed.
         """
         self._refuse_swapped("averages cannot be updated")
         refuse_swapped("averages of other averages cannot be made", self._params.values())
@@ -235,9 +235,9 @@ class Averaging:
 
         All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
-        copy of this rank's shards. Until then nothing here can be updated, saved or loaded; keyed and attached
-        optimizers refuse to step and to change their mode, and other averages of these weights to be updated or put in.
-        The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. Where
+        copy of this rank's shards. Until then nothing here can be updated, saved or loaded. Keyed and attached
+        optimizers refuse to step and to change their mode. Other averages of these weights refuse to be updated or put
+        in. The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. Where
         somebody else writes into its parameters, as torch's `load_state_dict` does, they are not put back until swap()
         is called once more. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but
         every rank must swap.
@@ -246,9 +246,9 @@ class Averaging:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
 
         Raises:
-            StateError: the model has other parameters than when the averages were made, or a weight is sharded in
-                another way, or other averages stand in the model; or, where the weights are to be put back, also at the
-                end of the context, somebody wrote into them. Nothing was changed.
+            StateError: the model has other parameters than when the averages were made, a weight is sharded in another
+                way, or the model holds other averages. Or somebody wrote into the averages before the weights are put
+                back, also at the end of the context. Nothing was changed.
         """
         if not self.swapped:
             refuse_swapped("averages cannot be put in the model", self._params.values())
@@ -274,8 +274,8 @@ class Averaging:
     def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
         """Maps names in the state of torch's `AveragedModel` over such a model to the names and entries used here.
 
-        What is there beside the averages is a copy of the model's own, and has none: buffers, unless they are averaged
-        here, and further names of tied weights.
+        Everything beside the averages there is a copy of the model's own, and has none: buffers, unless they are
+        averaged here, and further names of tied weights.
 
         Args:
             names: as in its `state_dict()`, "n_averaged" and "module.…".

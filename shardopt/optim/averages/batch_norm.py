@@ -24,9 +24,9 @@ def update_bn(
     """Recomputes the running statistics of all batch-norm layers, over the batches of all ranks. Collective.
 
     As torch's `update_bn`, whose arguments it has: means over batches of the batches' means and variances. Each rank
-    passes its own batches through the model; then all ranks get the mean of their statistics, weighted by numbers of
-    batches, by one all-reduce, and so the same statistics, which may be saved. With one rank it is torch's, bit for
-    bit. Where the forward is collective (`fully_shard`), ranks must have equal numbers of batches.
+    passes its own batches through the model. One all-reduce then gives all ranks the mean of their statistics, weighted
+    by numbers of batches; since these are equal, they may be saved. With one rank it is torch's, bit for bit. Where the
+    forward is collective (`fully_shard`), ranks must have equal numbers of batches.
 
     To be called while averages stand in the model (`swap()`); they take the statistics with them when they leave.
 

@@ -119,14 +119,14 @@ class KeyedOptimizer(Node):
         """Loads state in place, all or nothing: each tensor keeps its memory; one offered to itself is not copied.
 
         Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
-        between ranks is for `checkpoint.load` to find. Options are those of the state from then on; where the code that
-        made the optimizer gives another value than it gave when the state was saved, rank 0 logs a warning that lists
-        both (`keep_options` goes on with the code's).
+        between ranks is for `checkpoint.load` to find. From then on, the options are those of the state. If the code
+        now gives another value than when the state was saved, rank 0 logs a warning that lists both; `keep_options`
+        keeps the code's.
 
         Args:
-            state_dict: as from `state_dict()`, of this version or of an earlier one; or from a torch optimizer that was
-                made of `named_parameters()`, and so has "param_names" in its groups. Options go by parameter: each
-                group takes those that all of its parameters have, in whatever groups they were saved.
+            state_dict: as from `state_dict()`, of this version or an earlier one. Or from a torch optimizer made of
+                `named_parameters()`, which has "param_names" in its groups. Options go by parameter: each group takes
+                those that all of its parameters have, in whatever groups they were saved.
             strict: whether parameters, state and options on one side only, and groups that another algorithm
                 has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
                 options; the rest stays as it is and is returned.
@@ -157,9 +157,9 @@ class KeyedOptimizer(Node):
 
         Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared. The hooks of
         `register_load_state_dict_pre_hook` run here as they do in a load, since they may change what is loaded; they
-        get a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so that it
-        runs each hook in both: first with descriptions in the place of tensors, which may be renamed, moved and left
-        out, but not looked into, then with the tensors that it has read.
+        get a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so it runs each hook twice.
+        First a hook gets descriptions in place of tensors, which it may rename, move and drop, but not look into. Then
+        it gets the tensors that were read.
 
         Raises:
             MismatchError: lists everything that does not fit; or a hook fails with a description.
@@ -172,8 +172,8 @@ class KeyedOptimizer(Node):
         """Makes loads keep these options of all groups as the code gives them.
 
         With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
-        ("base_lrs"), and sets them again: leave it out of the app, load with `Strictness(unexpected="ignore")`, and
-        make another afterwards.
+        ("base_lrs"), and sets them again. So leave it out of the app, load with `Strictness(unexpected="ignore")`, and
+        make another one afterwards.
 
         Args:
             names: of options.
@@ -238,16 +238,16 @@ class KeyedOptimizer(Node):
     def check_agreement(self, process_group: Group | None = None) -> None:
         """Finds options and counters that differ between ranks. Collective; call it now and then.
 
-        Compared are learning rates and all other options (but those that say how to compute), step counters and other
-        numbers in state, of every parameter that several ranks have.
+        It compares learning rates and all other options (except those that say how to compute), step counters and other
+        numbers in state. It does so for every parameter that several ranks have.
 
         Args:
             process_group: the ranks that compare: a process group, or a device mesh. None is the optimizer's own group,
                 or the whole job.
 
         Raises:
-            StateError: for each option and each number that differs, names the first parameter, with the values of each
-                rank; or a pattern of groups matches no parameter on any rank. Every rank raises.
+            StateError: names, for each option and number that differs, the first parameter, with the values of each
+                rank. Or a pattern of groups matches no parameter on any rank. Every rank raises.
         """
         names = first_names(self.params)
 

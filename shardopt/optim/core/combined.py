@@ -21,9 +21,9 @@ Child = tuple[str, KeyedOptimizer]
 class CombinedOptimizer(CompositeOptimizer):
     """Optimizers for different parameters, stepped, saved and loaded as one.
 
-    Every name of a child with a key is seen from here with the key before it: `weight` of `("dense", optimizer)` is
-    `dense.weight`, in parameters, state, groups and errors. A child without a key keeps its names. State, groups and
-    parameters are the children's own, not copies.
+    Every name of a child has the child's key before it: `weight` of `("dense", optimizer)` is `dense.weight`, in
+    parameters, state, groups and errors. A child without a key keeps its names. State, groups and parameters are the
+    children's own, not copies.
 
     Args:
         optims: the children, each alone or as (key, optimizer), stepped in this order.

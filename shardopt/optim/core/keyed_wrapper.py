@@ -64,16 +64,16 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
         Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
         call, since it is redistributed. A rank without elements of a parameter (outside of a DTensor's mesh, without
-        shards of a ShardedTensor) has no state of it, since it cannot see whether the others have a gradient.
+        shards of a ShardedTensor) has no state of it. It cannot see whether the others have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
 
         Raises:
             GradientError: the gradient of a sharded parameter does not fit it.
-            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
-                parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
-                was changed.
+            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong.
+                Then a parameter, its gradient and its state differ in memory order, or SGD is to step in 16 bits.
+                Nothing was changed.
             StateError: a parameter was sharded in another way since the optimizer was built; or averages are in the
                 model (`eval`).
         """
@@ -90,9 +90,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """Makes the state of every trained parameter without state, as a destination for loading.
 
         Training goes on as if it had not been called: no step is taken, no hook fires, parameters, gradients and
-        counters stay as they are. Where an algorithm settles its state at the first step (SGD's momentum buffer, ASGD,
-        Rprop) it still does; until then the state made here stands only for loading. For a moment there is one
-        gradient of zeros, of one local tensor at a time.
+        counters stay as they are. If an algorithm settles its state at the first step (SGD's momentum buffer, ASGD,
+        Rprop), it still does. Until then the state made here serves only as a destination for loading. For a moment
+        there is one gradient of zeros, of one local tensor at a time.
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse. The algorithms here keep the same

@@ -150,8 +150,8 @@ class Node(Optimizer):
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
         it. Groups are a list in the order of `param_groups`: `[{"params": [sorted fqns], option: value, ...}, ...]`,
-        with the algorithm's name and the options that the code gave; options that say how to compute (`foreach`,
-        `fused`, `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the
+        with the algorithm's name and the options that the code gave. Options that say how to compute (`foreach`,
+        `fused`, `capturable`, `differentiable`) are left out. A tensor of one element becomes a number. Local to the
         rank.
 
         Raises:

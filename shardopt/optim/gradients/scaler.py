@@ -29,12 +29,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Source of loss scaling: Micikevicius et al., Mixed Precision Training (2018), arXiv:1710.03740, section 3.2.
 
-    It unscales local tensors, and the ranks agree on whether any gradient of the job is not finite: all of them step or
-    none does, and they keep one scale. (torch's leaves that to each rank where parameters are plain, does not see the
+    It unscales local tensors, and the ranks agree on whether any gradient of the job is not finite. All of them step or
+    none does, and they keep one scale. (torch's leaves that to each rank for plain parameters. It does not see the
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)
 
     `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, or over
-    `process_group`, in which every rank takes part, also one without a gradient or a loss of its own.
+    `process_group`. Every rank takes part, even without a gradient or a loss of its own.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's; on the CPU pass
@@ -59,9 +59,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place. Collective.
 
-        The children of an optimizer (of a combined one, or the one that a wrapper wraps) are unscaled with it,
-        and it with them: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
-        again, and the rest is.
+        The children of an optimizer (of a combined one, or the wrapped one of a wrapper) are unscaled with it, and it
+        with them. Gradients that any of these has unscaled since the last `update` are not unscaled again; the rest is.
 
         Raises:
             GradientError: a gradient does not fit its parameter, or is fp16, which cannot be told from overflow. The

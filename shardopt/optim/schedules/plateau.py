@@ -17,8 +17,8 @@ from shardopt.ranks import ranks_of
 class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
     """torch's `ReduceLROnPlateau` on the mean of a metric over all ranks, which so reduce their rates at the same step.
 
-    Its state is that of torch's. Given the loss of a rank's own batch, torch's reduces the rate on some
-    ranks and not on others, which then train different models (`KeyedOptimizer.check_agreement` finds it).
+    Its state is that of torch's. Given the loss of a rank's own batch, torch's would reduce the rate on some ranks and
+    not on others. These would then train different models (`KeyedOptimizer.check_agreement` finds it).
 
     Args:
         optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as for torch's.

@@ -16,9 +16,9 @@ from shardopt.errors import Problem, StateError
 class WarmupPolicy(Enum):
     """The multiplier of a stage as a function of the iteration.
 
-    i is the iteration: steps done since training began; its multiplier is that of step i + 1. s is the iteration at
-    which the stage before ended, 0 for the first stage, N the stage's `max_iters`, v its `value`: a stage is s < i <= N
-    and, if first, i = 0. A stage multiplies the full rate by `lr_scale` times one of the following:
+    i is the iteration, the steps done since training began; its multiplier is that of step i + 1. s is the iteration at
+    which the stage before ended, 0 for the first stage. N is the stage's `max_iters`, v its `value`. A stage is s < i
+    <= N and, if first, i = 0. A stage multiplies the full rate by `lr_scale` times one of the following:
 
     NONE: 1.
 
@@ -45,9 +45,9 @@ class WarmupPolicy(Enum):
     below v (or above).
 
     In a first stage that is what torchrec's policy of that name gives, where that is finite. A later stage begins its
-    own curve where the one before ended, at the multiplier that the curve has in a first stage at i = 0: torchrec goes
-    on counting from the beginning of training, so that a later LINEAR begins in its middle and a POLY below the rate
-    that it is to decay from.
+    own curve where the one before ended, at the multiplier that the curve has in a first stage at i = 0. torchrec
+    continues to count from the beginning of training. There a later LINEAR begins in its middle, and a POLY below the
+    rate that it is to decay from.
     """
 
     NONE = "none"
@@ -70,8 +70,8 @@ class WarmupStage:
             larger than that of the stage before.
         value: v of the policy: a multiplier, for POLY the exponent; >= 0.
         lr_scale: multiplies the whole stage; >= 0.
-        decay_iters: of POLY, the iteration at which the multiplier reaches 0; of STEP, the iterations from one
-            multiplication to the next. 0 and less stands for `max_iters` with POLY and for 1 with STEP.
+        decay_iters: for POLY, the iteration at which the multiplier reaches 0; for STEP, the iterations between
+            multiplications. 0 or less stands for `max_iters` with POLY, and for 1 with STEP.
         sgdr_period: of COSINE_ANNEALING_WARM_RESTARTS, in iterations; >= 1.
         start_interpolating_iters: of INTERPOLATE, which needs it: the iteration up to which the multiplier is `value`.
         end_value: of INTERPOLATE, which needs it: the multiplier at `max_iters`; >= 0.

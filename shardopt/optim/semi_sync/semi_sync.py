@@ -38,22 +38,22 @@ class SemiSync(CombinedOptimizer):
 
     An island is some ranks of the job that train a whole model by themselves (`fully_shard`, tensor parallel, …), on
     data of their own. All islands begin with the same weights and are laid out alike. Each step is one of `inner`, on
-    this island alone. After `every` of them the change since islands last met, as a mean over them, is the gradient
-    (its negative) of one step of `outer` on the weights of then, the *anchors*; the result is given to all islands.
+    this island alone. After `every` of them, the islands average the change since they last met. The negative of that
+    mean is the gradient of one step of `outer` on the weights of then, the *anchors*. All islands get the result.
     Source: Douillard et al., DiLoCo (2023), arXiv:2311.08105.
 
     With `fragments` the parameters are exchanged in so many parts, one after the other over the interval. With `delay`
-    the exchange runs behind that many further local steps, and `alpha` is what the weights then keep of these: alpha ·
-    weight + (1 - alpha) · anchor. Source: Streaming DiLoCo (2025), arXiv:2501.18512.
+    the exchange runs during that many further local steps. `alpha` is the share that the weights then keep of these:
+    alpha · weight + (1 - alpha) · anchor. Source: Streaming DiLoCo (2025), arXiv:2501.18512.
 
-    **State.** What belongs to one island has the names "islands.<number>.<fqn>" (its inner state and groups), what all
-    share "global.<fqn>" (outer state), "global.anchors.<fqn>" and "global.__semi_sync" (the position in the interval).
-    Parameters that differ between islands are saved for each of them: put the model under `own`. Anchors are in fp32
-    where parameters have fewer bits. `param_groups` are those of `inner`, which schedules and scalers so drive; those
-    of the outer optimizer are in `outer`.
+    **State.** What belongs to one island has the names "islands.<number>.<fqn>" (its inner state and groups). What all
+    share has "global.<fqn>" (outer state), "global.anchors.<fqn>" and "global.__semi_sync" (the position in the
+    interval). Parameters that differ between islands are saved for each of them: put the model under `own`. Anchors are
+    in fp32 where parameters have fewer bits. `param_groups` are those of `inner`, which schedules and scalers so drive;
+    those of the outer optimizer are in `outer`.
 
     Args:
-        inner: the optimizer of the parameters, or a wrapper of it; with this island as its group (`keyed(...,
+        inner: the optimizer of the parameters, or a wrapper of it. This island must be its group (`keyed(...,
             process_group=mesh["island"])`), so that norms and agreement stay within it. It lives on inside.
         outer: an algorithm's name or class, or a function that makes a keyed optimizer of {name: anchor}.
         every: local steps from one exchange of a parameter to its next.
@@ -131,8 +131,8 @@ class SemiSync(CombinedOptimizer):
 
             app = {"optimizer": optimizer, "step": 0, **optimizer.own({"model": model, "data": sampler})}
 
-        The model, whose weights differ between islands from one local step to the next meeting, its buffers, and what
-        each island has by itself: positions in its data, random states.
+        That is the model, whose weights differ between islands from a local step to the next meeting, and its buffers.
+        It is also what each island has by itself: positions in its data, random states.
         """
         return {ISLANDS: {self._number: dict(app)}}
 
@@ -140,8 +140,8 @@ class SemiSync(CombinedOptimizer):
     def as_island(self, number: int) -> Iterator[SemiSync]:
         """Within this context, loads read what island `number` saved as this island's own, from any number of islands.
 
-        So that a run goes on with more or fewer islands: what was saved at a sync point is the same weights for all,
-        and each takes the inner state of one of those that there were. `own` has that number, too.
+        So a run resumes with more or fewer islands. What was saved at a sync point has the same weights for all; each
+        island takes the inner state of one of the former islands. `own` has that number, too.
 
             with optimizer.as_island(optimizer_number % 2):
                 checkpoint.load(url, {"optimizer": optimizer, **optimizer.own({"model": model})}, init_state=True)
@@ -163,8 +163,8 @@ class SemiSync(CombinedOptimizer):
         What is under way is merged first. Nothing happens at a sync point. It is an outer step more than without it, so
         training goes on otherwise.
 
-        The hooks before a step run, as weights are changed here too: it waits for saves in the background, and is
-        refused after a load that has failed in the middle, and while averages stand in the model.
+        The hooks before a step run, as weights are changed here too. It waits for saves in the background. It is
+        refused after a load that failed halfway, and while the model holds averages.
         """
         refuse_swapped(STEP_IN_SWAP, self._inner.params.values())
         self._before_backward()

@@ -37,10 +37,10 @@ class SemisyncOptimizer(CombinedOptimizer):
     """Takes local steps, and after every `num_local_steps` a step of a global optimizer on the same parameters.
 
     If the global optimizer, or the torch optimizer in it, has a method `global_step(local_step_counter, closure)`, that
-    is called, as torchrec's is, and does whatever it does. Any other keyed optimizer makes the outer step of DiLoCo:
-    the parameters get the values of the last meeting, and as gradients these minus their own, as a mean over
-    `process_group`; then the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32
-    anchors of bf16 parameters, overlaps, and saves all islands in one checkpoint.
+    is called instead, as in torchrec. Any other keyed optimizer makes the outer step of DiLoCo. The parameters get the
+    values of the last meeting. Their gradients are these minus their own values, as a mean over `process_group`. Then
+    the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32 anchors of bf16
+    parameters, overlaps, and saves all islands in one checkpoint.
 
     Names in `state_dict()` have "semi_sync_local_optim.", "semi_sync_global_optim." or "semi_sync." (counters and the
     values of the last meeting) before them. Islands that differ are saved each by itself: `checkpoint.save(url of the
