@@ -15,14 +15,14 @@ from shardopt.errors import MismatchError, Problem
 
 
 class MixtureSampler(ResumableSampler):
-    """A `ResumableSampler` of several sources, each of which gives its share of every epoch by a weight.
+    """A `ResumableSampler` of several sources; each gives its share of every epoch, by a weight.
 
         sampler = shardopt.data.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
         loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
 
     A source gives the same number of samples to each epoch, and the next epoch continues where it was. Each of its
     samples is drawn once before any is drawn again, however many epochs or passes that takes. All of that follows from
-    seed, epoch and position, so that any number of ranks goes on with what was not seen.
+    seed, epoch and position, so that any number of ranks resumes with what was not seen.
 
     Args:
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.

@@ -42,7 +42,7 @@ class RandomState(PerRankState):
     """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the accelerator in use.
 
     Those are the global ones (`random`, `numpy.random`, `torch`); generators of a program's own are not looked at. That
-    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded where there is one.
+    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded if there is one here.
 
     Args:
         on_resize: as for `PerRankState`. Another number of ranks has no state to resume from, so "keep" continues with

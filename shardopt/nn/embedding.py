@@ -235,7 +235,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 class ShardedEmbedding(_ShardedTables):
     """nn.Embedding over one or several tables whose rows are sharded over the ranks of a mesh.
 
-    `ShardedEmbeddingBag` without bags: all that it says of ranks, parameters and gradients holds here, too.
+    `ShardedEmbeddingBag` without bags: what it says about ranks, parameters and gradients holds here, too.
 
     Args:
         tables, mesh, device, mean_gradients: as for ShardedEmbeddingBag; `mode` of tables is not looked at.
@@ -249,7 +249,7 @@ class ShardedEmbedding(_ShardedTables):
         """Looks up vectors. Collective over the mesh.
 
         Args:
-            ids: for each table by name, int64 or int32 of any shape; where there is one table only, a tensor alone.
+            ids: for each table by name, int64 or int32 of any shape; for a single table, a tensor alone.
 
         Returns:
             For each table that was given ids [*ids.shape, D].

@@ -76,8 +76,8 @@ def keyed(
             choice.
 
     Returns:
-        A KeyedOptimizerWrapper, or where there are several algorithms a CombinedOptimizer of one for each, in which
-        names are as in `named_params`.
+        A KeyedOptimizerWrapper; or for several algorithms a CombinedOptimizer of one for each, with the names of
+        `named_params`.
 
     Raises:
         AlgorithmError: an algorithm is not known, may not step on shards, or has no such option. Or an option has to be

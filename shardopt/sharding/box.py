@@ -142,7 +142,7 @@ def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
 
 
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
-    """Finds the holes and overlaps because of which boxes do not cover every element exactly once.
+    """Finds the holes and overlaps that keep boxes from covering every element exactly once.
 
     Boxes that hold nothing are passed over. An exact cover takes linear time where at most 6 dimensions are cut. Where
     that is not known, comparisons are bounded, and so many boxes that they do not suffice are a fault, too.

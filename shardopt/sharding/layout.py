@@ -27,7 +27,7 @@ class Layout:
         holders: for each box the global ranks that hold it, ascending. None if every rank that has the tensor holds all
             of it, as with a plain tensor.
         local: whether other ranks may know of more boxes, or of more holders. The layout of the tensor is then known
-            only after the ranks have exchanged theirs (`merge`). So it is for LocalShardsWrapper, which tells of the
+            only after the ranks have exchanged theirs (`merge`). That is so for LocalShardsWrapper, which knows the
             rank's own shards only, and for a mesh that is a cut through a larger one.
     """
 

@@ -98,7 +98,7 @@ def is_held(tensor: Tensor) -> bool:
 def is_on_all_ranks(tensor: Tensor) -> bool:
     """Whether every rank of the job has a share of a tensor, as far as the tensor says; the same on every rank.
 
-    A plain tensor is taken to be on all; a LocalShardsWrapper does not tell, and is taken not to be.
+    A plain tensor is taken to be on all; a LocalShardsWrapper does not say so, and counts as not.
     """
     if not dist.is_initialized():
         return True
@@ -154,7 +154,7 @@ def tells_of_others(tensor: Tensor) -> bool:
 def members_of(tensor: Tensor) -> tuple[int, ...]:
     """Returns the ranks that a tensor is sharded or replicated over, even those without elements: global, ascending.
 
-    Of a tensor that does not tell of other ranks (plain, LocalShardsWrapper) it is this rank.
+    A tensor that does not know of other ranks (plain, LocalShardsWrapper) has this rank alone.
     """
     if isinstance(tensor, DTensor) and not is_wrapper(tensor._local_tensor):
         return tuple(sorted(on_mesh(tensor._spec.mesh).mesh.ranks))

@@ -61,8 +61,8 @@ class PartialStateful(Stateful, Protocol):
 class UnsteppedStateful(PartialStateful, Protocol):
     """A PartialStateful, an optimizer, that can make state before its first step, for chosen names.
 
-    `init_state` makes it where there is none; `unstepped_state` gives those of some names whose state is as it was
-    made so, which to training is the same as none; `drop_state` leaves names without state.
+    `init_state` makes it if there is none; `unstepped_state` gives those of some names whose state is as it was made
+    so, which to training is the same as none; `drop_state` leaves names without state.
     """
 
     def init_state(self, *, names: Iterable[str]) -> None: ...
@@ -75,7 +75,7 @@ class GroupedStateful(Stateful, Protocol):
     """A Stateful with groups by pattern, each of which must match on some rank of the job.
 
     `unmatched_patterns` gives a problem for each that matches nothing on this rank, with the same key on every rank.
-    Its `load_state_dict` takes groups that tell of parameters on other ranks (`param_groups.ELSEWHERE`).
+    Its `load_state_dict` takes groups that carry options of parameters on other ranks (`param_groups.ELSEWHERE`).
     """
 
     def unmatched_patterns(self) -> list[Problem]: ...

@@ -98,9 +98,9 @@ class BlockOptimizer(GatheringOptimizer):
     """A torch optimizer over parameters that may be sharded, on one or several meshes; subclasses have the equations.
 
     State of a parameter: `step`, a number on the CPU; further tensors in fp32 (fp64 of a parameter of fp64) whose
-    global shapes follow from the parameter's and from `block_size` (see `blocks.py`), each block of which is on its
-    owner alone. Owners are chosen among the ranks that hold a parameter, by the work that its blocks are; of a plain
-    parameter every rank is the owner.
+    global shapes follow from the parameter's and from `block_size` (see `blocks.py`); each block is on its owner alone.
+    Owners are chosen among the ranks that hold a parameter, by the work that its blocks are; of a plain parameter every
+    rank is the owner.
     """
 
     step_type = _BlockStep

@@ -130,7 +130,7 @@ def convert(
             - "dcp": a directory that `torch.distributed.checkpoint.load` reads, with the boxes that are stored.
             - "huggingface": `model.safetensors`, or several such files and their index, which `from_pretrained` reads.
               Tied tensors are written once. Plain values are left out, and so are the state of optimizers and averages
-              of weights (EMA, SWA, AveragedModel) where there is no `select`.
+              of weights (EMA, SWA, AveragedModel) without `select`.
             - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes
               it.
         rearrange: rules by which tensors are joined, split, stacked, … on their way (as for `load`); first.

@@ -99,8 +99,8 @@ def export_peft(
     Args:
         src: of a committed checkpoint.
         dst: a directory without such files.
-        config: entries of `adapter_config.json`, of which "lora_alpha" is needed. "peft_type", "r", "rank_pattern" and
-            "target_modules" are those that the tensors tell of, unless they are given.
+        config: entries of `adapter_config.json`; "lora_alpha" is needed. "peft_type", "r", "rank_pattern" and
+            "target_modules" follow from the tensors, unless they are given.
         model: the key of the model in the app that was saved.
         adapter: the name of the adapter, where the model has several.
         base_root: as for `open`.

@@ -40,7 +40,7 @@ def reshard(
 
     Args:
         src: of a committed checkpoint.
-        dst: a directory that holds no checkpoint, of whatever format.
+        dst: a directory that holds no checkpoint of any format.
         world_size: the number of new ranks. Each tensor is cut into so many chunks along the dimension that has the
             most shards now. A tensor stored as one box is whole on every rank, and they share the writing.
         layout: instead of `world_size`, chooses the layout of each tensor.

@@ -63,7 +63,7 @@ def verify(
 ) -> VerifyReport:
     """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
 
-    It goes on after damage, and reports all of it. At most a few pieces of 8 MiB are in memory. What the checkpoint
+    It continues after damage, and reports all of it. At most a few pieces of 8 MiB are in memory. What the checkpoint
     refers to is a part of it; what else is in the same files is not.
 
     Args:

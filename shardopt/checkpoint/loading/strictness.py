@@ -40,7 +40,7 @@ class Strictness:
             compiled regex lets those pass in which it is found, and no others: `re.compile(r"\.lora_[AB]\.")` for
             adapters that begin on a stored model. One that is found in no key of the app, on any rank, is refused.
         unexpected: keys of the checkpoint, and options of its groups, that the app has not; they are left out. A
-            schedule such as OneCycleLR adds options, of which another one knows nothing.
+            schedule such as OneCycleLR adds options that another one does not know.
         dtype: "cast" converts floating point and complex values to the dtype that the app has. Numbers that it cannot
             hold are an error. For a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from fp64) values
             are read twice, and checked before anything is changed. Otherwise, as for bf16 from fp32, only numbers next

@@ -19,12 +19,12 @@ class Tier:
 
     Args:
         path: the same on every host, of a directory that each has for itself: in its memory ("/dev/shm/run") or on its
-            disks. It is made with mode 0700 where there is none; one that others may use is refused.
+            disks. It is made with mode 0700 if it is missing; one that other users may use is refused.
         every: saves go here at steps that are multiples of this.
         keep_last: how many of the newest stay, of those that are copied; what is newer stays too.
         copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
-        domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains where
-            there are such. None is one for each host.
+        domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains if
+            there are any. None is one for each host.
         max_bytes_per_second: bytes that a host fetches for copies at most; None for no limit.
     """
 

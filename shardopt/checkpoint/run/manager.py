@@ -69,7 +69,7 @@ class Manager:
             A mirror is a second root, such as "s3://bucket/run". Committed checkpoints are copied there in the
             background, and removed by the same rules.
         every: `save` writes at steps that are multiples of this. With a `timedelta` it writes at the first step after
-            each such time, by rank 0's clock, the same on all ranks; `save` or `should_save` must then be called at
+            each such time, by rank 0's clock, the same on all ranks. `save` or `should_save` must then be called at
             every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
             the one that was saved last, and the one that the run was restored from.
@@ -84,7 +84,7 @@ class Manager:
             Others make no Manager for its root. Making it is collective then, as is its use.
         incremental: whether a save refers to the one before for what has not changed since, as with `save(..., base=)`.
             The first save writes everything, as does one whose predecessor is gone. Files that are referred to stay as
-            long as a checkpoint that does, whatever the rules say of their own.
+            long as a checkpoint refers to them, even if the rules drop their own checkpoint.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged, and raised by `close` on that rank.
         storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials. They apply
@@ -296,8 +296,8 @@ class Manager:
 
         Args:
             step: takes the run back to this step, which must be whole. What was saved after it is no longer part of the
-                run, for this job and for all later restores. The run goes on upon a new branch, so that it may save the
-                same steps once more. Only to look at an earlier step, `checkpoint.load(manager.path(step), app,
+                run, for this job and for all later restores. The run continues on a new branch, so that it may save the
+                same steps again. Only to look at an earlier step, `checkpoint.load(manager.path(step), app,
                 init_state=True)`. None for the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
             newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by

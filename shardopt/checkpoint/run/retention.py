@@ -28,7 +28,7 @@ class Retention:
     In any case the newest stays, the one that was saved last, and the one that the run was restored from.
 
     Args:
-        last: so many of the newest; None keeps all there are, whatever the other rules.
+        last: so many of the newest; None keeps all, regardless of the other rules.
         every: those of steps that are multiples of this.
         best: `(metric, mode, n)`: the n checkpoints whose metric is the least ("min") or the greatest ("max"). One
             without the metric is never among them.

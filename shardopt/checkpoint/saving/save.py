@@ -91,9 +91,8 @@ class SaveTerms(SaveOptions):
     """All options of one save.
 
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
-    or a damaged one; otherwise all is written. `fallback_urls` are those to save to, in turn, where there is no room.
-    `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
-    known.
+    or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
+    rules of `rename` that the names have been through since the run began; None where that is not known.
     """
 
     process_group: Group | None = None
@@ -144,8 +143,8 @@ def save(
             within it.
         tied: name → the name that stands for it, for tied parameters, possibly on different ranks only.
             `{"output.weight": "embed.weight"}` fits pipeline stages that have one of the two each. Wherever the first
-            is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
-            on every rank.
+            is part of a path in `app`, the second is meant; the tensor is stored once, and can be loaded under both.
+            The same on every rank.
         base: an earlier checkpoint in a directory beside this one, which must exist. Boxes and rows with equal
             checksums there are not written again; the manifest refers to its data files. None writes all.
         select: a regex; only keys in which it is found are saved.
@@ -155,7 +154,7 @@ def save(
 
     Raises:
         OptionError: this rank is not in `process_group`.
-        CheckpointExistsError: a committed checkpoint stands there.
+        CheckpointExistsError: there is a committed checkpoint.
         StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
         CheckpointError: a rank could not write. Or this thread is in the middle of a save, a load or a step, as where a
             signal handler saves; nothing was begun.
@@ -183,7 +182,7 @@ def save_now(
     Args:
         metrics: numbers by name, kept with the checkpoint; rank 0's count.
         raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
-            all ranks, in the place of this save. Otherwise it remains to be reported (`take_failures`).
+            all ranks, instead of this save. Otherwise it remains to be reported (`take_failures`).
     """
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")

@@ -233,14 +233,14 @@ class Averaging:
     def swap(self) -> Swapped:
         """Puts the averages into the model's own memory; called again, restores the weights, bit for bit.
 
-        All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
+        All parameters and buffers come back as they were, so batch-norm statistics may be recomputed in between
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
         copy of this rank's shards. Until then nothing here can be updated, saved or loaded. Keyed and attached
         optimizers refuse to step and to change their mode. Other averages of these weights refuse to be updated or put
-        in. The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. Where
+        in. The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. If
         somebody else writes into its parameters, as torch's `load_state_dict` does, they are not put back until swap()
-        is called once more. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but
-        every rank must swap.
+        is called again. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but every
+        rank must swap.
 
         Returns:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
@@ -274,8 +274,8 @@ class Averaging:
     def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
         """Maps names in the state of torch's `AveragedModel` over such a model to the names and entries used here.
 
-        Everything beside the averages there is a copy of the model's own, and has none: buffers, unless they are
-        averaged here, and further names of tied weights.
+        Everything beside the averages there is a copy of the model's own. That is buffers, unless they are averaged
+        here, and further names of tied weights.
 
         Args:
             names: as in its `state_dict()`, "n_averaged" and "module.…".

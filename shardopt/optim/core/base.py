@@ -126,7 +126,7 @@ class KeyedOptimizer(Node):
         Args:
             state_dict: as from `state_dict()`, of this version or an earlier one. Or from a torch optimizer made of
                 `named_parameters()`, which has "param_names" in its groups. Options go by parameter: each group takes
-                those that all of its parameters have, in whatever groups they were saved.
+                those that all of its parameters have, regardless of the groups in which they were saved.
             strict: whether parameters, state and options on one side only, and groups that another algorithm
                 has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
                 options; the rest stays as it is and is returned.

@@ -89,7 +89,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     ) -> None:
         """Makes the state of every trained parameter without state, as a destination for loading.
 
-        Training goes on as if it had not been called: no step is taken, no hook fires, parameters, gradients and
+        Training continues as if it had not been called: no step is taken, no hook fires, parameters, gradients and
         counters stay as they are. If an algorithm settles its state at the first step (SGD's momentum buffer, ASGD,
         Rprop), it still does. Until then the state made here serves only as a destination for loading. For a moment
         there is one gradient of zeros, of one local tensor at a time.

@@ -128,10 +128,10 @@ class Node(Optimizer):
     def train(self, mode: bool = True) -> None:
         """Switches the model to the weights to train or, with `mode=False`, to their averages, for evaluation.
 
-        Of algorithms with weights of two kinds (Schedule-Free); of others it does nothing, so that a loop may always
-        call it. Local; every rank has to call. While averages are in the model steps are refused, in any wrapper. The
-        mode is saved with the groups, and a load takes it from there: so model and optimizer are to be loaded together.
-        Unsharded parameters that a forward of `fully_shard` has left are freed.
+        This is for algorithms with weights of two kinds (Schedule-Free); for others it does nothing, so that a loop may
+        always call it. Local; every rank has to call. While averages are in the model steps are refused, in any
+        wrapper. The mode is saved with the groups, and a load takes it from there: so model and optimizer are to be
+        loaded together. Unsharded parameters that a forward of `fully_shard` has left are freed.
         """
         for each in self._below:
             each.train(mode)
@@ -174,7 +174,7 @@ class Node(Optimizer):
     def held_state_names(self) -> set[str]:
         """Returns the names under "state" that belong on this rank, whether or not they have state.
 
-        Not those of sharded parameters of which it holds no elements.
+        Names of sharded parameters without elements on this rank are left out.
         """
         of_parts = (with_key(name, key) for key, part in self._parts for name in part.held_state_names())
         return self._own_names().difference(self._names_elsewhere()).union(of_parts)

@@ -63,8 +63,8 @@ class GradScaler(torch.amp.GradScaler):
         with them. Gradients that any of these has unscaled since the last `update` are not unscaled again; the rest is.
 
         Raises:
-            GradientError: a gradient does not fit its parameter, or is fp16, which cannot be told from overflow. The
-                other ranks skip this step then.
+            GradientError: a gradient does not fit its parameter, or is fp16, in which overflow cannot be recognised.
+                The other ranks skip this step then.
             RuntimeError: nothing is left to unscale, or it was stepped already.
         """
         if not self.is_enabled():

@@ -45,9 +45,9 @@ class WarmupPolicy(Enum):
     below v (or above).
 
     In a first stage that is what torchrec's policy of that name gives, where that is finite. A later stage begins its
-    own curve where the one before ended, at the multiplier that the curve has in a first stage at i = 0. torchrec
-    continues to count from the beginning of training. There a later LINEAR begins in its middle, and a POLY below the
-    rate that it is to decay from.
+    curve where the one before ended, with the multiplier of a first stage at i = 0. In contrast, torchrec continues to
+    count from the beginning of training. There a later LINEAR begins in its middle, and a POLY below the rate that it
+    is to decay from.
     """
 
     NONE = "none"

@@ -160,8 +160,8 @@ class SemiSync(CombinedOptimizer):
     def sync(self) -> None:
         """Makes the islands meet now: takes an outer step on all changes, and begins an interval. Collective over all.
 
-        What is under way is merged first. Nothing happens at a sync point. It is an outer step more than without it, so
-        training goes on otherwise.
+        What is under way is merged first. Nothing happens at a sync point. It is one more outer step, so training
+        continues differently.
 
         The hooks before a step run, as weights are changed here too. It waits for saves in the background. It is
         refused after a load that failed halfway, and while the model holds averages.

@@ -49,8 +49,8 @@ class PendingSave:
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, and returns the report of the save. Local.
 
-        A failure that it raises counts as reported on this rank. Where it was not reported on others, the next
-        collective call (`save`, `async_save`, or of a `Manager`) raises it once more, on all ranks.
+        A failure that it raises counts as reported on this rank. If it was not reported on other ranks, the next
+        collective call (`save`, `async_save`, or a `Manager`'s) raises it again, on all ranks.
 
         Args:
             timeout: in seconds; None waits for as long as it takes.
