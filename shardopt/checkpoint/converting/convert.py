@@ -1,4 +1,4 @@
-"""Converts a checkpoint to the format of others, or again to our own:
+"""Converts a checkpoint to another format, or to our own again:
 
     open → choose → plan → write → commit → check
 

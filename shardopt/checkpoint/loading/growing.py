@@ -1,4 +1,4 @@
-"""Replaces plain containers of an app that have no place for a stored tensor by what is stored.
+"""Replaces plain containers of an app by stored ones, if they have no place for a stored tensor.
 
 A record that is empty when a program begins, and is filled as it goes, has other entries in a checkpoint than in the
 app, maybe with tensors. No place of the app says what these have to be: they are made as they are stored, on the CPU.

@@ -1,4 +1,4 @@
-"""torch's own optimizers: finds what of a checkpoint does not fit them, and makes state to load into.
+"""torch's own optimizers: finds stored state that does not fit them, and makes state to load into.
 
 Their state is stored under the names of their parameters (`Numbered`). L-BFGS, and those whose parameters no module of
 the app has, keep their positions: these are taken where names that are stored agree, or shapes tell.

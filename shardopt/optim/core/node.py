@@ -293,7 +293,9 @@ class Node(Optimizer):
         return any(child._saves_groups for child in self._children) if self._children else self._save_param_groups
 
     def _refuse_torchs_getters(self) -> None:
-        """Raises for functions of torch's that would mistake names for positions; called by what they call first."""
+        """Raises if one of torch's functions that takes names for positions is asking; called by what those call
+        first.
+        """
         if is_torchs_getter_asking():
             required = "positions, of which they make names"
             remedy = "pass optimizer.as_torch() in its place"

@@ -202,7 +202,7 @@ def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], 
 
 
 def warn_of(plan: LoadPlan) -> None:
-    """Logs what a load took from the checkpoint against the code: options, algorithms, roundings, forms of state."""
+    """Logs what a load took from the checkpoint in contradiction to the code: options, algorithms, forms of state."""
     if plan.overridden:
         lines = [
             f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in plan.overridden

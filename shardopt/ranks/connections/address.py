@@ -41,7 +41,7 @@ class Network:
     ports: range | None = None
 
     def listen(self) -> list[Socket]:
-        """Listens at those addresses that are possible. Raises OSError if there is none."""
+        """Listens at as many of these addresses as possible. Raises OSError if it can listen at none."""
         listeners: list[Socket] = []
         errors: list[OSError] = []
         for address in self.addresses:

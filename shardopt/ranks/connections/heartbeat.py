@@ -41,7 +41,7 @@ class Silence:
         return self.left() <= 0
 
     def silent(self, counts: Mapping[T, int]) -> list[T]:
-        """Takes a look; returns those whose counter has not changed within the deadline."""
+        """Takes a look; returns the keys whose counters have not changed within the deadline."""
         now = world().monotonic()
         # A look that comes late may be late because this process, or the whole machine, was stopped for a while; the
         # others had no chance to be heard then.

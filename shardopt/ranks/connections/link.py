@@ -176,7 +176,7 @@ class Link:
         return self.sent_bytes + self._confirmed_bytes
 
     def flush(self) -> None:
-        """Hands to the system what it accepts.
+        """Hands queued bytes to the system, as many as it accepts.
 
         Raises:
             Broken: it takes nothing any more.

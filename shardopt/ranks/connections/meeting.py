@@ -1,4 +1,4 @@
-"""Connects with a rank that listens at several addresses; its proof tells which one it is at.
+"""Connects with a rank that listens at several addresses; a valid proof identifies the right one.
 
 They are tried one after the other, the next one as soon as one fails, or has not answered for a moment: behind a wrong
 address may be nobody, a firewall that says nothing, this host itself, or a program of somebody else's.

@@ -48,7 +48,7 @@ class UnauthenticatedPeers:
                     first.socket.shutdown(SHUT_RDWR)
 
     def prove(self, link: Link, message: Message) -> Listening | None:
-        """Takes a peer's message, and answers; returns what is known of the peer once it is proved.
+        """Takes a peer's message, and answers; returns its side of the proof once that is complete.
 
         Raises:
             Refused, Ended: it is none of this session; it is gone.
