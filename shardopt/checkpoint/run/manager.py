@@ -55,9 +55,8 @@ class Manager:
 
     All ranks must make the same calls, for the same steps. A root is one job's: two that run at once must not share it.
     Checkpoints are directories `step-00000500`; one without a manifest does not exist to anybody. Such remains of dead
-    saves are cleared once a later checkpoint is committed. A run that is taken back to an earlier step (`restore(app,
-    step=...)`) continues on a branch, in directories `step-00000500-b1`. What was saved after that step is no longer
-    part of the run.
+    saves are cleared once a later checkpoint is committed. A run taken back to an earlier step (`restore(app,
+    step=...)`) continues on a branch, in directories `step-00000500-b1`. What was saved after that step leaves the run.
 
     Args:
         root: a path, or a URL that fsspec knows.
@@ -68,9 +67,8 @@ class Manager:
             due, and to the root (`every`). Not with `incremental`.
             A mirror is a second root, such as "s3://bucket/run". Committed checkpoints are copied there in the
             background, and removed by the same rules.
-        every: `save` writes at steps that are multiples of this. With a `timedelta` it writes at the first step after
-            each such time, by rank 0's clock, the same on all ranks. `save` or `should_save` must then be called at
-            every step.
+        every: `save` writes at steps that are multiples of this. With a `timedelta`, all write at the first step after
+            each such time by rank 0's clock; `save` or `should_save` must then be called at every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
             the one that was saved last, and the one that the run was restored from.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
@@ -88,8 +86,8 @@ class Manager:
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged, and raised by `close` on that rank.
         storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials. They apply
-            to everything that this process opens at or below its URL. They are stored nowhere, and in no message. A
-            path takes none.
+            to everything that this process opens at or below its URL. They are never stored or printed. A path takes
+            none.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
@@ -289,10 +287,9 @@ class Manager:
         """Loads the newest whole committed checkpoint into `app`, in place; returns its step, or 0.
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
-        damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
-        as with `load(..., init_state=True)`, since a restarted run's optimizers are new and have none. `load` alone
-        would refuse that as a mistake. Rank 0 logs what was restored at INFO, or prints it where no logging is
-        configured.
+        damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers of a
+        restarted run have no state, and get it as with `load(..., init_state=True)`. Rank 0 logs what was restored at
+        INFO, or prints it if no logging is configured.
 
         Args:
             step: takes the run back to this step, which must be whole. What was saved after it is no longer part of the
@@ -309,8 +306,8 @@ class Manager:
                 `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
             rename: as for `load`. Rules may stay in the script, and be added: each is applied once, as the run's
                 checkpoints record which rules their names have been through. A checkpoint without such a record (of an
-                earlier version, or of `checkpoint.save`) that fits as it is is loaded as it is. A line then says how to
-                apply the rules.
+                earlier version, or of `checkpoint.save`) that fits is loaded as it is. A line then says how to apply
+                the rules.
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
                 script: no checkpoint records them, and a square matrix would be transposed again at each start.
             strict, skip, transactional, share_reads, progress: as for `load`.
