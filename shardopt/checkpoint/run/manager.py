@@ -81,8 +81,8 @@ class Manager:
         process_group: the ranks of the run, where they are not all of the job: a process group, or a device mesh.
             Others make no Manager for its root. Making it is collective then, as is its use.
         incremental: whether a save refers to the one before for what has not changed since, as with `save(..., base=)`.
-            The first save writes everything, as does one whose predecessor is gone. Files that are referred to stay as
-            long as a checkpoint refers to them, even if the rules drop their own checkpoint.
+            The first save writes everything, as does one whose predecessor is gone. Files stay as long as a checkpoint
+            refers to them, even if the rules drop their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged, and raised by `close` on that rank.
         storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials. They apply
@@ -292,10 +292,9 @@ class Manager:
         INFO, or prints it if no logging is configured.
 
         Args:
-            step: takes the run back to this step, which must be whole. What was saved after it is no longer part of the
-                run, for this job and for all later restores. The run continues on a new branch, so that it may save the
-                same steps again. Only to look at an earlier step, `checkpoint.load(manager.path(step), app,
-                init_state=True)`. None for the newest.
+            step: takes the run back to this step, which must be whole. What was saved after it leaves the run, for this
+                job and all later restores. The run continues on a new branch, so that it may save the same steps again.
+                Only to look at a step, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
             newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by
                 the run and its rules. "remove" removes them, once this one is loaded.
