@@ -161,7 +161,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             self._now.accumulating = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Changes no parameter, as backward has updated them.
+        """Changes no parameter that backward has updated.
 
         Parameters that got gradients within `accumulate`, and none in a backward after it, are updated now, as they
         would be by a step after backward.
