@@ -175,7 +175,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
             raise
 
     def _names_of_parameters(self) -> dict[Tensor, str]:
-        """Updates the names after parameters were wrapped, or added to a group."""
+        """Returns the names of the parameters; raises for unfit ones. Called after parameters were wrapped, or
+        added.
+        """
         names = first_names(self.params)
         refuse_flattened(self.params)
         refuse_unfit_groups(self.param_groups, names, once=False)

@@ -186,7 +186,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def is_part_of(what: str) -> Callable[[_Function], _Function]:
-    """Marks a function as one that `refuse_within` must not interrupt."""
+    """Marks a function as one within which `refuse_within` raises."""
 
     def mark(function: _Function) -> _Function:
         _known[function.__code__] = what

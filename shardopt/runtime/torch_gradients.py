@@ -146,7 +146,7 @@ def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> 
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Runs `call` at the end of the running backward, which raises what it raises.
+    """Runs `call` at the end of the running backward, which then raises the errors of `call`.
 
     It is not run if that backward fails before.
     """

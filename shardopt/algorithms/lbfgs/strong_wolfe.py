@@ -48,7 +48,7 @@ def strong_wolfe(
     c1: float = 1e-4,
     c2: float = 0.9,
 ) -> tuple[Trial, int]:
-    """Searches for a step that meets the conditions; returns the best one found when the budget ends.
+    """Searches for a step that meets the conditions; returns a good one if the budget ends before.
 
     Args:
         evaluate: gives the trial at a step.

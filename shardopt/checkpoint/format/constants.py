@@ -29,7 +29,7 @@ FORMAT_VERSION = 4
 
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "prepared.json"
-"""The name of the record of a host's share of a checkpoint: a manifest under another name, as a share is none."""
+"""The name of the record of a host's share of a checkpoint: its manifest, named so that the share is no checkpoint."""
 METRICS_NAME = "metrics.json"
 DCP_METADATA_NAME = ".metadata"
 """The name of the metadata of torch.distributed.checkpoint, written last."""

@@ -140,7 +140,7 @@ def _upload(file: DataFile, source: Storage, target: Storage) -> int:
 
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
-    """Copies all other files, such as added metrics, and then the manifest. On rank 0."""
+    """Copies the other files in the checkpoint's directory, and then the manifest. On rank 0."""
     with wrap_os_errors(f"commit {target.url}"):
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):

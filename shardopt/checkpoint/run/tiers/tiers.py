@@ -191,7 +191,7 @@ class Tiers(Task):
         self._clear(f"removing step {id.step} from tiers", id.__eq__)
 
     def _clear(self, what: str, unwanted: Callable[[CheckpointId], bool], spares: bool = False) -> None:
-        """Removes unwanted shares on all tiers, including spare files for the next save. Collective."""
+        """Removes unwanted shares on all tiers and, with `spares`, the spare files for the next save. Collective."""
 
         def clear() -> None:
             for hosts in self._hosts():
