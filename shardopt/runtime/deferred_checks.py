@@ -159,7 +159,7 @@ NO_CHECKS = DeferredChecks()
 
 
 class StateChecks:
-    """The checks pending when state was taken, and failures that its optimizers had."""
+    """The checks that the process had pending when state was taken, and the failures of its optimizers."""
 
     def __init__(self) -> None:
         self._owners: list[DeferredChecks] = []

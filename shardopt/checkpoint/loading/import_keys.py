@@ -239,7 +239,7 @@ def name_parameters(target: RestoreTarget, flat: FlatState, stored: Stored) -> N
 
 
 def _divide(root: str, stored: Stored) -> None:
-    """Splits the single value stored for one of torch's optimizers; keeps it as it is if no tensor is in it."""
+    """Splits what is stored as one value for one of torch's optimizers: all of its state, if no tensor is in it."""
     whole = stored.values.get(root)
     if not isinstance(whole, dict) or not isinstance(whole.get(PARAM_GROUPS), list):
         return

@@ -77,7 +77,7 @@ def _problems_of_scaler(key: str, scaler: torch.amp.GradScaler, names: Names) ->
 def _problems_of_groups(
     target: RestoreTarget, numbered: Numbered, flat: FlatState, names: Names, strictness: Strictness
 ) -> Iterator[Problem]:
-    """Yields a problem for each group whose stored options differ between its members, or from its own."""
+    """Yields a problem for each group whose members have several sets of stored options, or another algorithm's."""
     section = (*target.path, PARAM_GROUPS)
     for members in numbered.members():
         keys = {name: join((*section, flat.tied.get(name, name))) for name in members}

@@ -135,7 +135,7 @@ _POLICIES = {
 
 
 class Schedule:
-    """Returns the multiplier at every iteration of all stages; after the last stage it stays constant.
+    """The multiplier at every iteration of all stages; after the last stage it stays constant.
 
     Args:
         stages: are copied.

@@ -197,7 +197,7 @@ def raise_failures() -> None:
 
 
 def _fail_at_exit() -> None:
-    """Ends the process with code 1 if a failed save was never reported.
+    """Ends the process with code 1 if a save has not ended, or its failure was not reported.
 
     An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
     handlers that were registered before from running: therefore this one is registered when the module is imported, and

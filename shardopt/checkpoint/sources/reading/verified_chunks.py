@@ -42,7 +42,7 @@ def _new_memory(nbytes: int) -> memoryview:
 
 
 def _chunks(file: DataFileReader, most: int, memory_for: Callable[[int], memoryview]) -> Iterator[memoryview]:
-    """Yields header, chunks of at most `most_bytes` in requested memory, and checksums."""
+    """Yields header, chunks of at most `most` bytes in memory from `memory_for`, and checksums."""
     entries = list(file.entries.values())
     header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
     # Opened again for each read: who has failed may keep this where it is, and a descriptor with it.
