@@ -1,4 +1,4 @@
-"""The codes of errors: what `[…]` at the end of an error's first line says, and `shardopt explain CODE` explains.
+"""The codes of errors: the `[…]` at the end of an error's first line, which `shardopt explain CODE` explains.
 
 A code stands for a cause and its way out, and each has one section in docs/troubleshooting.md. A class of errors has
 one that all of its errors have where they give none (`errors.py`).

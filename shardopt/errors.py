@@ -36,7 +36,7 @@ from shardopt.redaction import redacted
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault, said so that no debugger is needed.
+    """One fault, described so that it can be fixed without a debugger.
 
     Args:
         key: where it is: a key, an option, a path.
@@ -61,7 +61,7 @@ class Problem:
 
 
 class ShardoptError(Exception):
-    """Base of all errors of this package.
+    """The base of all errors of this package.
 
     Args:
         message: what happened, in one sentence.
@@ -116,7 +116,7 @@ class ShardoptError(Exception):
 
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> ShardoptError:
-        """Makes the error that `to_json` described.
+        """Makes the error that `to_json` encoded.
 
         A type that this version does not know becomes a `RankError`; a code that it does not know, that of the type.
         """
@@ -127,44 +127,44 @@ class ShardoptError(Exception):
 
 
 class StateError(ShardoptError, ValueError):
-    """State that cannot be keyed, described or stored."""
+    """State cannot be keyed, described or stored."""
 
     code: Code = "cannot-store"
 
 
 class LayoutError(ShardoptError, ValueError):
-    """A tensor whose placement has no layout, or boxes that do not cover a tensor exactly once."""
+    """A tensor's placement has no layout, or boxes do not cover a tensor exactly once."""
 
     code: Code = "bad-layout"
 
 
 class MismatchError(ShardoptError, ValueError):
-    """State to be loaded does not fit the objects it is for. Nothing was changed."""
+    """State to be loaded does not fit the objects that it is for. Nothing was changed."""
 
     code: Code = "does-not-fit"
     most_problems_in_message = 20  # of thousands of names: enough to see what has become of them
 
 
 class OptionError(ShardoptError, ValueError, TypeError):
-    """Arguments of the wrong type or out of their range; each is named, and nothing was begun."""
+    """Arguments are of the wrong type or out of range; each is named, and nothing was begun."""
 
     code: Code = "invalid-argument"
 
 
 class AlgorithmError(ShardoptError, TypeError):
-    """An optimizer that is unknown here, or that would compute something else on shards."""
+    """An optimizer is unknown here, or would compute something else on shards."""
 
     code: Code = "unsupported-algorithm"
 
 
 class GradientError(ShardoptError, RuntimeError):
-    """A gradient whose shape, dtype or placement is not its parameter's."""
+    """A gradient's shape, dtype or placement is not its parameter's."""
 
     code: Code = "gradient-mismatch"
 
 
 class InputError(ShardoptError, ValueError):
-    """Ids, offsets or weights that a table cannot look up. No rank looked up anything."""
+    """A table cannot look up ids, offsets or weights. No rank looked up anything."""
 
     code: Code = "embedding-tables"
 
@@ -188,7 +188,7 @@ class CheckpointError(ShardoptError, RuntimeError):
 
 
 class NoSpaceError(CheckpointError):
-    """There is no room for a checkpoint, or a part of one, where it was to go."""
+    """The destination has no room for a checkpoint, or for a part of one."""
 
     code: Code = "no-space"
 
@@ -200,19 +200,19 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A committed checkpoint stands at the path, and is never written over."""
+    """A committed checkpoint is already at the path, and is never overwritten."""
 
     code: Code = "path-taken"
 
 
 class CorruptionError(CheckpointError):
-    """Stored bytes are not the bytes that were written: file, key and segment are named."""
+    """Stored bytes differ from what was written; the error names file, key and segment."""
 
     code: Code = "damaged"
 
 
 class UnreadableError(CorruptionError):
-    """Stored bytes that their disk does not give back, while there is no doubt that they are there."""
+    """A disk fails to return stored bytes that certainly exist."""
 
 
 class FormatError(CheckpointError):

@@ -1,4 +1,4 @@
-"""What `import shardopt` offers: the names of a program's first page. All others are in its packages."""
+"""The names of `import shardopt` that a program's first page uses. All others are in the packages."""
 
 from shardopt.data import RandomState as RandomState
 from shardopt.data import ResumableSampler as ResumableSampler

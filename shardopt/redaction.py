@@ -1,4 +1,4 @@
-"""Takes passwords and signatures out of URLs wherever one is said: in errors, logs, reports, and what is stored.
+"""Removes passwords and signatures from URLs in errors, logs, reports, and stored files.
 
 Who opens a URL has it whole. Errors and problems (`errors.py`), lines of the loggers of this package, reports of calls
 and what the shell prints go through `redacted`, so that nobody who formats a URL into a message has to think of it.
@@ -22,7 +22,7 @@ _RELATIVE = re.compile(r"(?<=with url: )/\S*\?\S+")  # as urllib3 says it
 
 
 def redacted(text: str) -> str:
-    """Returns a text in which URLs have no user names, passwords, or values of queries: "s3://***@host/a?sig=***".
+    """Returns a text whose URLs have no user names, passwords, or query values: "s3://***@host/a?sig=***".
 
     Texts without a URL are returned as they are.
     """
@@ -52,7 +52,7 @@ def _without_values(url: str) -> str:
 
 
 def without_secrets(error: BaseException) -> BaseException:
-    """Returns an error to be named as the cause of another: itself, or where it says a secret one that does not.
+    """Returns an error to be named as a cause: itself, or one without secrets if it contains any.
 
     Clients put URLs and headers into their errors, which a traceback prints.
     """
@@ -85,7 +85,7 @@ class _Filter(logging.Filter):
 
 
 LOGGERS = ("shardopt", "shardopt.checkpoint")
-"""All that this package has; a filter does not hold for the loggers below its own."""
+"""All loggers of this package, as a filter does not apply to child loggers."""
 
 _filter = _Filter()
 for _name in LOGGERS:

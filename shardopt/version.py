@@ -1,3 +1,3 @@
-"""The version of this package, from which `pyproject.toml` takes it."""
+"""The version of this package, which `pyproject.toml` reads."""
 
 __version__ = "0.1.0.dev0"

@@ -1,4 +1,4 @@
-"""The clock, waiting, threads, random names, sockets, the job's store and storage: what a simulator puts in its place.
+"""The clock, waiting, threads, random names, sockets, the job's store and storage, which a simulator replaces.
 
 Nothing else in the package imports `time`, `threading`, `concurrent.futures`, `random`, `secrets`, `socket` or
 `selectors`, or makes a store of torch.distributed (a test holds that; it lists the exceptions). Code asks the current
@@ -72,17 +72,17 @@ Socket = socket.socket
 Selector = selectors.BaseSelector
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-"""What a selector waits for: something to read, room to write."""
+"""Events that a selector waits for: something to read, room to write."""
 
 SHUT_WR, SHUT_RDWR = socket.SHUT_WR, socket.SHUT_RDWR
-"""The half of a connection that sends; both."""
+"""Halves of a connection to shut: the sending one; both."""
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-"""Sending to a peer that is gone is an error, also in a program that has SIGPIPE end it."""
+"""The flag by which sending to a gone peer is an error, even in a program that SIGPIPE would end."""
 
 
 class Lock(Protocol):
-    """As `threading.Lock`."""
+    """The interface of `threading.Lock`."""
 
     def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool: ...
     def release(self) -> None: ...
@@ -91,7 +91,7 @@ class Lock(Protocol):
 
 
 class Event(Protocol):
-    """As `threading.Event`."""
+    """The interface of `threading.Event`."""
 
     def is_set(self) -> bool: ...
     def set(self) -> None: ...
@@ -99,7 +99,7 @@ class Event(Protocol):
 
 
 class Condition(Protocol):
-    """As `threading.Condition`."""
+    """The interface of `threading.Condition`."""
 
     def __enter__(self) -> bool: ...
     def __exit__(self, *exc_info: Any) -> None: ...
@@ -108,7 +108,7 @@ class Condition(Protocol):
 
 
 class Thread(Protocol):
-    """As `threading.Thread`; `ident` is None until it is started."""
+    """The interface of `threading.Thread`; `ident` is None until it is started."""
 
     name: str
 
@@ -126,11 +126,11 @@ class World:
     """
 
     def monotonic(self) -> float:
-        """Seconds on a clock that never goes back; differences alone have a meaning."""
+        """Returns seconds on a clock that never goes back; only differences have a meaning."""
         return time.monotonic()
 
     def wall_clock(self) -> float:
-        """Seconds since 1970, as this host's clock has them."""
+        """Returns seconds since 1970, by this host's clock."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
@@ -138,23 +138,23 @@ class World:
         time.sleep(seconds)
 
     def lock(self) -> Lock:
-        """Returns a lock that is free."""
+        """Returns a new, free lock."""
         return threading.Lock()
 
     def event(self) -> Event:
-        """Returns an event that is not set."""
+        """Returns a new event that is not set."""
         return threading.Event()
 
     def condition(self) -> Condition:
-        """Returns a condition with a lock of its own."""
+        """Returns a new condition with a lock of its own."""
         return threading.Condition()
 
     def thread(self, target: Callable[[], object], name: str | None = None, daemon: bool = False) -> Thread:
-        """Returns a thread that is not started; the program waits at its end for those that are no daemons."""
+        """Returns a thread that is not started; at its end the program waits for threads that are no daemons."""
         return threading.Thread(target=target, name=name, daemon=daemon)
 
     def lower_priority(self) -> None:
-        """Has the calling thread, and those that it starts, run after those of the training, where that is possible.
+        """Lowers the priority of the calling thread, and of threads that it starts, below training, if possible.
 
         Beside one thread of the training it still gets a thirtieth of a core: it may hold what the training waits for.
         """
@@ -163,21 +163,21 @@ class World:
                 os.setpriority(os.PRIO_PROCESS, 0, max(15, os.getpriority(os.PRIO_PROCESS, 0)))
 
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> Thread:
-        """Returns a daemon thread that calls a function so many seconds after its start."""
+        """Returns a daemon thread that calls a function a number of seconds after its start."""
         timer = threading.Timer(seconds, function)
         timer.name, timer.daemon = name, True
         return timer
 
     def current_thread(self) -> Thread:
-        """Returns the thread that asks."""
+        """Returns the calling thread."""
         return threading.current_thread()
 
     def in_main_thread(self) -> bool:
-        """Whether the thread that asks is the main one."""
+        """Whether the calling thread is the main one."""
         return threading.current_thread() is threading.main_thread()
 
     def main_thread_lives(self) -> bool:
-        """Whether the program has not come to its end: threads go on for a while after the main one."""
+        """Whether the main thread has not ended; other threads run on for a while after it."""
         return threading.main_thread().is_alive()
 
     def thread_pool(self, threads: int, name: str) -> Executor:
@@ -185,27 +185,27 @@ class World:
         return ThreadPoolExecutor(threads, name)
 
     def future(self) -> Future[Any]:
-        """Returns a result that is still to come."""
+        """Returns a future without a result yet."""
         return Future()
 
     def wait_for_any(self, futures: Iterable[Future[T]]) -> set[Future[T]]:
-        """Waits until one is done; returns those that are."""
+        """Waits until one of the futures is done; returns those that are."""
         return wait(futures, return_when=FIRST_COMPLETED).done
 
     def wait_for_all(self, futures: Iterable[Future[Any]]) -> None:
-        """Waits until all are done, whatever comes of them."""
+        """Waits until all futures are done, whether or not they failed."""
         wait(futures)
 
     def random_name(self, nbytes: int) -> str:
-        """Returns a name that nobody else draws, in hexadecimal digits: two for each byte."""
+        """Returns a name that nobody else draws, in hexadecimal, two digits per byte."""
         return secrets.token_hex(nbytes)
 
     def jitter(self, low: float, high: float) -> float:
-        """Returns a number between the two, by which ranks do not all do the same at one time."""
+        """Returns a random number between the two, so that ranks do not all act at once."""
         return random.uniform(low, high)
 
     def store_of(self, group: ProcessGroup, prefix: str) -> Store:
-        """Returns the store of a process group, with a prefix before all keys."""
+        """Returns the store of a process group, with a prefix for all keys."""
         return stores.of_group(group, prefix)
 
     def local_store(self) -> Store:
@@ -213,7 +213,7 @@ class World:
         return stores.of_process()
 
     def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> socket.socket:
-        """Returns a socket that listens at an address of this host, at a free port. It does not block.
+        """Returns a non-blocking socket that listens at an address of this host, at a free port.
 
         Args:
             ports: of which the port is to be one; None for any.
@@ -229,7 +229,7 @@ class World:
         return listener
 
     def begin_connect(self, host: str, port: int) -> socket.socket:
-        """Returns a socket that connects itself to a listener; it does not block, and has room once that is done.
+        """Returns a non-blocking socket that connects to a listener; it becomes writable once that is done.
 
         Args:
             host: an address in digits; of a name only the first address is tried.
@@ -245,7 +245,7 @@ class World:
         return connecting
 
     def finish_connect(self, connecting: socket.socket) -> None:
-        """Has a socket that is connected send without delay. Raises OSError: nobody listens there."""
+        """Makes a connected socket send without delay. Raises OSError: nobody listens there."""
         error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -254,7 +254,7 @@ class World:
         prepare(connecting, OFTEN_SECONDS)
 
     def accept(self, listener: socket.socket) -> socket.socket:
-        """Returns the connection of the next peer of a listener; it sends without delay, and does not block.
+        """Returns the connection of a listener's next peer; it sends without delay, and does not block.
 
         Raises:
             OSError: there is none (BlockingIOError), it has gone again, or no descriptor is free.
@@ -264,13 +264,13 @@ class World:
         return accepted
 
     def abort(self, connection: socket.socket) -> None:
-        """Closes a socket so that its peer hears that the connection broke, and not that this process has ended."""
+        """Closes a socket so that its peer sees a broken connection, not the end of this process."""
         with suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
 
     def route_to(self, host: str) -> str:
-        """Returns the address of this host from which packets to another host leave. Nothing is sent.
+        """Returns this host's address from which packets to another host leave. Sends nothing.
 
         Raises:
             OSError: the name is unknown, or there is no way to it.
@@ -281,11 +281,11 @@ class World:
             return str(probe.getsockname()[0])
 
     def interfaces(self) -> list[tuple[str, str]]:
-        """Returns the addresses of this host's interfaces that are up, in digits, each with the interface's name."""
+        """Returns the numeric addresses of this host's interfaces that are up, each with the interface's name."""
         return addresses_of_interfaces()
 
     def store_host(self, store: Store) -> str | None:
-        """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
+        """Returns the host of a store as its clients name it; "" if it is this process; None for a file."""
         return stores.host_of(store)
 
     def store_file(self, store: Store) -> str | None:
@@ -293,31 +293,31 @@ class World:
         return stores.file_of(store)
 
     def most_descriptors(self) -> int:
-        """Returns how many files and sockets this process may have open at once."""
+        """Returns the number of files and sockets that this process may have open at once."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
     def main_thread_stack(self, most_lines: int) -> str:
-        """Returns where the main thread is: the innermost lines of its stack."""
+        """Returns the innermost lines of the main thread's stack."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         lines = "".join(traceback.format_stack(frame)).splitlines() if frame is not None else []
         return "\n".join(lines[-most_lines:])
 
     def selector(self) -> selectors.BaseSelector:
-        """Returns what waits for several sockets at once."""
+        """Returns a selector, which waits for several sockets at once."""
         return selectors.DefaultSelector()
 
     def socket_pair(self) -> tuple[socket.socket, socket.socket]:
-        """Returns two sockets, connected with each other, that do not block: one wakes who waits for the other."""
+        """Returns two connected non-blocking sockets, one of which wakes a thread that waits for the other."""
         return pair_kept_from_children()
 
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
-        """Opens the storage at a URL, with the opener that the real world has."""
+        """Opens the storage at a URL, with the real world's opener."""
         return opener(url, durable)
 
 
 def utc_text(seconds: float) -> str:
-    """Returns a time on the wall clock as text: "2026-11-22 15:53:21Z"."""
+    """Returns a time of the wall clock as text: "2026-11-22 15:53:21Z"."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):  # of no year that the system has
@@ -334,7 +334,7 @@ def world() -> World:
 
 @contextmanager
 def using(other: World) -> Iterator[World]:
-    """Puts another world in place for the whole process, for tests. Not while anything of shardopt is under way."""
+    """Replaces the world of the whole process, for tests. Nothing of shardopt may be running."""
     global _current
     before, _current = _current, other
     try:

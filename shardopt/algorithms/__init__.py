@@ -1,4 +1,4 @@
-"""The registry of optimization algorithms: the state that each keeps, and which of them may step on shards."""
+"""The registry of optimization algorithms: the state that each keeps, and whether it may step on shards."""
 
 from shardopt.algorithms import builtin as _builtin  # noqa: F401  # registers them
 from shardopt.algorithms.communicating import CommunicatingOptimizer as CommunicatingOptimizer

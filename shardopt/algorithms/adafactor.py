@@ -1,4 +1,4 @@
-"""Adafactor on sharded parameters: its means over rows, columns and whole parameters are taken over all ranks.
+"""Adafactor on sharded parameters, with means over rows, columns and whole parameters taken over all ranks.
 
 A parameter with at least two dimensions is [..., N rows, D columns]; those before the last two are a batch.
 G gradient, θ parameter, t step, R row_var [..., N, 1], C col_var [..., 1, D], M [..., 1, 1].
@@ -77,14 +77,14 @@ class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
 
 
 def unsuitable_for_adafactor(view: View) -> str:
-    """Returns why a parameter cannot be optimized with Adafactor; "" where it can."""
+    """Returns why Adafactor cannot optimize a parameter; "" if it can."""
     if view.dtype.is_complex:
         return f"elements of {view.dtype}, of which it could not take rows and columns"
     return uncovered(view)
 
 
 class _Factors:
-    """R, C and M of one parameter in one step: of this rank's elements, and once they are added up of all.
+    """Holds R, C and M of one parameter in one step: the sums of this rank, and after the exchange those of all ranks.
 
     Attributes:
         rows, columns, both: the means of G² over columns and over rows, and M; as `sum_memory` makes them.
@@ -100,17 +100,17 @@ class _Factors:
         self._add_old_rows()
 
     def terms(self) -> Iterator[Term]:
-        """Yields the sums, and the cuts over which they run."""
+        """Yields each sum with the cuts that it runs over."""
         for memory, dims in zip((self.rows, self.columns, self.both), self._dims, strict=True):
             yield from ((sums, self._cuts_along(dims)) for sums in memory)
 
     def views(self, *memory: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Yields those parts of rows, columns and both that belong to each local tensor."""
+        """Yields, for each local tensor, its parts of rows, columns and both."""
         pairs = zip(self._dims, memory, strict=True)
         yield from zip(*(local_views(self._step.parameter, dims, each) for dims, each in pairs), strict=True)
 
     def _add_gradients(self) -> None:
-        """Adds the means of G² over this rank's elements of rows, of columns, and (times w) of both."""
+        """Adds the means of this rank's G² over rows, over columns, and (times w) over both."""
         width = max(self._step.view.shape[self._column_dim], 1)
         views = self.views(self.rows, self.columns, self.both)
         for gradient, (row, column, mean) in zip(self._step.gradients or (), views, strict=False):
@@ -120,7 +120,7 @@ class _Factors:
             mean.add_(squares.sum(self._row_dim, keepdim=True), alpha=self._weight / self._height)
 
     def _add_old_rows(self) -> None:
-        """Adds (1 − w) times the mean of R over this rank's rows, if it is the first of the ranks that have them.
+        """Adds (1 − w) times the mean of R over this rank's rows, on the first of the ranks that hold them.
 
         So M comes out of the same round as R: the mean of the new R is the mean of the old one, moved by w.
         """
@@ -192,7 +192,7 @@ def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _mean_of_squares(tensors: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Computes the sum of squares of local tensors, divided by the number of elements of the whole."""
+    """Computes the sum of squares of local tensors, divided by the number of elements of the whole parameter."""
     total = like.new_zeros(())
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor, dtype=like.dtype).square_()

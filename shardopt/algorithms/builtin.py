@@ -1,4 +1,4 @@
-"""The algorithms that are registered from the start: torch.optim's, and ours."""
+"""The specs of the algorithms that are registered on import: torch.optim's, and ours."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _blocks(name: str, **more: Any) -> StateEntry:
 
 
 def _elementwise(optimizer: type[Optimizer], *state: StateEntry, **more: Any) -> AlgorithmSpec:
-    """The spec of an elementwise algorithm, under the name of its class."""
+    """Returns the spec of an elementwise algorithm, named as its class."""
     return AlgorithmSpec(optimizer, optimizer.__name__, elementwise=True, state=state, **more)
 
 
 def _communicating(
     optimizer: type[Optimizer], unsuitable: Callable[[View], str], *state: StateEntry, **more: Any
 ) -> AlgorithmSpec:
-    """The spec of one that is handed the parameters, under the name of its class."""
+    """Returns the spec of an algorithm that steps on the parameters themselves, named as its class."""
     more |= {"steps_on": StepsOn.PARAMETERS, "unsuitable": unsuitable}
     return AlgorithmSpec(optimizer, optimizer.__name__, elementwise=False, state=state, **more)
 

@@ -50,7 +50,7 @@ LATE = "an earlier step was taken all the same; load a checkpoint"
 
 
 class AlgorithmOptimizer(Optimizer):
-    """A torch optimizer whose step evaluates the closure once, and then takes the subclass's `_take_step`."""
+    """A torch optimizer whose step evaluates the closure once, then calls the subclass's `_take_step`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -71,20 +71,20 @@ class AlgorithmOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads as torch does, but state of a dtype of its own in that, where torch casts to the parameter's."""
+        """Loads as torch does, but keeps the dtype of state that has one of its own; torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         restore_dtypes(self.spec, self, state_dict)
 
     @property
     def spec(self) -> AlgorithmSpec:
-        """The spec that its class, or a base of it, is registered with."""
+        """The spec that this class, or a base of it, is registered with."""
         return find_spec(type(self), may_override=True) or spec_of(type(self))
 
     def complete_state(self, parameter: Tensor) -> None:
-        """Gives the state of a parameter, if it has any, the shapes that it is saved with, where it has others."""
+        """Brings the state of a parameter, if any, to the shapes that are saved, if it has others."""
 
     def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields those of a saved group's options that mean other state than is here: name, stored, own.
+        """Yields each option of a saved group that implies other state than this group's: (name, stored, own).
 
         Args:
             group: has the options of the code.
@@ -94,10 +94,10 @@ class AlgorithmOptimizer(Optimizer):
         return ()
 
     def _refuse_step(self) -> None:
-        """Raises where no step may be taken now; before the closure is called."""
+        """Raises if no step may be taken now; called before the closure."""
 
     def _take_step(self) -> None:
-        """Takes the step of all parameters, without gradients being recorded."""
+        """Takes the step of all parameters, with autograd off."""
         raise NotImplementedError
 
 
@@ -138,7 +138,7 @@ class ParameterStep:
             self.fault = error
 
     def _read_gradients(self) -> list[Tensor] | None:
-        """Returns the gradient of each local tensor; raises GradientError where the algorithm cannot step with it."""
+        """Returns the gradient of each local tensor; raises GradientError if the algorithm cannot step with it."""
         return dense_gradients(self.parameter, self.name)
 
     @property
@@ -148,16 +148,16 @@ class ParameterStep:
 
     @property
     def may_have_gradient(self) -> bool:
-        """Whether this rank has a gradient, or another one may: then all of them add up the same."""
+        """Whether this rank has a gradient, or another rank may have one. All ranks then join the sums."""
         return self.gradients is not None or self.fault is not None or requires_gradient(self.parameter)
 
     @property
     def all_or_none(self) -> bool:
-        """Whether all ranks must have a gradient, or none; of a ShardedTensor one on any rank is one for the whole."""
+        """Whether all ranks must have a gradient, or none. For a ShardedTensor, one on any rank is enough."""
         return takes_gradient(self.parameter)
 
     def numbers(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Makes zeros for so many numbers of this rank, followed by its `counts`."""
+        """Makes `count` zeros for the numbers of this rank, followed by its `counts`."""
         numbers: Tensor = torch.zeros(count + 2, dtype=dtype, device=self.device)
         self.counts = numbers[count:]
         if self.local_tensors:
@@ -165,7 +165,8 @@ class ParameterStep:
         return numbers
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient, and this rank elements of it; valid once its `numbers` were exchanged.
+        """Whether the parameter has a gradient and this rank holds elements of it; valid after the exchange of
+        `numbers`.
 
         Where other shards of a ShardedTensor have one, this rank's gradient is zeros from here on.
         """
@@ -175,12 +176,12 @@ class ParameterStep:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The live state; empty where there is none."""
+        """The live state; empty if there is none."""
         state: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
         return state
 
     def counted_state(self) -> dict[str, Any]:
-        """Returns the live state, made where there is none, with this step counted."""
+        """Returns the live state, with this step counted; makes it if there is none."""
         state: dict[str, Any] = self.optimizer.state[self.parameter]
         if not state:
             state.update(self.optimizer.initial_state(self.group, self.parameter))
@@ -190,7 +191,7 @@ class ParameterStep:
 
 
 class CommunicatingOptimizer(AlgorithmOptimizer):
-    """The base of optimizers that are handed the user's tensors and communicate by themselves.
+    """The base of optimizers that step on the user's tensors and do their own communication.
 
     Every rank of a parameter must call `step` with it, and the same of them must have gradients.
 
@@ -207,12 +208,12 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
 
     step_type: ClassVar[type[ParameterStep]] = ParameterStep
     exchanges: ClassVar[int] = 1
-    """How often `equations` yields."""
+    """The number of times that `equations` yields."""
 
     # --- the equations ---
 
     def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
-        """Yields this rank's summands of each exchange of a parameter's step; updates state and parameter at last.
+        """Yields this rank's summands of each exchange of a parameter's step; then updates state and parameter.
 
         Each exchange changes the yielded tensors to the sums over the ranks of their cuts, in place. Tensors have the
         same shapes on all ranks of a cut. Before the first exchange nothing may be changed.
@@ -222,7 +223,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     # --- the step ---
 
     def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
+        """Makes the state of a parameter without state, as its first step would; changes nothing."""
         entries = self.spec.entries(group, len(view_of(parameter).shape))
         return {entry.name: made_of(entry, group, parameter) for entry in entries}
 
@@ -231,7 +232,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         return {}
 
     def make_global(self) -> dict[str, Tensor]:
-        """Returns the state that belongs to no parameter, live; makes it where there is none yet."""
+        """Returns the live state that belongs to no parameter; makes it if there is none."""
         by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
         state: dict[str, Tensor] = by_name[GLOBAL_STATE]
         if not state:
@@ -240,12 +241,12 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
 
     @property
     def deferred(self) -> DeferredChecks:
-        """The checks of numbers that are on their way to the host."""
+        """The checks of numbers that are still being copied to the host."""
         checks: DeferredChecks = self.__dict__.setdefault("_deferred_checks", DeferredChecks())
         return checks  # copies are made without it
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as torch does, once no step in it is known to have lacked a gradient.
+        """Returns the state as torch does, after all deferred checks of gradients have passed.
 
         Raises:
             GradientError: the last step did; on an accelerator it was taken all the same.
@@ -254,7 +255,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads as torch does, but state of a dtype of its own in that; steps before are not looked at any more."""
+        """Loads as torch does, but keeps the dtype of state that has one of its own; drops earlier steps' checks."""
         super().load_state_dict(state_dict)
         self.deferred.discard()
 
@@ -268,7 +269,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         return self.step_type(self, group, parameter)
 
     def _take(self, steps: Sequence[Any]) -> None:
-        """Takes the step of some parameters."""
+        """Takes the step of these parameters."""
         # Those that another rank may have a gradient of as well, so that all ranks add up the same. Where a number
         # stands among others decides in which order ranks add it up, and so its last bit.
         steps = sorted((each for each in steps if each.may_have_gradient), key=lambda step: step.key)
@@ -283,7 +284,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         all_reduce_terms(terms)
 
     def _agree(self, steps: Sequence[Any]) -> None:
-        """Raises where gradients are absent or refused on some ranks; defers that where it would be to wait."""
+        """Raises if gradients are absent or refused on some ranks; defers the check if it would wait for a device."""
         shared = [step for step in steps if step.cuts]
         if all(is_on_host(step.counts) for step in shared):
             raise_fault(steps)
@@ -298,14 +299,14 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
 
 
 def raise_fault(steps: Iterable[ParameterStep]) -> None:
-    """Raises what is wrong with the first gradient that this rank refuses."""
+    """Raises the error of the first gradient that this rank refuses."""
     for step in steps:
         if step.fault is not None:
             raise step.fault
 
 
 def refuse_absent(demands: Iterable[tuple[str, bool]], counts: Iterable[Sequence[float]]) -> None:
-    """Raises where some ranks of a parameter have a gradient and others have none.
+    """Raises if some ranks of a parameter have a gradient and others have none.
 
     Args:
         demands: name of each parameter, and whether all of its ranks must have a gradient, or none.
@@ -332,7 +333,7 @@ def _refuse_absent_late(demands: Sequence[tuple[str, bool]], counts: Tensor) -> 
 
 @contextmanager
 def told_late() -> Iterator[None]:
-    """Adds to errors about gradients that they are those of an earlier step, which was taken."""
+    """Adds to gradient errors that they belong to an earlier step, which was taken."""
     try:
         yield
     except GradientError as error:
@@ -348,7 +349,7 @@ def absent(name: str, present: str) -> Problem:
 
 
 def uncovered(view: View) -> str:
-    """Returns why nobody knows the whole of a parameter; "" where its shards say who has the rest."""
+    """Returns why no rank knows the whole of a parameter; "" if its shards say who has the rest."""
     if cover_faults(view.shape, view.layout.boxes):
         return "shards that do not say where the rest of the parameter is"
     return ""

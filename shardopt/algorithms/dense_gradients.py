@@ -1,4 +1,4 @@
-"""The gradients of algorithms that step on the parameters themselves: dense, complete and checked."""
+"""Gradients for algorithms that step on the parameters themselves: dense, complete and checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardopt.sharding.view import local_tensors
 
 
 def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
-    """Returns the gradient on this rank as local tensors; None where there is none.
+    """Returns this rank's gradient as local tensors; None if there is none.
 
     Where only some shards have one, it is zero on the others. A rank without a shard of a ShardedTensor has None, and
     has to ask the others.
@@ -31,7 +31,7 @@ def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
 def checked_gradients(
     parameter: Tensor, name: str, layouts: tuple[torch.layout, ...], takes_dense: bool = True
 ) -> list[Tensor] | None:
-    """Returns the gradient on this rank as local tensors, as `dense_gradients` does, of certain layouts.
+    """Returns this rank's gradient as local tensors, like `dense_gradients`, in one of the given layouts.
 
     Where only some shards have one, it is zero on the others: without rows where those are sparse, or all have to be.
 
@@ -68,7 +68,7 @@ def checked_gradients(
 
 
 def no_gradient(local: Tensor, sparse: bool) -> Tensor:
-    """Makes a gradient of zeros for a local tensor; one without rows, and so without memory, if `sparse`."""
+    """Makes a zero gradient for a local tensor; if `sparse`, one without rows, which needs no memory."""
     if not sparse:
         return torch.zeros_like(local)
     index = torch.empty((1, 0), dtype=torch.int64, device=local.device)

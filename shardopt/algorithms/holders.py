@@ -1,4 +1,4 @@
-"""Assigns each box of each parameter to one of its holders, which counts it in norms and inner products of the job.
+"""Assigns each box of each parameter to one of its holders, which counts it in norms and inner products.
 
 A box that several ranks hold is counted by the first of them. A parameter that each of its holders has whole is shared:
 there the others report their gradients too, in case that the first has none.
@@ -30,7 +30,7 @@ _DEADLINE_SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class CountedParameter:
-    """One of this rank's parameters, and which of its local tensors this rank counts.
+    """One parameter of this rank, and which of its local tensors this rank counts.
 
     Args:
         name: the parameter's FQN.
@@ -47,7 +47,7 @@ class CountedParameter:
 
 
 def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[CountedParameter], int]:
-    """Returns what this rank counts of each parameter, and the number of shared parameters in the job. Collective.
+    """Returns which local tensors this rank counts, and how many parameters of the job are shared. Collective.
 
     One exchange where all ranks have the same parameters, as under data parallelism and FSDP; three where they differ,
     or know only of their own shards.
@@ -119,7 +119,7 @@ def _is_shared(layout: Layout) -> bool:
 
 
 def _counted(rank: int, name: str, parameter: Tensor, view: View, layout: Layout) -> tuple[bool, ...]:
-    """Whether this rank is the first holder, for each local tensor."""
+    """Returns, for each local tensor, whether this rank is its first holder."""
     assert layout.holders is not None
     first = {box: holders[0] == rank for box, holders in zip(layout.boxes, layout.holders, strict=True)}
     tensors = local_tensors(parameter)
@@ -158,7 +158,7 @@ def _layouts_of(table: Mapping[str, Any], reader: LayoutReader | None = None) ->
 def _merge(
     kinds: Sequence[tuple[int, ...]], tables: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Merges the tables of kinds of ranks into the whole layout of each parameter of the job, on rank 0.
+    """Merges the tables of all kinds of ranks into the whole layout of each parameter, on rank 0.
 
     Returns:
         The number of each kind's section, and of shared parameters in the job; and the sections: tables of the
@@ -191,7 +191,7 @@ def _merge(
 
 
 def _with_holders(layout: Layout, having: Iterable[int]) -> Layout:
-    """Returns the layout with all holders named, without ranks that do not have the parameter in their optimizer."""
+    """Returns the layout with all its holders, except ranks whose optimizer lacks the parameter."""
     ranks = set(having)
     if layout.holders is not None and all(map(ranks.issuperset, layout.holders)) and not layout.local:
         return layout

@@ -1,4 +1,4 @@
-"""Makes the state that algorithms have before the first step, and recognises it."""
+"""Makes the state that algorithms have before the first step, and recognises such state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardopt.state.param_groups import PARAMS
 
 
 def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:
-    """Makes new state for a tensor that has none, as the algorithm would make it at the first gradient.
+    """Makes the state of a tensor without state, as the algorithm would at the first gradient.
 
     torch makes it where it can, so that names, dtypes and devices are torch's; for a class that makes state inside of
     its step, it is made as the spec says. State whose first value is a gradient (the momentum buffer of SGD) is
@@ -41,7 +41,7 @@ def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str,
 
 
 def is_initial(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:
-    """Whether state has the names and values of `fresh` in the elements that this rank holds.
+    """Whether state equals `fresh` in names and, where this rank holds elements, in values.
 
     Args:
         state: of a parameter, or of none; tensors plain or sharded, and plain values.
@@ -62,7 +62,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def made_of(entry: StateEntry, group: Mapping[str, Any], parameter: Tensor) -> Any:
-    """Makes one entry of state with the kind, dtype and initial value of its `StateEntry`, placed as the parameter.
+    """Makes one entry of state with the kind, dtype and initial value of its `StateEntry`, placed like the parameter.
 
     Args:
         entry: of any kind but history, blocks and global state, whose shapes its algorithm alone knows.
@@ -90,7 +90,7 @@ def made_of(entry: StateEntry, group: Mapping[str, Any], parameter: Tensor) -> A
 
 
 def restore_dtypes(spec: AlgorithmSpec, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Puts back state that torch's `load_state_dict` has cast to the dtype of its parameter, and moved to its device.
+    """Restores state that torch's `load_state_dict` has cast to its parameter's dtype and moved to its device.
 
     Args:
         spec: says which entries have a dtype that is not the parameter's.

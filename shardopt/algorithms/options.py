@@ -1,4 +1,4 @@
-"""The options of algorithms: what a constructor was given, checked against the range of each."""
+"""The options of algorithms: checks a constructor's arguments against the range of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Range(NamedTuple):
-    """The values that an option may have.
+    """The values that an option may take.
 
     Args:
         words: the range, for errors.
@@ -21,12 +21,12 @@ class Range(NamedTuple):
 
 
 def is_rate(lr: Any) -> bool:
-    """Whether a learning rate is a number from 0 on, or a tensor of one element."""
+    """Whether a learning rate is a number ≥ 0, or a tensor of one element."""
     return lr.numel() == 1 if isinstance(lr, Tensor) else lr >= 0
 
 
 def are_decays(betas: Sequence[float], count: int = 2) -> bool:
-    """Whether these are so many numbers, all in [0, 1)."""
+    """Whether the value is a sequence of this many numbers, all in [0, 1)."""
     return len(betas) == count and all(0 <= beta < 1 for beta in betas)
 
 
@@ -39,17 +39,17 @@ COUNT = Range("at least 1", lambda value: value >= 1)
 
 
 def optional(within: Range) -> Range:
-    """Returns the range of values that are in another one, or None."""
+    """Returns a range that allows None in addition to another range."""
     return Range(f"{within.words}, or None", lambda value: value is None or within.holds(value))
 
 
 def one_of(*choices: Any) -> Range:
-    """Returns the range of these values."""
+    """Returns a range of exactly these values."""
     return Range(f"one of {choices}", choices.__contains__)
 
 
 def options_of(arguments: Mapping[str, Any], **ranges: Range) -> dict[str, Any]:
-    """Returns the options of groups among the arguments of an optimizer's constructor, in their order.
+    """Returns the group options among the arguments of an optimizer's constructor, in their order.
 
     Args:
         arguments: the constructor's `locals()`: itself, `params`, and the options.
@@ -63,15 +63,17 @@ def options_of(arguments: Mapping[str, Any], **ranges: Range) -> dict[str, Any]:
 
 
 def refuse_options(algorithm: str, options: Mapping[str, Any], **ranges: Range) -> None:
-    """Raises ValueError for the first option that is out of its range."""
+    """Raises ValueError for the first option out of its range."""
     for name, (words, holds) in ranges.items():
         if not holds(options[name]):
             raise ValueError(f"{algorithm}'s {name} is {options[name]!r}; required {words}")
 
 
 def rate_of(group: Mapping[str, Any]) -> Any:
-    """Returns the learning rate of a group as a number; one on an accelerator stays there, so that nothing is waited
-    for, and has no dimensions."""
+    """Returns the learning rate of a group as a number.
+
+    One on an accelerator stays a tensor there, without dimensions, so that nothing waits for it.
+    """
     lr = group["lr"]
     if not isinstance(lr, Tensor):
         return lr

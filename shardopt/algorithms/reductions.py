@@ -1,4 +1,4 @@
-"""All-reduces over the cuts of tensors: one for each process group, for any number of tensors."""
+"""All-reduces over the cuts of tensors: one per process group, for any number of tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardopt.ranks import Ranks, ranks_of
 from shardopt.sharding.reduced import ShardGroup
 
 Term = tuple[Tensor, tuple[ShardGroup, ...]]
-"""A tensor that holds this rank's share of a sum, and the groups of ranks over which the sum runs."""
+"""A tensor with this rank's share of a sum, and the groups of ranks that the sum runs over."""
 
 
 def all_reduce_terms(terms: Iterable[Term], reduce: Callable[[Ranks, Tensor], Tensor] = Ranks.all_reduce_sum) -> None:
-    """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
+    """Adds up each tensor, in place, over the groups of its cuts: one all-reduce per group and dtype.
 
     All ranks of a group must pass tensors of the same shapes, in the same order.
 

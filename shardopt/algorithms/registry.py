@@ -24,38 +24,43 @@ from shardopt.runtime.torch_private import step_without_hooks
 from shardopt.sharding.pieces import View
 
 GLOBAL_STATE = "__global__"
-"""The name under which `state` has what belongs to no parameter: one per optimizer, also on a rank without any."""
+"""The key in `state` of what belongs to no parameter: one per optimizer, even on a rank without parameters."""
 
 Options = Mapping[str, Any]
 
 
 class Kind(Enum):
-    """Shape and placement of an entry of state, as a function of its parameter's."""
+    """The shape and placement of an entry of state, given those of its parameter."""
 
     PARAMETER = "like-parameter"
-    """Shape and placement of the parameter."""
+    """The shape and placement of the parameter."""
     SCALAR = "scalar"
     """One number for the whole parameter, the same on every rank."""
     ROWS = "rows"
-    """The shape of the parameter, but for a last dimension of size 1; placed as the parameter along the others."""
+    """The parameter's shape with a last dimension of size 1; placed like the parameter along the others."""
     COLUMNS = "columns"
-    """The shape of the parameter, but for a last dimension but one of size 1; placed as it along the others."""
+    """The parameter's shape with a second-to-last dimension of size 1; placed like it along the others."""
     TABLE_ROWS = "rows of a table"
-    """One number for each index of the first dimension: all others have size 1. Placed as the parameter along the
-    first."""
+    """One number per index of the first dimension, along which it is placed like the parameter; all others have size
+    1.
+    """
     ROW_BLOCKS = "blocks of rows"
-    """One number for each block of elements of a row, [rows, blocks]. Placed as the parameter along the first."""
+    """One number per block of elements of a row, [rows, blocks], placed like the parameter along the first
+    dimension.
+    """
     HISTORY = "history × parameter"
-    """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
+    """A stack of tensors like the parameter along a new first dimension, as many as the option `history_size` says."""
     BLOCKS = "blocks, each whole on one rank"
-    """A global shape that follows from the parameter's shape and the options alone; each block of it is on the rank
-    that works on it. Of a plain parameter it is a plain tensor."""
+    """A global shape that follows from the parameter's shape and the options alone.
+
+    Each block is on the rank that computes on it. A plain parameter has a plain tensor.
+    """
     GLOBAL = "global"
-    """An entry that belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
+    """An entry that belongs to no parameter and is the same on every rank; its dtype is a rule of its own."""
 
 
 class Dtype(Enum):
-    """The rule that gives an entry of state its dtype."""
+    """The rule for the dtype of an entry of state."""
 
     PARAMETER = "the parameter's"
     COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
@@ -65,7 +70,7 @@ class Dtype(Enum):
     WIDE = "float64"
 
     def of(self, parameter: torch.dtype, options: Options) -> torch.dtype:
-        """Returns the dtype of the entry in a group with these options, for a parameter of that dtype."""
+        """Returns the dtype of the entry for a parameter of dtype `parameter`, in a group with these options."""
         if self is Dtype.AT_LEAST_SINGLE:
             return torch.promote_types(parameter, torch.float32)
         if self is not Dtype.COUNTER:
@@ -76,18 +81,21 @@ class Dtype(Enum):
 
 
 class StepsOn(Enum):
-    """The tensors that an algorithm's optimizer is built over, where parameters are sharded."""
+    """The tensors that an algorithm's optimizer is given, if parameters are sharded."""
 
     LOCAL_TENSORS = "local tensors"
-    """The plain local tensors of the parameters, as torch's own elementwise optimizers."""
+    """The plain local tensors of the parameters, as for torch's own elementwise optimizers."""
     PARAMETERS = "the parameters themselves"
-    """The user's tensors, sharded as they are. The class does its own communication and takes gradients with
-    `local_gradients`; its `state[parameter]` holds finished tensors, whose global shapes do not depend on the number
-    of ranks; and it has a method `initial_state` (`MakesState`)."""
+    """The user's tensors, sharded as they are.
+
+    The class does its own communication, and reads gradients by `local_gradients`. Its `state[parameter]` holds
+    finished tensors, whose global shapes do not depend on the number of ranks. It has a method `initial_state`
+    (`MakesState`).
+    """
 
 
 class MakesState(Protocol):
-    """The protocol of an optimizer that steps on parameters.
+    """The protocol of an optimizer that steps on the parameters themselves.
 
     Args:
         names: parameter → FQN, set by the keyed optimizer; for errors, and for an order of parameters that is the same
@@ -97,11 +105,11 @@ class MakesState(Protocol):
     names: Mapping[Tensor, str]
 
     def initial_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
+        """Makes the state of a parameter without state, as its first step would; changes nothing."""
 
 
 class AtFirstStep(Enum):
-    """Initial values that are not known before the first step, so that making state early must not fix them."""
+    """Initial values that only the first step knows; state made earlier must not fix them."""
 
     LEARNING_RATE = "the group's lr at the first step"
     GRADIENT = "made from the first gradient; not there before it"
@@ -122,14 +130,14 @@ def _suits(parameter: View) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One name in the state of a parameter.
+    """One named entry in the state of a parameter.
 
     Args:
         name: key in `optimizer.state[parameter]`.
         kind: its shape and placement.
         dtype: its dtype rule; by default the parameter's for `Kind.PARAMETER` and a counter's for `Kind.SCALAR`.
-        initial: the number that every element has before the first step, the name of the option that holds this
-            number (of a complex parameter: both of its parts), or what the first step takes it from.
+        initial: the number that every element has before the first step; or the name of the option that holds it (for a
+            complex parameter, both parts get it); or what the first step takes it from.
         exists: whether a group with these options has it.
         suits: whether a parameter with that number of dimensions has it.
         signed: whether an element may be negative.
@@ -151,7 +159,7 @@ class StateEntry:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """One algorithm.
+    """One algorithm: its class, its name, the state that it keeps, and how it steps on shards.
 
     Args:
         optimizer: the class that computes it.
@@ -195,11 +203,11 @@ class AlgorithmSpec:
 
     @property
     def settled_at_first_step(self) -> bool:
-        """Whether some state takes its initial value only at the first step."""
+        """Whether some state gets its initial value only at the first step."""
         return any(isinstance(entry.initial, AtFirstStep) for entry in self.state)
 
     def entries(self, options: Options, dimensions: int = 2) -> tuple[StateEntry, ...]:
-        """Returns the entries of state that a parameter with so many dimensions has in a group with these options."""
+        """Returns the entries of state of a parameter with so many dimensions, in a group with these options."""
         return tuple(
             entry
             for entry in self.state
@@ -208,7 +216,7 @@ class AlgorithmSpec:
 
     @property
     def has_global_state(self) -> bool:
-        """Whether it keeps something that belongs to no parameter."""
+        """Whether the algorithm keeps state that belongs to no parameter."""
         return any(entry.kind is Kind.GLOBAL for entry in self.state)
 
 
@@ -217,7 +225,7 @@ _VARIANTS: dict[type[Optimizer], AlgorithmSpec] = {}
 
 
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
-    """Registers an algorithm, process-wide.
+    """Registers an algorithm for this process.
 
     Args:
         spec: its class, name and state, and how it steps; it is returned.
@@ -246,7 +254,7 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
 
 
 def register_variant(spec: AlgorithmSpec) -> None:
-    """Registers the class that computes an algorithm in another way, under options of its own.
+    """Registers the class that computes an algorithm in another way, selected by options of its own.
 
     It is found by its class, and not by a name: that is the algorithm's.
     """
@@ -259,7 +267,7 @@ def algorithms() -> tuple[AlgorithmSpec, ...]:
 
 
 def find_spec(optimizer: type[Optimizer], may_override: bool = False) -> AlgorithmSpec | None:
-    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither.
+    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if neither exists.
 
     Args:
         may_override: whether the class may have a `step` of its own, with the state of its base.
@@ -273,7 +281,7 @@ def find_spec(optimizer: type[Optimizer], may_override: bool = False) -> Algorit
 
 
 def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
-    """Returns the spec of a class or of a name.
+    """Returns the spec of a class or a name.
 
     Args:
         algorithm: a class, also one that inherits its `step` from one that is registered; or a name, in any case.
@@ -291,7 +299,7 @@ def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
 
 
 def unknown(algorithm: type[Optimizer] | str) -> Problem:
-    """Describes an algorithm that is not registered, as a problem."""
+    """Describes an unregistered algorithm, as a problem."""
     return Problem(
         key=algorithm if isinstance(algorithm, str) else getattr(algorithm, "__qualname__", repr(algorithm)),
         found="an algorithm that is not registered (a subclass that overrides step counts as another algorithm)",

@@ -1,5 +1,8 @@
-"""Steps of algorithms whose ranks share rows of parameters: a rank that has no gradient has zeros, and one that cannot
-step tells the others in the exchange for the rows, so that none of them steps what they share."""
+"""The base of algorithms whose ranks share rows of parameters.
+
+A rank without a gradient has zeros. One that cannot step tells the others in the exchange of the rows, so that no rank
+steps what they share.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ MIXED = "one on some of the ranks that share its rows, none on others"
 
 
 def cuts_of_rows(parameter: Tensor) -> tuple[ShardGroup, ...]:
-    """Returns the groups of ranks that have parts of the same rows of a parameter."""
+    """Returns the groups of ranks that hold parts of the same rows of a parameter."""
     return tuple(cut for cut in shard_groups_of(parameter) if any(cut.dims))
 
 
 class SharedRows:
-    """What the ranks that share rows of one parameter exchange in a step.
+    """What the ranks that share rows of one parameter exchange in a step: a flag, and who lacks a gradient.
 
     Args:
         parameter: whose rows are cut.
@@ -54,7 +57,7 @@ class SharedRows:
         self.lacks: Tensor = torch.zeros_like(self.flag)
 
     def refuse(self) -> None:
-        """Notes that this rank cannot step; before its numbers are exchanged."""
+        """Notes that this rank cannot step; must be called before the exchange."""
         self.refuses = True
         self.flag.fill_(inf)
 
@@ -68,16 +71,15 @@ class RowSharingStep(ParameterStep):
 
     shared: SharedRows | None = None
     waits: ClassVar[bool] = False
-    """Whether an accelerator is waited for to know what other ranks have; if not, refusals are raised in a later
-    step."""
+    """Whether the step waits for an accelerator to learn of other ranks' refusals; if not, a later step raises them."""
 
     @property
     def knows(self) -> bool:
-        """Whether the flag of all ranks may be read."""
+        """Whether the flag of all ranks may be read without waiting."""
         return self.shared is None or self.waits or is_on_host(self.shared.flag)
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient, and this rank a share of it; valid once ranks have agreed."""
+        """Whether the parameter has a gradient and this rank holds a share of it; valid after the exchange."""
         if not self.is_held:
             return False
         if self.shared is None or not self.knows:
@@ -86,10 +88,10 @@ class RowSharingStep(ParameterStep):
 
 
 class RowSharingOptimizer(CommunicatingOptimizer):
-    """The base of algorithms whose ranks exchange numbers of the rows that they share, and of no others."""
+    """The base of algorithms whose ranks exchange only numbers of the rows that they share."""
 
     def _terms(self, step: Any) -> Iterable[Term]:
-        """Returns the flag and this rank's numbers of rows that are shared."""
+        """Returns the flag and this rank's numbers of the rows that it shares."""
         raise NotImplementedError
 
     def _update(self, step: Any) -> None:
@@ -109,7 +111,7 @@ class RowSharingOptimizer(CommunicatingOptimizer):
             self._update(step)
 
     def _agree(self, steps: Sequence[Any]) -> None:
-        """Raises on ranks that share rows with one that cannot step; a step later where that would be to wait."""
+        """Raises on all ranks that share rows with one that cannot step; a step later if it would wait for a device."""
         shared = [step for step in steps if step.shared is not None]
         for device in {step.device for step in shared if not step.knows}:
             here = [step for step in shared if step.device == device]
@@ -120,7 +122,7 @@ class RowSharingOptimizer(CommunicatingOptimizer):
 
 
 def _refuse_late(names: Sequence[str], numbers: Tensor) -> None:
-    """Raises where a rank has refused its gradients in an earlier step, or had none of a parameter and others had one.
+    """Raises if, in an earlier step, a rank refused its gradients, or lacked one that others had.
 
     Args:
         names: of the N parameters that took part in it.
@@ -133,7 +135,7 @@ def _refuse_late(names: Sequence[str], numbers: Tensor) -> None:
 
 
 def _refuse(names: Sequence[str], missing: Sequence[Problem] = ()) -> None:
-    """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
+    """Raises if another rank refused its gradients; the error there says why."""
     problems = [
         Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
         for name in names

@@ -1,4 +1,4 @@
-"""torch's SparseAdam with a step that gathers the touched rows once, moves them and puts them back.
+"""torch's SparseAdam with a step that gathers the touched rows once, updates them and scatters them back.
 
 torch's makes four sparse tensors of them and adds each to a dense one, which takes two to three times as long.
 """
@@ -17,10 +17,10 @@ from shardopt.runtime.torch_private import step_without_hooks
 
 
 class SparseAdam(AlgorithmOptimizer, torch.optim.SparseAdam):
-    """torch.optim.SparseAdam: the same options, state and bits, but faster where gradients are of whole rows."""
+    """torch.optim.SparseAdam with the same options, state and bits, but faster if gradients consist of whole rows."""
 
     def _take_step(self) -> None:
-        """Steps by torch's own method where a gradient is not sparse along its first dimension alone."""
+        """Uses torch's own step if a gradient is not sparse along its first dimension alone."""
         due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all(gradient.is_sparse and gradient.sparse_dim() == 1 for _, _, gradient in due):
             step_without_hooks(torch.optim.SparseAdam)(self)
@@ -38,7 +38,7 @@ class SparseAdam(AlgorithmOptimizer, torch.optim.SparseAdam):
 def _move_rows(
     parameter: Tensor, index: Tensor, gradients: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> None:
-    """Updates some rows by Adam, in torch's order of operations, and so with the same bits.
+    """Updates some rows by Adam, in torch's order of operations, so with the same bits.
 
     M ← M + (1 − β₁)(G − M), V ← V + (1 − β₂)(G² − V), θ ← θ − lr √(1 − β₂ᵗ) / (1 − β₁ᵗ) · M / (√V + ε)
     """

@@ -1,4 +1,4 @@
-"""Checks arguments that are counts, and refuses all invalid arguments of a call in one error."""
+"""Checks arguments that are counts; reports all invalid arguments of a call in one error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardopt.errors import OptionError, Problem
 
 
 def is_count(value: Any, least: int) -> bool:
-    """Whether a value is a whole number of at least so much; True and False are none."""
+    """Whether a value is an int of at least `least`; True and False are not."""
     try:
         return not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
@@ -18,19 +18,19 @@ def is_count(value: Any, least: int) -> bool:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raises OptionError if there are any."""
+    """Raises OptionError if there are problems."""
     problems = list(problems)
     if problems:
         raise OptionError("invalid arguments", problems)
 
 
 def count_problem(name: str, value: Any, least: int) -> list[Problem]:
-    """Returns the problem of a number of steps or checkpoints, if there is one."""
+    """Returns the problem with a number of steps or checkpoints, if any."""
     if is_count(value, least):
         return []
     return [Problem(name, repr(value), f"at least {least}, as an int", "give a number of steps or checkpoints")]
 
 
 def optional_count_problem(name: str, value: Any, least: int) -> list[Problem]:
-    """Returns the same of a number that may be None."""
+    """Like `count_problem`, for a number that may be None."""
     return [] if value is None else count_problem(name, value, least)

@@ -1,4 +1,4 @@
-"""Progress of a save, load, verification or resharding: a callback of a program, or a bar on a terminal."""
+"""Progress of a save, load, verification or resharding: a callback, or a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from shardopt.world import world
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes done and the bytes there are, on this rank; now and then, from any thread, one at a time."""
+"""Called with the bytes done and the total bytes on this rank; now and then, from any thread, one call at a time."""
 
 
 class Counter:
-    """Adds up bytes that are done by several threads.
+    """Adds up the bytes that several threads have done.
 
     Args:
         total: the bytes there are.

@@ -1,4 +1,4 @@
-"""What `shardopt.checkpoint` offers: a public name is a line here."""
+"""The public names of `shardopt.checkpoint`, one per line."""
 
 from shardopt.checkpoint.converting.convert import ConvertReport as ConvertReport
 from shardopt.checkpoint.converting.convert import convert as convert

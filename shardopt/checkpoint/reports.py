@@ -1,4 +1,4 @@
-"""Reports of saves, loads, verifications, reshardings and uploads, and their way to the log and to listeners.
+"""Reports of saves, loads, verifications, reshardings and uploads, for the log and for listeners.
 
 The log is that of `logging.getLogger("shardopt")`: a line of rank 0 for people at INFO, figures of all at DEBUG.
 
@@ -30,7 +30,7 @@ _STEP = re.compile(r"(?P<root>.+)/step-(?P<step>\d{8,})(?:-b(?P<branch>\d+))?", 
 
 
 class OfUrl:
-    """A report of what was done at a URL, without its password or signature."""
+    """A report of work at a URL, which it shows without password or signature."""
 
     __slots__ = ()
     url: str
@@ -50,8 +50,8 @@ class SaveReport(OfUrl):
         bytes_written: by this rank.
         bytes_total: by all ranks, headers and checksums included.
         seconds: on this rank, from the call to the commit.
-        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
-            itself, and before a step that came while state was still being copied.
+        stall_seconds: how long the program was kept from its work. `save` takes all of the time; `async_save` the call
+            itself, and the waits of steps for state that was still being copied.
         staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
         writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
         bytes_unchanged: of tensors that this rank did not write, since an earlier save has them (`base=`).
@@ -88,8 +88,8 @@ class LoadReport(OfUrl):
         saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
         left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
         save_seconds: how long the save took, on its rank 0; None where that is not known.
-        rename_rules: the rules of `rename` that the names in the app have been through: those that the checkpoint
-            tells of, and those that were given; None where none are, and the checkpoint has no record of such.
+        rename_rules: the rules of `rename` that the names in the app have been through: those recorded in the
+            checkpoint, and those given. None if there are neither.
     """
 
     url: str
@@ -111,7 +111,7 @@ class LoadReport(OfUrl):
 
 @dataclass(frozen=True, slots=True)
 class CopyReport(OfUrl):
-    """The report of copies on other hosts: each file of a checkpoint is on as many as its tier asks for, or on all.
+    """The report of copies on other hosts: each file is on as many hosts as its tier asks for, or on all.
 
     Args:
         url: of the checkpoint on its tier.
@@ -129,7 +129,7 @@ class CopyReport(OfUrl):
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:
-    """Adds a listener that gets every report of this process; returns a function that removes it.
+    """Adds a listener for every report of this process; returns a function that removes it.
 
     For TensorBoard:
 
@@ -156,8 +156,8 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 def report_metrics(report: Any) -> dict[str, float]:
     """Returns the numbers of a report by name.
 
-    Bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks; where a report does not know of all
-    ranks, as that of a load, of this rank's bytes.
+    Bytes, seconds, and `gb_per_second` (10⁹ bytes) count the bytes of all ranks. A report that knows only its own rank,
+    as that of a load, counts this rank's bytes.
 
     Args:
         report: of a save, a load, a verification or any other work.
@@ -170,7 +170,7 @@ def report_metrics(report: Any) -> dict[str, float]:
 
 
 def emit_report(event: str, report: Any, for_all: bool = True) -> None:
-    """Logs a report, and hands it to the listeners.
+    """Logs a report, and passes it to the listeners.
 
     Args:
         for_all: whether this rank has the line for people, as rank 0 has; the figures are logged by each.
@@ -216,7 +216,7 @@ def _line_of(event: str, report: Any) -> str:
 
 
 def _step_of(url: str) -> tuple[str, str]:
-    """Returns the root of a run and "step 500" by the URL of a checkpoint in it; the URL itself for any other."""
+    """Returns the root of a run and "step 500" for the URL of a checkpoint in a run; else the URL itself."""
     found = _STEP.fullmatch(url)
     if found is None:
         return url, url
@@ -224,14 +224,14 @@ def _step_of(url: str) -> tuple[str, str]:
 
 
 def announce(text: str) -> None:
-    """Logs a line at INFO; in a program that has configured no logging, prints it on stderr."""
+    """Logs a line at INFO; prints it on stderr if the program has configured no logging."""
     _log.info(text)
     if _has_no_logging():
         print(f"shardopt: {redacted(text)}", file=sys.stderr, flush=True)
 
 
 def _has_no_logging() -> bool:
-    """Whether a line at INFO is lost because logging is not configured, and not by a handler, a level, or a switch."""
+    """Whether a line at INFO is lost for lack of logging configuration, rather than by a handler, level or switch."""
     if (
         _log.hasHandlers()
         or _log.disabled

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, counts, lengths of time."""
+"""Formats numbers for people: bytes, counts, lengths of time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _scaled(number: float, units: Sequence[str]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a length of time: "3 ms", "0.16 s", "3 min", "2 h 5 min", "4 days"; of less than nothing "0 ms"."""
+    """Returns a length of time: "3 ms", "0.16 s", "3 min", "2 h 5 min", "4 days"; "0 ms" if negative."""
     minutes, hours = round(seconds / 60), seconds / 3600
     if seconds < 0.0995:
         return f"{max(seconds, 0) * 1000:.0f} ms"

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command `shardopt`: looks into checkpoints, compares, verifies and rewrites them, without a job."""
+"""The command `shardopt`: shows, compares, verifies and rewrites checkpoints, without a job."""
 
 from shardopt.cli.entry import main as main
 from shardopt.runtime.exports import offer as _offer

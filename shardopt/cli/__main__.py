@@ -1,4 +1,4 @@
-"""`python -m shardopt.cli`."""
+"""Runs `python -m shardopt.cli`."""
 
 import sys
 

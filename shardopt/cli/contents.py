@@ -1,4 +1,4 @@
-"""The contents of an open checkpoint as leaves of a tree, and as JSON has them."""
+"""The contents of an open checkpoint as leaves of a tree, and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_BOXES = 16
 def leaves_of(
     contents: CheckpointContents, wanted: Callable[[str], bool], show_all: bool = False, boxes: bool = False
 ) -> Iterator[Leaf]:
-    """Yields a leaf for each key that is wanted; one for all parameters of an optimizer that have equal options.
+    """Yields a leaf for each wanted key; one for all parameters of an optimizer with equal options.
 
     Args:
         show_all: whether long texts are whole.
@@ -64,7 +64,7 @@ def leaves_of(
 
 
 def _options_leaves(root: str, by_parameter: Mapping[str, dict[str, Any]], show_all: bool) -> Iterator[Leaf]:
-    """Yields a leaf for each distinct set of options, with the parameters that have it."""
+    """Yields a leaf for each distinct set of options, with its parameters."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name, options in by_parameter.items():
         alike[json.dumps(typed(options, name), sort_keys=True)].append(name)
@@ -84,7 +84,7 @@ def _options_leaves(root: str, by_parameter: Mapping[str, dict[str, Any]], show_
 
 
 def _wrapped(texts: Sequence[str]) -> Iterator[str]:
-    """Yields texts with commas between them, a few in each line."""
+    """Yields lines of texts, a few in each, separated by commas."""
     line = ""
     for i, text in enumerate(texts):
         line += text if i == len(texts) - 1 else f"{text}, "
@@ -94,7 +94,7 @@ def _wrapped(texts: Sequence[str]) -> Iterator[str]:
 
 
 def box_lines(contents: CheckpointContents, key: str, show_all: bool) -> Iterator[str]:
-    """Yields a line for each box of a tensor, and the file that has it."""
+    """Yields a line for each box of a tensor, with its file."""
     layout = contents.manifest.tensors[key].layout
     pairs = list(zip(layout.boxes, layout.files, strict=True))
     for box, file in pairs if show_all else pairs[:_MOST_BOXES]:
@@ -104,14 +104,14 @@ def box_lines(contents: CheckpointContents, key: str, show_all: bool) -> Iterato
 
 
 def value_text(value: Any, show_all: bool = False) -> str:
-    """Returns a plain value in one line."""
+    """Returns a plain value on one line."""
     text = text_of(value)
     text = " ".join(text.split()) if "\n" in text else text  # of an array
     return text if show_all or cell_width(text) <= _LONGEST_VALUE else shortened(text, _LONGEST_VALUE)
 
 
 def text_of(value: Any) -> str:
-    """Returns a plain value as Python writes it; as JSON has it where Python does not, as of ints of 5,000 digits."""
+    """Returns a plain value as Python writes it; as JSON if Python cannot, as for ints of 5,000 digits."""
     try:
         return repr(value)
     except ValueError:
@@ -119,7 +119,7 @@ def text_of(value: Any) -> str:
 
 
 def typed(value: Any, key: str) -> Any:
-    """Returns a plain value as docs/format.md has it in JSON; its text where it has no such form."""
+    """Returns a plain value in the JSON form of docs/format.md; its text if it has no such form."""
     try:
         return encode_value(value, key)
     except StateError:  # of another format's checkpoint
@@ -127,7 +127,7 @@ def typed(value: Any, key: str) -> Any:
 
 
 def head_line(contents: CheckpointContents) -> str:
-    """Returns what there is to say of all of a checkpoint, after its URL."""
+    """Returns the summary of a checkpoint that follows its URL."""
     stored = contents.manifest
     saved = f"saved by {plural(stored.world_size, 'rank')} as {stored.save_id}"
     own, beside = (
@@ -138,7 +138,7 @@ def head_line(contents: CheckpointContents) -> str:
 
 
 def tensor_document(contents: CheckpointContents, key: str) -> dict[str, Any]:
-    """Returns all about a tensor but its bytes, as JSON has it."""
+    """Returns everything about a tensor except its bytes, as JSON."""
     _, dtype, layout, tied_to, _ = contents.manifest.tensors[key]
     names = [contents.manifest.files[file].path for file in layout.files]
     elements = prod(layout.shape)
@@ -156,7 +156,7 @@ def tensor_document(contents: CheckpointContents, key: str) -> dict[str, Any]:
 
 
 def document(contents: CheckpointContents, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns the contents of a checkpoint as JSON has them."""
+    """Returns the contents of a checkpoint as JSON."""
     stored = contents.manifest
     return {
         "url": contents.url,

@@ -1,4 +1,4 @@
-"""The difference of two stored tensors: checksums first, then their elements, piece by piece."""
+"""The difference of two stored tensors: compares checksums first, then elements, piece by piece."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kind = Literal["equal", "shape", "dtype", "values", "bits"]
 
 @dataclass(slots=True)
 class TensorDifference:
-    """How a tensor of one checkpoint differs from that of another.
+    """How a tensor of one checkpoint differs from another's.
 
     Args:
         kind: "equal": the same bytes. "shape": of other shapes, whose values were not compared. "dtype": of other
@@ -50,7 +50,7 @@ class TensorDifference:
 
 
 class _Of(NamedTuple):
-    """Of the differences of some elements: how many are none, the greatest, the sum of squares."""
+    """The differences of some elements: how many are zero, the greatest, and the sum of squares."""
 
     differing: int
     maximum: float
@@ -60,7 +60,7 @@ class _Of(NamedTuple):
 def difference_of(
     a: CheckpointReader, key_a: str, b: CheckpointReader, key_b: str, done: Callable[[int], object]
 ) -> TensorDifference:
-    """Compares two tensors. Local; some MiB of each are in memory.
+    """Compares two tensors. Local; holds some MiB of each in memory.
 
     Args:
         done: called with the bytes of A that are compared.
@@ -122,7 +122,7 @@ def _compare(x: torch.Tensor, y: torch.Tensor) -> _Of:
 
 
 def _compare_integers(one: NDArray[Any], other: NDArray[Any]) -> _Of:
-    """Compares integers without loss: their distances are less than 2^64."""
+    """Compares integers exactly, as their distances are below 2^64."""
     wide: Any = np.uint64 if {one.dtype.kind, other.dtype.kind} <= {"b", "u"} else np.int64
     one, other = one.astype(wide), other.astype(wide)
     unequal = one != other
@@ -139,7 +139,7 @@ def _summed(distances: NDArray[np.float64]) -> _Of:
 
 
 def _squares(x: torch.Tensor) -> float:
-    """Returns the sum of the squares of what is finite."""
+    """Returns the sum of the squares of the finite elements."""
     magnitudes = np.abs(as_array(x).astype(np.complex128 if x.dtype.is_complex else np.float64))
     with np.errstate(over="ignore", invalid="ignore"):
         return float((magnitudes[np.isfinite(magnitudes)] ** 2).sum())

@@ -1,4 +1,4 @@
-"""The command line: a parser, a verb, and an exit status.
+"""The command line: parses arguments, runs a verb, and returns an exit status.
 
 0, 1 where something is wrong (a checkpoint is damaged, two differ, one is not there), 2 for a wrong call, 130 after
 Ctrl-C, 141 where the reader of a pipe has ended: as shells have these.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(verb: Verb, json: bool, **values: Any) -> int:
-    """Runs a verb; returns the exit status. Errors of this package and of the system are printed as one line."""
+    """Runs a verb; returns the exit status. Prints errors of this package and of the system as one line."""
     output = Output(json)
     try:
         try:
@@ -61,7 +61,7 @@ def _call(verb: Verb, json: bool, **values: Any) -> int:
 
 
 def _as_said(error: Exception, verb: Verb) -> Exception:
-    """Returns an error as the shell prints it; raises one that is a fault of this package."""
+    """Returns an error as the shell prints it; raises one that is a bug of this package."""
     if isinstance(error, ModuleNotFoundError):
         if error.name != "torch":
             raise error

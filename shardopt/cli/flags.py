@@ -1,4 +1,4 @@
-"""Errors as the shell says them: arguments of the library's calls by the flags that stand for them."""
+"""Rewrites errors for the shell: replaces the names of call arguments by the flags that set them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardopt.errors import ShardoptError
 
 
 def put_flags(error: ShardoptError, arguments: Iterable[Argument]) -> None:
-    """Puts the flags of a verb into an error of the call that it makes.
+    """Replaces argument names in an error by the flags of the verb that made the call.
 
     "drop_per_rank=True" becomes "--drop-per-rank", and "skip=..." becomes "--skip ...".
     """

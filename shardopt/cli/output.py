@@ -1,4 +1,4 @@
-"""What a verb prints: lines of spans, plain or in colours, or one JSON document.
+"""The output of a verb: lines of spans, plain or in colours, or one JSON document.
 
 Spans are text and never markup. What a terminal would take for a command is escaped, as keys and values come from
 files. Nothing is cut to a width, so that what is piped into another program is whole.
@@ -25,7 +25,7 @@ _WIDEST_PADDED = 60  # a column of one very long key does not push away those be
 
 
 class Span(NamedTuple):
-    """A text with a style of rich: "bold", "dim", "red" or others; "" for none."""
+    """A text with one of rich's styles: "bold", "dim", "red" or others; "" for none."""
 
     text: str
     style: str = ""
@@ -36,11 +36,11 @@ Line = Sequence[Cell]
 
 
 class ReaderGone(Exception):
-    """The program that was to read the output has ended."""
+    """The program that reads the output has ended."""
 
 
 class Output:
-    """Prints what a verb has to say.
+    """Prints the output of a verb.
 
     Args:
         as_json: whether `data` prints, and lines do not.
@@ -62,7 +62,7 @@ class Output:
             self.line(line)
 
     def table(self, rows: Sequence[Line], right: Iterable[int] = ()) -> None:
-        """Prints rows with their columns one below the other.
+        """Prints rows with aligned columns.
 
         Args:
             right: the columns whose texts end in one place, as numbers do.
@@ -86,12 +86,12 @@ class Output:
             self.line(*spans)
 
     def data(self, document: Mapping[str, Any]) -> None:
-        """Prints the JSON document of the verb, where that was asked for."""
+        """Prints the JSON document of the verb, if it was asked for."""
         if self.as_json:
             self._write(redacted(json.dumps(_json_form(document), indent=2, allow_nan=False)) + "\n")
 
     def fail(self, error: BaseException) -> None:
-        """Prints an error on stderr; its JSON form on stdout, where that was asked for."""
+        """Prints an error on stderr; its JSON form on stdout, if it was asked for."""
         self.error(error)
         if self.as_json:
             known = isinstance(error, ShardoptError)
@@ -99,7 +99,7 @@ class Output:
             self.data({"error": wire})
 
     def error(self, error: BaseException) -> None:
-        """Prints an error on stderr, with the verb that explains it."""
+        """Prints an error on stderr, with the command that explains it."""
         self.complain(_with_verb(error) if isinstance(error, ShardoptError) else str(error) or type(error).__name__)
 
     def complain(self, text: str) -> None:
@@ -108,7 +108,7 @@ class Output:
             print(_encodable("shardopt: " * (i == 0) + escaped(line), sys.stderr), file=sys.stderr, flush=True)
 
     def finish(self) -> None:
-        """Writes out what is still held back."""
+        """Flushes all output."""
         self._write("")
 
     def _print(self, spans: Sequence[Cell]) -> None:
@@ -130,7 +130,7 @@ class Output:
 
 
 def _terminal() -> Console | None:
-    """Returns a console for colours, where stdout is a terminal that has them."""
+    """Returns a console for colours, if stdout is a terminal with colours."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return None
     try:
@@ -141,14 +141,14 @@ def _terminal() -> Console | None:
 
 
 def escaped(text: str) -> str:
-    """Returns a text in which control characters and others that are not printable are escaped, as in a literal."""
+    """Returns a text with control and other unprintable characters escaped, as in a literal."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def cell_width(text: str) -> int:
-    """Returns how many columns of a terminal a text takes."""
+    """Returns the number of terminal columns that a text takes."""
     text = escaped(text)
     if text.isascii():
         return len(text)
@@ -156,7 +156,7 @@ def cell_width(text: str) -> int:
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns ascending numbers as runs without a gap: the first and the last of each."""
+    """Returns ascending numbers as runs without gaps: the first and the last number of each."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         first = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
@@ -165,7 +165,7 @@ def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns the text, or its beginning and "…" where it is longer."""
+    """Returns the text; if it is too long, its beginning and "…"."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -174,20 +174,20 @@ def _span(cell: Cell) -> Span:
 
 
 def _with_verb(error: ShardoptError) -> str:
-    """Returns an error, one of one problem as one line, with the verb that explains it in the place of its code."""
+    """Returns an error with the command that explains it in place of its code; one problem takes one line."""
     code = f"[{error.code}]"
     text = f"{error.message}: {error.problems[0]} {code}" if len(error.problems) == 1 else str(error)
     return text.replace(code, f"[shardopt explain {error.code}]", 1)
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """Returns the text with what the stream's encoding does not have escaped."""
+    """Returns the text with characters that the stream cannot encode escaped."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _json_form(value: Any) -> Any:
-    """Returns a value as JSON has it: numbers that JSON has no form of become "nan", "inf" and "-inf"."""
+    """Returns a value for JSON: numbers that JSON lacks become "nan", "inf" and "-inf"."""
     if isinstance(value, Mapping):
         return {str(key): _json_form(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""The parser of the command line, made of the table of verbs."""
+"""The parser of the command line, built from the table of verbs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.cli.table import JSON, VERBS, Verb
 
 
 def parse(arguments: Sequence[str], version: str) -> tuple[Verb, dict[str, Any]]:
-    """Returns the verb of a command line and the values of its arguments by name.
+    """Returns the verb of a command line, and its arguments by name.
 
     Where a shell asks for completions, they are printed to it instead (argcomplete, of the extra `cli`).
 
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str], version: str) -> tuple[Verb, dict[str, Any]]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest verb or option where one is misspelt, and takes no abbreviation of an option.
+    """Suggests the nearest verb or option for a misspelt one, and accepts no abbreviated options.
 
     An abbreviation would become ambiguous, or another option's, with the next option.
     """
@@ -49,12 +49,12 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def verbs(self, words: Iterable[str]) -> Any:
-        """Takes these verbs; returns what makes a parser of each."""
+        """Stores the names of verbs; returns the object that makes a parser for each."""
         self.known.extend(words)
         return self.add_subparsers(metavar="VERB")
 
     def error(self, message: str) -> NoReturn:
-        """Ends with status 2."""
+        """Ends the process with status 2."""
         misspelt = re.search(r"(?:invalid choice: '|unrecognized arguments: )([\w-]+)", message)
         near = difflib.get_close_matches(misspelt[1], self.known, 1) if misspelt else []
         super().error(f"{message}; did you mean {near[0]}?" if near else message)
@@ -91,7 +91,7 @@ def _parser(version: str) -> _Parser:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Prints completions to the shell that has asked for them, and ends the process."""
+    """Prints completions to the shell that asks for them, and ends the process."""
     try:
         import argcomplete
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Rules as the command line has them: those of retention, which `ls` shows and `prune` carries out, and of renaming."""
+"""Parses rules from the command line: retention, for `ls` and `prune`, and renaming."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardopt.checkpoint.run.retention import Mode, Retention
 from shardopt.errors import OptionError, Problem
 
 _FLAGS = {"last": "--keep-last", "every": "--keep-every"}
-"""Argument of `Retention` → the flag that stands for it."""
+"""Argument of `Retention` → its flag."""
 
 
 def parse_rules(keep_last: int | None, keep_every: int | None, best: str | None) -> Retention:
-    """Returns the rules that options stand for, as those of `Manager`. Raises OptionError."""
+    """Returns the retention rules that options ask for, as for `Manager`. Raises OptionError."""
     if keep_last is None and (keep_every is not None or best is not None):
         remedy = "without it all are kept, whatever the other rules"
         raise OptionError("no rule was given", [Problem("--keep-last", "nothing", "a number", remedy)])
@@ -34,7 +34,7 @@ def _parse_best(text: str) -> tuple[str, Mode, int]:
 
 
 def parse_rename(rename: Sequence[str]) -> dict[str, str]:
-    """Returns regex → replacement of options "PATTERN=INTO", in their order. Raises OptionError."""
+    """Returns regex → replacement from options "PATTERN=INTO", in their order. Raises OptionError."""
     rules: dict[str, str] = {}
     for each in rename:
         pattern, equals, into = each.rpartition("=")  # of a pattern's own there may be some: (?=…)

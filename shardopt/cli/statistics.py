@@ -1,4 +1,4 @@
-"""Statistics of a stored tensor, read piece by piece: at most some MiB of it are in memory."""
+"""Statistics of a stored tensor, read piece by piece with some MiB in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardopt.checkpoint.sources.contents import CheckpointContents
 from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 
 BINS = 20
-"""The most bins of a histogram."""
+"""The largest number of bins in a histogram."""
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class Statistics:
 
 
 def reader_of(contents: CheckpointContents) -> CheckpointReader:
-    """Returns what reads the tensors of an open checkpoint."""
+    """Returns a reader for the tensors of an open checkpoint."""
     return CheckpointReader(contents.source)
 
 
 def statistics_of(reader: CheckpointReader, key: str, progress: Progress | None = None) -> Statistics:
-    """Reads a tensor twice, for its range and for the histogram within it. Local.
+    """Reads a tensor twice: for its range, and for the histogram. Local.
 
     Args:
         progress: called with the bytes that are done and all that are to be read.
@@ -120,7 +120,7 @@ def _not_finite(result: Statistics) -> int:
 
 
 def _pieces(reader: CheckpointReader, key: str, done: Counter) -> Iterator[NDArray[np.generic]]:
-    """Yields all elements of a tensor, in the order in which they are stored."""
+    """Yields all elements of a tensor, in stored order."""
     info = reader.info(key)
     for box in info.boxes:
         for piece in pieces_in_order(box, info.dtype.itemsize):
@@ -130,7 +130,7 @@ def _pieces(reader: CheckpointReader, key: str, done: Counter) -> Iterator[NDArr
 
 
 def as_numbers(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """Returns the elements of a tensor on the CPU as a dtype that NumPy has; of complex ones magnitudes."""
+    """Returns elements of a CPU tensor in a dtype that NumPy has; magnitudes for complex ones."""
     if tensor.dtype.is_complex:
         return np.abs(as_array(tensor).astype(np.complex128))
     array = as_array(tensor)
@@ -138,7 +138,7 @@ def as_numbers(tensor: torch.Tensor) -> NDArray[np.generic]:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """Returns the elements of a tensor on the CPU as a dtype that NumPy has, without loss."""
+    """Returns elements of a CPU tensor in a dtype that NumPy has, without loss."""
     if tensor.dtype == torch.complex32:
         tensor = tensor.to(torch.complex64)
     elif tensor.dtype == torch.bfloat16 or (tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point):

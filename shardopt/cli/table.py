@@ -1,6 +1,7 @@
-"""All verbs of the command line, in the order of its help. A new one is an entry here and a file in `verbs/`.
+"""All verbs of the command line, in the order of its help. To add one, add an entry here and a file in `verbs/`.
 
-Nothing here imports what a verb runs, so that help and completion are there at once.
+A verb that draws has its file in `plot/`. This file imports nothing that a verb runs, so help and completion start at
+once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Argument(NamedTuple):
-    """What `argparse.ArgumentParser.add_argument` takes: names or flags, and options."""
+    """The arguments of `argparse.ArgumentParser.add_argument`: names or flags, and options."""
 
     names: tuple[str, ...]
     options: dict[str, Any]

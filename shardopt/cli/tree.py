@@ -1,4 +1,4 @@
-"""Keys as a tree of modules, with sums, in which repeated layers are one. Pure: no I/O, no text but names."""
+"""Arranges keys in a tree of modules, with sums, and shows repeated layers once. Pure: no I/O, no text except names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERED = re.compile(r"(\D*)(0|[1-9][0-9]{0,17})(\D.*)?", re.ASCII | re.DOTALL
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What a key stands for.
+    """What one key stands for.
 
     Args:
         key: the whole of it.
@@ -42,7 +42,7 @@ class Leaf:
 
 
 class Sums(NamedTuple):
-    """Of all tensors below a module."""
+    """The sums over all tensors below a module."""
 
     tensors: int = 0
     elements: int = 0
@@ -50,7 +50,7 @@ class Sums(NamedTuple):
     dtypes: tuple[str, ...] = ()
 
     def times(self, count: int) -> Sums:
-        """Returns the sums of so many modules."""
+        """Returns the sums of this many such modules."""
         return Sums(self.tensors * count, self.elements * count, self.nbytes * count, self.dtypes)
 
 
@@ -62,7 +62,7 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)
     alike: int = 0
-    """Equal for nodes that have equal leaves under equal names."""
+    """Equal for nodes with equal leaves under equal names."""
 
 
 class Row(NamedTuple):
@@ -96,7 +96,7 @@ def tree_of(leaves: Iterable[Leaf]) -> Node:
 
 
 def _sum(node: Node, numbers: dict[Hashable, int]) -> None:
-    """Fills in sums and which nodes are alike, from below."""
+    """Computes sums, and which nodes are alike, from below."""
     node.children = dict(sorted(node.children.items(), key=lambda item: by_numbers(item[0])))
     for child in node.children.values():
         _sum(child, numbers)
@@ -141,7 +141,7 @@ def _rows(node: Node, level: int, depth: int | None, most: int | None, collapse:
 
 
 def _chained(name: str, count: int, node: Node, collapse: bool) -> tuple[str, int, Node]:
-    """Joins a module that has one child alone with it: "attn.wq.weight"."""
+    """Joins a module with its only child: "attn.wq.weight"."""
     while node.leaf is None and len(entries := _entries(node, collapse)) == 1:
         ((child_name, child_count, node),) = entries
         name, count = f"{name}.{child_name}", count * child_count
@@ -149,15 +149,17 @@ def _chained(name: str, count: int, node: Node, collapse: bool) -> tuple[str, in
 
 
 def _entries(node: Node, collapse: bool) -> list[tuple[str, int, Node]]:
-    """Returns the children of a node with their names; as one those that are alike."""
+    """Returns the children of a node with their names; merges those that are alike."""
     if not collapse:
         return [(name, 1, child) for name, child in node.children.items()]
     return [(_name_of_all(names), len(names), node.children[names[0]]) for names in _alike_children(node)]
 
 
 def _alike_children(node: Node) -> Iterable[list[str]]:
-    """Returns the names of a node's children, together those that are alike and whose names differ in a number alone,
-    or that are modules."""
+    """Returns the names of a node's children, grouped if they are alike.
+
+    Names in a group differ only in a number, or the children are modules.
+    """
     alike: defaultdict[Hashable, list[str]] = defaultdict(list)
     for name, child in node.children.items():
         match = _NUMBERED.fullmatch(name)
@@ -181,7 +183,7 @@ def _name_of_all(names: list[str]) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as a shell has them in braces: "0..31", "0..30..2", "0..3,7"."""
+    """Returns ascending numbers in a shell's brace form: "0..31", "0..30..2", "0..3,7"."""
     step = numbers[1] - numbers[0] if len(numbers) > 2 else 1
     if step > 1 and all(after - before == step for before, after in pairwise(numbers)):
         return f"{numbers[0]}..{numbers[-1]}..{step}"
@@ -189,12 +191,12 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
-    """Returns names as few patterns: "layers.{0..31}.norm.weight"."""
+    """Returns names as a few patterns: "layers.{0..31}.norm.weight"."""
     return [*names_by_pattern(dict.fromkeys(names))]
 
 
 def names_by_pattern(names: Mapping[str, Hashable]) -> dict[str, list[str]]:
-    """Returns few patterns, each with the names that it stands for.
+    """Returns a few patterns, each with the names that it matches.
 
     Args:
         names: each with what those of one pattern have in common.

@@ -1,4 +1,4 @@
-"""Where a run stands in its data: samplers that resume, mixtures of them, and random states."""
+"""The position of a run in its data: samplers that resume, mixtures of them, and random states."""
 
 from shardopt.data.mixture import MixtureSampler as MixtureSampler
 from shardopt.data.random_state import PerRankState as PerRankState

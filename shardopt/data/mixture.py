@@ -1,4 +1,4 @@
-"""The order of several data sets that are mixed by weight, and how far a job has come in it."""
+"""The order of several data sets mixed by weight, and the position of a job in it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardopt.errors import MismatchError, Problem
 
 
 class MixtureSampler(ResumableSampler):
-    """A `ResumableSampler` of several sources, each of which gives its share of every epoch by a weight.
+    """A `ResumableSampler` of several sources; each gives its share of every epoch, by a weight.
 
         sampler = shardopt.data.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
         loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
 
-    A source gives the same number of samples to each epoch, and goes on in the next one where it was: each of its
-    samples is drawn once before any is drawn again, however many epochs that takes, or passes within one. All of that
-    follows from seed, epoch and position, so that any number of ranks goes on with what was not seen.
+    A source gives the same number of samples to each epoch, and the next epoch continues where it was. Each of its
+    samples is drawn once before any is drawn again, however many epochs or passes that takes. All of that follows from
+    seed, epoch and position, so that any number of ranks resumes with what was not seen.
 
     Args:
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
         weights: of the sources: the ratio of the samples that they give. Positive.
         epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`.
         batch_size: as for `ResumableSampler`.
-        options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`, whether sources, and
-            each of them, are in a random order; else a source's samples are spread evenly.
+        options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`: whether sources, and
+            the samples of each, are in a random order. If not, a source's samples are spread evenly.
 
     Raises:
         ValueError: a source would give nothing to an epoch.
@@ -60,7 +60,7 @@ class MixtureSampler(ResumableSampler):
         return {**super().state_dict(), "sizes": [*self.sizes], "shares": [*self.shares]}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the state is of other sources, or of other weights."""
+        """Raises MismatchError if the state belongs to other sources, or to other weights."""
         remedy = "pass the same sources, weights and epoch_size: where a source stands follows from its share of epochs"
         problems = [
             Problem(name, f"{state_dict.get(name)}, of the saved mixture", f"{own}", remedy)
@@ -84,14 +84,14 @@ class MixtureSampler(ResumableSampler):
         return torch.cat(numbers)[torch.argsort(torch.cat(places), stable=True)]
 
     def _pass(self, source: int, size: int, number: int) -> Tensor:
-        """Returns the samples of a source in the order of its pass of this number."""
+        """Returns the samples of a source in the order of its n-th pass."""
         if not self.shuffle:
             return torch.arange(size, device="cpu")
         return permutation(size, self.seed, number, source)  # sources count from 1: a last seed of 0 changes nothing
 
 
 def _divide(size: int, weights: Sequence[float]) -> list[int]:
-    """Divides a number in the ratio of weights, by largest remainders: whole numbers, of which it is the sum."""
+    """Divides a number in the ratio of weights, into integers that add up to it, by largest remainders."""
     if not all(0 < weight < math.inf for weight in weights):
         raise ValueError(f"weights: found {[*weights]}; required positive numbers; leave sources out that give nothing")
     exact = np.asarray(weights, dtype=np.float64) * (size / math.fsum(weights))

@@ -21,8 +21,8 @@ class PerRankState:
 
     Args:
         target: has `state_dict` and `load_state_dict`; its state is plain values and small CPU tensors, nested.
-        on_resize: what loading does when the number of ranks is another than when it was saved: "raise", or "keep" the
-            state that the object has then.
+        on_resize: what a load does if the number of ranks has changed since the save: "raise", or "keep" the state that
+            the object has then.
     """
 
     def __init__(self, target: Stateful, *, on_resize: OnResize) -> None:
@@ -42,11 +42,11 @@ class RandomState(PerRankState):
     """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the accelerator in use.
 
     Those are the global ones (`random`, `numpy.random`, `torch`); generators of a program's own are not looked at. That
-    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded where there is one.
+    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded if there is one here.
 
     Args:
-        on_resize: as for `PerRankState`: on another number of ranks there is nothing to go on with, so that "keep" goes
-            on with the generators as the program has seeded them.
+        on_resize: as for `PerRankState`. Another number of ranks has no state to resume from, so "keep" continues with
+            the generators as the program has seeded them.
     """
 
     def __init__(self, *, on_resize: OnResize) -> None:

@@ -1,4 +1,4 @@
-"""The order of a data set, and how far a job has come in it, whatever number of ranks it has."""
+"""The order of a data set, and the position of a job in it, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ResumableSampler:
-    """Gives each rank its share of every global batch of a map-style data set, and goes on on any number of ranks.
+    """Gives each rank its share of every global batch of a map-style data set, and resumes on any number of ranks.
 
         sampler = shardopt.ResumableSampler(len(dataset), batch_size=64, seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -25,8 +25,8 @@ class ResumableSampler:
             ...
 
     The samples of an epoch are put in one order, from seed and epoch alone. A global batch is the next `batch_size` of
-    them, and ranks take its samples in turn. So what was seen is one number, the same on every rank, and any number of
-    ranks goes on with exactly the samples that were not seen. It counts what `through` has handed to the program, not
+    them, and ranks take its samples in turn. So one number, the same on every rank, says what was seen. Any number of
+    ranks resumes with exactly the samples that were not seen. It counts what `through` has handed to the program, not
     what workers have fetched ahead.
 
     Args:
@@ -35,8 +35,8 @@ class ResumableSampler:
         seed: of the order; not negative.
         shuffle: whether to put the samples in a random order.
         drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
-            is the last batch; and where it has fewer samples than there are ranks, it is filled up to one for each with
-            the first samples of the epoch.
+            is the last batch. If it has fewer samples than there are ranks, the first samples of the epoch fill it up
+            to one for each.
         rank, ranks: default: of the job; 0 of 1 where torch.distributed is not initialized.
 
     Attributes:
@@ -69,12 +69,12 @@ class ResumableSampler:
         self.position = 0
 
     def __len__(self) -> int:
-        """The number of batches that are left in this epoch."""
+        """The number of batches left in this epoch."""
         left = self.size - self.position
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's samples of each batch that is left in this epoch. Counts nothing, as workers run ahead."""
+        """Yields this rank's samples of each remaining batch of this epoch. Counts nothing, as workers run ahead."""
         order, begin = self._order(), self.position
         for number in range(len(self)):
             batch = order[begin + number * self.batch_size :][: self.batch_size]
@@ -82,7 +82,7 @@ class ResumableSampler:
             yield filled[self.rank :: self.ranks].tolist()
 
     def through(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yields the rest of this epoch from a loader that has this sampler; counts each batch as it is handed out."""
+        """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded."""
         for batch in loader:
             self.position = min(self.position + self.batch_size, self.size)
             yield batch
@@ -93,7 +93,7 @@ class ResumableSampler:
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the state is of a data set of another size."""
+        """Raises MismatchError if the state belongs to a data set of another size."""
         if state_dict["size"] != self.size:
             problem = Problem(
                 "size", f"{state_dict['size']} samples in the checkpoint", f"{self.size}", "pass the same data set"
@@ -101,17 +101,17 @@ class ResumableSampler:
             raise MismatchError("a position in another data set", [problem], code="data-position")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the state was taken; its seed replaces this one. Loaders must be iterated again."""
+        """Resumes where the state was taken; its seed replaces this one. Loaders must be iterated again."""
         self.check_state_dict(state_dict)
         self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
 
     def _order(self) -> Tensor:
-        """Returns the samples of this epoch in their order, int64 [size]."""
+        """Returns the samples of this epoch in order, int64 [size]."""
         return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
 
 
 def permutation(size: int, *seeds: int) -> Tensor:
-    """Returns the numbers 0 … size - 1 in an order that follows from seeds, which are not negative. int64 [size]."""
+    """Returns the numbers 0 … size − 1, int64 [size], in an order that depends on non-negative seeds."""
     # Mixed, as torch's generator on the CPU looks at 32 bits of its seed and no more.
     mixed = np.random.SeedSequence(seeds).generate_state(1)
     generator = torch.Generator("cpu").manual_seed(int(mixed[0]))

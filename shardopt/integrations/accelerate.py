@@ -1,4 +1,4 @@
-"""Accelerate's `Accelerator` whose states shardopt saves and loads: resumed on any number of ranks.
+"""An Accelerate `Accelerator` whose states shardopt saves and loads, resumed on any number of ranks.
 
     from shardopt.integrations.accelerate import Accelerator  # in the place of accelerate's
 
@@ -37,7 +37,7 @@ _REMEDY = "give `prepare` one of torch.optim's that has not stepped, together wi
 
 
 class Accelerator(accelerate.Accelerator):
-    """An `accelerate.Accelerator` that makes optimizers keyed, and whose `save_state` and `load_state` are shardopt's.
+    """An `accelerate.Accelerator` that makes optimizers keyed, and saves and loads states by shardopt.
 
     A state has all that `prepare` got (models, optimizers, schedules), what was registered for checkpointing, random
     states, and the epoch of each data loader. A torch optimizer is replaced by the keyed one of the same algorithm and
@@ -56,7 +56,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def app(self, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns what is to be saved and loaded, for `checkpoint.save`, `load` and `Manager`.
+        """Returns the app to save and load, for `checkpoint.save`, `load` and `Manager`.
 
         Args:
             entries: others of the app, such as `{"step": 7}`. Plain values are replaced in the dict that holds them:
@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
         return path
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Loads a state in place, into what was prepared, on any number of ranks. Collective.
+        """Loads a state in place into the prepared objects, on any number of ranks. Collective.
 
         Args:
             input_dir: a path or URL. None with `automatic_checkpoint_naming`, for the newest one that is committed.
@@ -125,12 +125,12 @@ class Accelerator(accelerate.Accelerator):
         return [getattr(each, "scheduler", each) for each in self._schedulers]
 
     def _processes_of_schedules(self) -> int | None:
-        """Returns how often a schedule steps in a step, if that goes by the ranks, as it does by default; else None."""
+        """Returns the number of ranks, if schedules step once per rank in each step, as by default; else None."""
         counts = self.step_scheduler_with_optimizer and not self.split_batches and bool(self._schedulers)
         return int(self.num_processes) if counts else None
 
     def _model_of(self, wrapper: Any) -> nn.Module:
-        """Returns the model that has an optimizer's parameters; the last one where none has, which is refused then."""
+        """Returns the model with an optimizer's parameters; the last one if none has them, which is refused later."""
         parameters = {id(each) for group in wrapper.param_groups for each in group["params"]}
         models: list[nn.Module] = [self.unwrap_model(model) for model in self._models] or [nn.Module()]
         return next((each for each in models if parameters <= {*map(id, each.parameters())}), models[-1])
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
         return os.path.join(self.project_dir, "checkpoints", name).rstrip("/")
 
     def _saved(self) -> list[str]:
-        """Returns the names of the committed states under automatic naming, the oldest first, as rank 0 sees them."""
+        """Returns the names of committed states under automatic naming, oldest first, as rank 0 sees them."""
         folder, found = self._folder(None, ""), []
         if ranks_of(None).rank == 0 and os.path.isdir(folder):
             found = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint_\d+", name)]
@@ -172,7 +172,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _State(FrameworkState):
-    """The Accelerator's own numbers; handed back to it as they are loaded."""
+    """The Accelerator's own counters; a load hands them back to it."""
 
     def __init__(self, owner: Accelerator, value: dict[str, Any]) -> None:
         super().__init__(value, self._check_schedules)

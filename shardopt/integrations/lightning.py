@@ -1,4 +1,4 @@
-"""Checkpoints of a Lightning trainer, by a callback: for any strategy, resumed on any number of ranks.
+"""Checkpoints of a Lightning trainer by a callback, for any strategy, resumed on any number of ranks.
 
 trainer = Trainer(callbacks=[ShardoptCheckpoint("out/checkpoints", every=500)], ...)
 trainer.fit(module)  # from the newest committed checkpoint, if there is one
@@ -21,7 +21,7 @@ __all__ = ["ShardoptCheckpoint"]
 
 
 class ShardoptCheckpoint(Checkpoint):
-    """Restores the newest checkpoint when a fit begins, saves every so many steps, and at the end. All ranks have one.
+    """Restores the newest checkpoint when a fit begins, saves at regular steps, and at the end. All ranks need one.
 
     Saved are the module, its optimizers (which have to be `shardopt.keyed`) and schedules, random states, the progress
     of the loops, positions of data loaders, and what callbacks and hooks add. Lightning's own checkpoints are off then,
@@ -45,11 +45,11 @@ class ShardoptCheckpoint(Checkpoint):
 
     @property
     def manager(self) -> Manager:
-        """The Manager, while a fit is under way."""
+        """The Manager, during a fit."""
         return self._run.manager
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores: strategy, optimizers and schedules are there by now, and no data was asked for yet."""
+        """Restores: strategy, optimizers and schedules exist by now, and no data was requested yet."""
         framework, self._loaders = FrameworkState(), LoaderStates()
         self.restored = self._run.begin(app_of(trainer, framework, self._loaders))
         if self.restored:
@@ -62,7 +62,7 @@ class ShardoptCheckpoint(Checkpoint):
         self._loaders.load_positions(trainer.train_dataloader)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Saves if a step is due that this batch has ended, and none that only added to the gradients."""
+        """Saves if this batch has ended a due step; not after a batch that only accumulated gradients."""
         self._run.after_step(trainer.global_step, lambda: self._app(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""The state of a Lightning trainer as an app, and back: the same for the callback and for the strategy.
+"""Converts the state of a Lightning trainer to an app and back, for the callback and for the strategy.
 
     {"model": module, "optimizer": optimizer, "schedule": schedule, "random": …, "loaders": …, "lightning": …}
 
@@ -24,7 +24,7 @@ _LOADERS = "combined_loader"  # Lightning's name for the states of data loaders,
 
 
 def app_of(trainer: Trainer, framework: FrameworkState, loaders: LoaderStates) -> dict[str, Any]:
-    """Returns the app of a trainer whose strategy has been set up.
+    """Returns the app of a trainer whose strategy is set up.
 
     Raises:
         StateError: an optimizer is not keyed by parameter name.
@@ -39,7 +39,7 @@ def app_of(trainer: Trainer, framework: FrameworkState, loaders: LoaderStates) -
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Returns what Lightning keeps beside model, optimizers and schedules. Collective: callbacks' state is rank 0's."""
+    """Returns Lightning's state beside model, optimizers and schedules. Collective: callbacks' state is rank 0's."""
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -60,7 +60,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Hands state back that `state_of` gave; as Lightning does where it resumes by itself."""
+    """Hands back the state from `state_of`, as Lightning does when it resumes by itself."""
     precision, datamodule = trainer.precision_plugin, trainer.datamodule
     trainer.lightning_module.on_load_checkpoint(checkpoint)
     for callback in trainer.callbacks:
@@ -75,7 +75,7 @@ def load_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def without_loaders(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], LoaderStates]:
-    """Takes the positions of data loaders out of Lightning's state, as they may differ between ranks."""
+    """Removes the positions of data loaders from Lightning's state, as they may differ between ranks."""
     loop = checkpoint["loops"]["fit_loop"]
     own = dict(loop["state_dict"])
     states = own.pop(_LOADERS, [])
@@ -84,7 +84,7 @@ def without_loaders(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], LoaderS
 
 
 class LoaderStates:
-    """The positions of the stateful data loaders: those that hold for any rank once, of others this rank's.
+    """The positions of stateful data loaders: stored once if they hold for any rank, else for each rank.
 
     Args:
         states: in Lightning's order.
@@ -108,12 +108,12 @@ class LoaderStates:
         self.states = [own[i] if state is None else state for i, state in enumerate(shared)]
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:
-        """Puts the positions back where `without_loaders` took them from."""
+        """Puts the positions back to where `without_loaders` removed them."""
         if self.states:
             checkpoint["loops"]["fit_loop"]["state_dict"][_LOADERS] = self.states
 
     def load_positions(self, loaders: Any) -> None:
-        """Loads into those that count by themselves: Lightning itself does so only in the middle of an epoch."""
+        """Loads positions into loaders that count by themselves; Lightning does so only in the middle of an epoch."""
         if self.states:
             stateful = [each for each in CombinedLoader(loaders).flattened if hasattr(each, "load_state_dict")]
             for loader, state in zip(stateful, self.states, strict=False):
@@ -122,5 +122,5 @@ class LoaderStates:
 
 
 def _is_shared(state: Any) -> bool:
-    """Whether a state is that of a `ResumableSampler`: of a `ResumableLoader`, or a `ResumableStatefulLoader`."""
+    """Whether a state belongs to a `ResumableSampler`, that is, to a `ResumableLoader` or `ResumableStatefulLoader`."""
     return isinstance(state, dict) and state.keys() >= {"size", "seed", "epoch", "position"}

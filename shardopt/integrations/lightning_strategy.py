@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints, saved and loaded by shardopt: `trainer.fit(ckpt_path=…)` and ModelCheckpoint with FSDP2.
+"""Saves and loads Lightning's own checkpoints by shardopt: `trainer.fit(ckpt_path=…)` and ModelCheckpoint with FSDP2.
 
 trainer = Trainer(strategy=ShardoptStrategy(data_parallel_size=4, tensor_parallel_size=1), ...)
 trainer.fit(module, ckpt_path="out/epoch=3-step=400.ckpt")  # on any number of ranks
@@ -28,7 +28,7 @@ _ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")  # of Lightning
 
 
 class ShardoptMixin:
-    """Saves and loads a strategy's checkpoints by shardopt. To stand before the strategy among the base classes.
+    """Saves and loads a strategy's checkpoints by shardopt. Must stand before the strategy among the base classes.
 
     A checkpoint is a directory in the place of Lightning's file or directory, as `ShardoptCheckpoint` writes it, which
     may be loaded here as well. One that stands in the way of a new one is replaced by it once it is whole.
@@ -36,32 +36,32 @@ class ShardoptMixin:
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning asks whether to load once module and optimizers are set up, which a load in place needs."""
+        """Tells Lightning to load once module and optimizers are set up, which a load in place needs."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning asks whether it is to hand optimizers their state, which `load_checkpoint` has done."""
+        """Tells Lightning not to restore optimizers' state, as `load_checkpoint` has done so."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gives nothing: the module is saved in place."""
+        """Returns nothing, as the module is saved in place."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Gives nothing: optimizers are saved in place."""
+        """Returns nothing, as optimizers are saved in place."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Does nothing: `load_checkpoint` has loaded the module."""
+        """Does nothing, as `load_checkpoint` has loaded the module."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Does nothing: `load_checkpoint` has loaded the optimizers."""
+        """Does nothing, as `load_checkpoint` has loaded the optimizers."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves what a trainer has dumped, and its module, optimizers and schedules. All ranks call it.
+        """Saves a trainer's dumped state, and its module, optimizers and schedules. All ranks must call.
 
         Raises:
             StateError: there is something in the dump that is no plain value, such as a hyperparameter.
@@ -83,7 +83,7 @@ class ShardoptMixin:
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads module, optimizers and schedules in place; returns what Lightning is to load by itself.
+        """Loads module, optimizers and schedules in place; returns what Lightning loads itself.
 
         Raises:
             CheckpointNotFoundError, MismatchError, CorruptionError: as by `checkpoint.load`.
@@ -103,7 +103,7 @@ class ShardoptMixin:
         return {**framework.value, "state_dict": {}, "optimizer_states": [], "lr_schedulers": schedules}
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint, on rank 0; one that is removed halfway is none."""
+        """Removes a checkpoint, on rank 0; a half-removed one is no checkpoint."""
         if ranks_of(None).rank == 0:
             remove_checkpoint(storage_of(filepath))
 
@@ -125,7 +125,7 @@ def _is_committed(path: str) -> bool:
 
 
 def _replace(path: str, new: str) -> None:
-    """Puts one directory in the place of another. Killed at any point, one of them is whole, here or beside."""
+    """Replaces one directory by another. Killed at any point, one of the two is whole, here or beside."""
     old = f"{path}.old"
     remove_checkpoint(storage_of(old))
     Path(path).rename(old)

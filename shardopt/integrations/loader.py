@@ -1,4 +1,4 @@
-"""A data loader whose position is saved by the loop that it is handed to, and goes on on any number of ranks."""
+"""A data loader whose position the training loop saves, and that resumes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def sampler_of(dataset: Any, weights: Sequence[float] | None, **options: Any) -> ResumableSampler:
-    """Returns the sampler of a map-style data set; with weights, of the data sets that it was concatenated from.
+    """Returns the sampler of a map-style data set; with weights, one for the data sets that it concatenates.
 
     Raises:
         OptionError: there are weights, and the data set is no concatenation.
@@ -32,7 +32,7 @@ def sampler_of(dataset: Any, weights: Sequence[float] | None, **options: Any) ->
 
 
 def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
-    """Yields the batches that are left in an epoch, and counts each; with the last one the next epoch begins.
+    """Yields the remaining batches of an epoch, and counts each; the last one begins the next epoch.
 
     So a loop that saves after each batch, and is not asked for one more, saves no position at the end of an epoch.
     """
@@ -85,21 +85,21 @@ class ResumableLoader:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.position, **options)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch, the same on any number of ranks."""
+        """The number of batches in a whole epoch, the same on any number of ranks."""
         return batches_of_epoch(self.position)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches that are left in this epoch."""
+        """Yields the remaining batches of this epoch."""
         return rest_of_epoch(self._loader, self.position)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank."""
+        """Returns the position, the same on every rank."""
         return self.position.state_dict()
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the state is of another data set or mixture."""
+        """Raises MismatchError if the state belongs to another data set or mixture."""
         self.position.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the state was taken; raises MismatchError where the data set or the mixture is another."""
+        """Resumes where the state was taken; raises MismatchError for another data set or mixture."""
         self.position.load_state_dict(state_dict)

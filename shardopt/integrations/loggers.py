@@ -1,4 +1,4 @@
-"""Figures of checkpoints (bytes, seconds, stall, GB/s) for loggers: TensorBoard, Weights & Biases, or any function.
+"""Metrics of checkpoints (bytes, seconds, stall, GB/s) for loggers: TensorBoard, Weights & Biases, or any function.
 
 remove = log_report_metrics(tensorboard(SummaryWriter("out/logs")), step=lambda: app["step"])
 remove = log_report_metrics(wandb.log, step=lambda: app["step"])
@@ -21,7 +21,9 @@ Log = Callable[..., object]
 
 
 def log_report_metrics(log: Log, *, step: Callable[[], int], all_ranks: bool = False) -> Callable[[], None]:
-    """Hands the metrics of every save, load and upload to a logger, as "checkpoint/save/seconds"; returns the way back.
+    """Passes the metrics of every save, load and upload to a logger; returns a function that ends this.
+
+    Metrics have names such as "checkpoint/save/seconds".
 
     The logger is called by the thread that did the work. What it raises is logged, and does no harm to the work.
 
@@ -42,7 +44,7 @@ def log_report_metrics(log: Log, *, step: Callable[[], int], all_ranks: bool = F
 
 
 def tensorboard(writer: Any) -> Log:
-    """Returns a function for `log_report_metrics` that writes scalars, and flushes them.
+    """Returns a function for `log_report_metrics` that writes and flushes scalars.
 
     Args:
         writer: a `SummaryWriter` of TensorBoard.

@@ -1,4 +1,4 @@
-"""The keyed optimizer within what a framework has put around it, or in the place of a torch optimizer."""
+"""Finds the keyed optimizer inside a framework's wrappers, or makes one in place of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def require_keyed(optimizers: Iterable[Any], remedy: str) -> list[KeyedOptimizer]:
-    """Returns the keyed optimizers within wrappers.
+    """Returns the keyed optimizers inside wrappers.
 
     Raises:
         StateError: one of them is none, whose state could be saved and not be loaded into a new one; or its
@@ -92,7 +92,7 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
 
 
 def make_keyed(wrapper: Any, model: nn.Module, schedules: Iterable[Any], remedy: str) -> None:
-    """Puts a keyed optimizer in the place of a torch optimizer in an `AcceleratedOptimizer`; a keyed one stays.
+    """Replaces the torch optimizer in an `AcceleratedOptimizer` by a keyed one; a keyed one stays.
 
     For FSDP2, Accelerate shards the model beneath the optimizer, and puts the new parameters in its groups. So this
     comes after `prepare`, and before the first step. Schedules that go by the torch optimizer go by the keyed one then,
@@ -120,7 +120,7 @@ def make_keyed(wrapper: Any, model: nn.Module, schedules: Iterable[Any], remedy:
 
 
 def add_objects(app: dict[str, Any], name: str, objects: Sequence[Any]) -> None:
-    """Adds to an app one object under a name ("optimizer"), or several as a list under its plural; or nothing."""
+    """Adds objects to an app: one under a name ("optimizer"), several as a list under its plural, or none."""
     if objects:
         app[name if len(objects) == 1 else f"{name}s"] = objects[0] if len(objects) == 1 else [*objects]
 

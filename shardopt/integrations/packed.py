@@ -1,4 +1,4 @@
-"""Documents of different lengths, packed into samples that can be asked for by number."""
+"""Packs documents of different lengths into samples that can be indexed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardopt.errors import OptionError, Problem
 
 
 class Packed(Dataset[list[Any]]):
-    """A map-style data set whose sample is a list of documents that fit into a capacity together.
+    """A map-style data set whose samples are lists of documents that together fit into a capacity.
 
         packed = Packed(documents, lengths, capacity=4096)
         loader = ResumableStatefulLoader(packed, batch_size=64, collate_fn=...)

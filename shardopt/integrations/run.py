@@ -1,4 +1,4 @@
-"""The checkpoints of a training run whose loop is a framework's: restored once, saved after steps, closed."""
+"""The checkpoints of a training run in a framework's loop: restored once, saved after steps, closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRAINED = ("model", "models", "optimizer", "optimizers")
 
 
 class FrameworkState:
-    """An entry of an app that is one plain value: what a framework keeps beside model, optimizer and schedule.
+    """An entry of an app with one plain value: a framework's state beside model, optimizer and schedule.
 
     Args:
         value: what to save: plain values, and small tensors within them.
@@ -38,23 +38,23 @@ class FrameworkState:
         self._check = check
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the value; where there are tensors in it, as text, since its keys may be others in every save."""
+        """Returns the value; as text if it contains tensors, since its keys may change at every save."""
         if not holds_tensors(self.value):
             return self.value
         return {_ENCODED: json.dumps(encode_value(_on_cpu(self.value), "the framework's state"))}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the framework cannot go on with what was saved."""
+        """Raises MismatchError if the framework cannot resume from the saved value."""
         if self._check is not None:
             self._check(_decoded(state_dict))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was saved; nothing of the framework's is changed by that."""
+        """Stores the saved value; changes nothing of the framework's."""
         self.value = _decoded(state_dict)
 
 
 class TrainingRun:
-    """A `checkpoint.Manager` that is made when training begins, and saves after a step whatever the steps in between.
+    """A `checkpoint.Manager` that is made when training begins, and saves after a step however steps are counted.
 
     Args:
         root: of the run's checkpoints, as for `checkpoint.Manager`.
@@ -112,12 +112,12 @@ class TrainingRun:
         return self._last
 
     def take_signal_back(self) -> None:
-        """Listens to the signals again, where the framework has put in handlers of its own since `begin`."""
+        """Listens to the signals again, if the framework has installed handlers of its own since `begin`."""
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
 
     def after_step(self, step: int, app: Callable[[], App]) -> None:
-        """Saves where the step is due, or where the job is to stop. Collective; to be called after every step.
+        """Saves if the step is due, or if the job is to stop. Collective; call it after every step.
 
         Args:
             step: the number of steps done; one that was given before is passed over.
@@ -136,21 +136,21 @@ class TrainingRun:
             self.manager.save(step, app(), force=passed)
 
     def end(self, step: int, app: Callable[[], App]) -> None:
-        """Saves the last step where it was not, and waits for all that is still being written. Collective."""
+        """Saves the last step if it is not saved yet, and waits for all running writes. Collective."""
         if step > 0:
             self.manager.save(step, app(), force=True)
         self.manager.close()
         self._manager = None
 
     def abort(self) -> None:
-        """Closes after an error, which is the one that the program ends with. Does nothing where nothing is open."""
+        """Closes after an error, with which the program ends. Does nothing if nothing is open."""
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
 
 
 def of_rank_0(what: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value that rank 0 has, on every rank. Collective.
+    """Returns rank 0's value, on every rank. Collective.
 
     Args:
         what: names the value in errors.
@@ -177,7 +177,7 @@ def _decoded(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Returns nested plain values with tensors on the CPU, and subclasses of dict as dicts."""
+    """Returns nested plain values with tensors on the CPU, and dict subclasses as dicts."""
     if hasattr(value, "detach"):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""torchdata's `StatefulDataLoader`, whose position is saved with a job and holds where its data allows it.
+"""torchdata's `StatefulDataLoader` with a position that is saved with the job, for any ranks if its data allows.
 
 Samples that can be asked for by number (map-style data sets, mixtures of them, windows of a text, `Packed` documents)
 have one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream
@@ -20,7 +20,7 @@ from shardopt.state.state import PerRank
 
 
 class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types
-    """A `StatefulDataLoader` of a map-style data set, with a position that is the same on every rank.
+    """A `StatefulDataLoader` over a map-style data set, whose position is the same on every rank.
 
         loader = ResumableStatefulLoader(dataset, batch_size=64, seed=0, num_workers=4)
         app = {..., "data": loader}
@@ -69,28 +69,28 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         super().__init__(dataset, batch_sampler=_Batches(self.positions), **options)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch, the same on any number of ranks."""
+        """The number of batches in a whole epoch, the same on any number of ranks."""
         return batches_of_epoch(self.positions)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of this epoch, from where the position is when the first batch is asked for."""
+        """Yields the rest of this epoch, from the position when the first batch is requested."""
         yield from rest_of_epoch(super().__iter__(), self.positions)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the whole job: the same on every rank, for any number of them."""
+        """Returns the position of the whole job: the same on every rank, for any number of ranks."""
         return self.positions.state_dict()
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the state is of another data set or mixture."""
+        """Raises MismatchError if the state belongs to another data set or mixture."""
         self.positions.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the state was taken; the loader must be iterated anew."""
+        """Resumes where the state was taken; the loader must be iterated again."""
         self.positions.load_state_dict(state_dict)
 
 
 class RankPosition:
-    """The position of any `StatefulDataLoader`, as each rank has it: for the same number of ranks.
+    """The position of any `StatefulDataLoader` on each rank; it holds for the same number of ranks.
 
         app = {..., "data": RankPosition(loader)}
 
@@ -112,7 +112,7 @@ class RankPosition:
 
 
 class _Batches:
-    """The batches of a sampler without its state, which torchdata would take for the position of one rank."""
+    """The batches of a sampler without its state, which torchdata would treat as one rank's position."""
 
     def __init__(self, positions: ResumableSampler) -> None:
         self._positions = positions

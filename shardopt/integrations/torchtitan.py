@@ -1,4 +1,4 @@
-"""torchtitan's checkpoints and optimizers through shardopt, plugged in by a config: no fork, no patch.
+"""Uses shardopt for torchtitan's checkpoints and optimizers by a config: no fork, no patch.
 
     from shardopt.integrations.torchtitan import ShardoptCheckpoints, ShardoptOptimizers
 
@@ -34,7 +34,7 @@ _RANKS = "world_size"  # under which torchtitan's loaders have the number of dat
 
 
 class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]  # torchtitan may be absent
-    """A checkpoint manager of torchtitan that saves and restores by a `checkpoint.Manager`.
+    """A torchtitan checkpoint manager that saves and restores by a `checkpoint.Manager`.
 
     Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs go on with other
     meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`)
@@ -117,25 +117,25 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Saves where the step is due, or is the last. Collective. Ends the job with SystemExit after a SIGTERM."""
+        """Saves if the step is due or the last one. Collective. Ends the job with SystemExit after a SIGTERM."""
         if self._config.load_only:
             return False
         force = last_step or (curr_step == 1 and self._config.enable_first_step_checkpoint)
         return self._manager.save(curr_step, self._app | self._data(), force=force) is not None
 
     def _wait_for_saving(self) -> None:
-        """Nothing to do: the next save waits for the one before."""
+        """Does nothing, as the next save waits for the one before."""
 
     def _maybe_wait_for_staging(self) -> None:
-        """Nothing to do: a step waits for what is copied beside it."""
+        """Does nothing, as a step waits for the copies that are still being made."""
 
     def _close(self) -> None:
-        """Waits for what is being saved in the background. Raises its failure."""
+        """Waits for saves in the background. Raises their failure."""
         if hasattr(self, "_manager"):
             self._manager.close()
 
     def _data(self) -> dict[str, Any]:
-        """Returns the loader itself where its state is every rank's, else its state with a key for each data rank."""
+        """Returns the loader itself if all ranks share its state, else its state with a key per data rank."""
         if self._loader is None:
             return {}
         state = self._loader.state_dict()
@@ -143,7 +143,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
 
 
 class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
-    """The optimizers of torchtitan's groups as one that is keyed by name, over all model parts of a rank.
+    """The optimizers of torchtitan's groups as one, keyed by name, over all of a rank's model parts.
 
     Attributes:
         keyed: the optimizer, of `shardopt.keyed`.
@@ -184,7 +184,7 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
         return iter(self.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the keyed optimizer; makes none."""
+        """Returns the state of the keyed optimizer, without making any."""
         return self.keyed.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
 
 
 class _ModelParts:
-    """Several chunks of a pipeline on one rank, as the one model that they are parts of."""
+    """Several pipeline stages on one rank, as parts of one model."""
 
     def __init__(self, parts: list[torch.nn.Module]) -> None:
         self._parts = parts
@@ -206,7 +206,7 @@ class _ModelParts:
 
 
 class _TrainState:
-    """The trainer's own state, in which it counts the tokens of one rank: kept are those of all."""
+    """The trainer's own state, which counts one rank's tokens; stores the count of all ranks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -222,13 +222,13 @@ class _TrainState:
 
     @property
     def _ranks(self) -> int:
-        """The number of ranks over which the trainer adds up tokens."""
+        """The number of ranks whose tokens the trainer adds up."""
         dims = self._trainer.parallel_dims
         return int(dims.get_mesh("loss").size()) if dims.dp_cp_enabled else 1
 
 
 def _with_reason(problem: Problem) -> Problem:
-    """Says of positions in the data of other data ranks why they are refused."""
+    """Adds to a refusal of other data ranks' positions why they are refused."""
     if not problem.key.startswith(f"{DATA}.dp_rank_"):
         return problem
     remedy = (
@@ -239,7 +239,7 @@ def _with_reason(problem: Problem) -> Problem:
 
 
 def _refuse_options(config: ShardoptCheckpoints.Config) -> None:
-    """Raises OptionError for what torchtitan's own manager does, and this one does not."""
+    """Raises OptionError for features of torchtitan's own manager that this one lacks."""
     remedy = "leave it out, and write that format with `shardopt convert` (docs/convert.md)"
     names = ("initial_load_in_hf", "last_save_in_hf", "last_save_model_only", "create_seed_checkpoint")
     problems = [Problem(f"checkpoint.{name}", "True", "False", remedy) for name in names if getattr(config, name)]

@@ -1,4 +1,4 @@
-"""Checkpoints of a transformers `Trainer`, by a callback: resumed on any number of ranks, at the sample that follows.
+"""Checkpoints of a transformers `Trainer` by a callback, resumed on any number of ranks, at the next sample.
 
     trainer = Trainer(model, args, train_dataset=dataset)  # args: save_strategy="no", seed, and a batch size per rank
     trainer.add_callback(ShardoptCallback(trainer, "out/checkpoints", every=500))
@@ -42,7 +42,7 @@ _log = logging.getLogger("shardopt")
 
 
 class ShardoptCallback(TrainerCallback):
-    """Restores the newest checkpoint when training begins, saves every so many steps, and at the end.
+    """Restores the newest checkpoint when training begins, saves at regular steps, and at the end.
 
     Saved are model, optimizer, schedule and random states, and the Trainer's state: steps, logs, the loss since the
     last log, the best metric, what callbacks export. A torch optimizer, which is what a Trainer makes, is replaced by
@@ -79,13 +79,13 @@ class ShardoptCallback(TrainerCallback):
 
     @property
     def manager(self) -> Manager:
-        """The Manager, while training is under way."""
+        """The Manager, during training."""
         return self._run.manager
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Restores; all that training is made of is there by now, and no data was asked for yet."""
+        """Restores: all parts of the training exist by now, and no data was requested yet."""
         loader, accumulated = given["train_dataloader"], args.gradient_accumulation_steps
         self._check_data(args, loader)
         if _is_stream(loader):  # which has no length, and may be read by one rank for all
@@ -107,7 +107,7 @@ class ShardoptCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Saves what the step before has left, if that is due."""
+        """Saves the state after the previous step, if that is due."""
         if self._random is not None:
             # Not before: the loader has drawn a seed from these generators since, which this step did not see.
             RandomState(on_resize="keep").load_state_dict(self._random)
@@ -115,14 +115,14 @@ class ShardoptCallback(TrainerCallback):
         self._run.after_step(state.global_step, lambda: self._app_of(state, **given))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Sets the epoch right, which the Trainer counts from where this process began."""
+        """Corrects the epoch, which the Trainer counts from the start of this process."""
         if self.restored:
             epochs, steps = divmod(state.global_step - 1, self._steps)
             batches = min((steps + 1) * args.gradient_accumulation_steps, self._batches)
             state.epoch = epochs + batches / self._batches
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Saves the last step, and waits for what is still being written."""
+        """Saves the last step, and waits for all running writes."""
         self._run.end(state.global_step, lambda: self._app_of(state, **given))
 
     def _app(self, saved: FrameworkState, random: RandomState, **given: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ShardoptCallback(TrainerCallback):
         return self._app(FrameworkState(self._state_of(state)), RandomState(on_resize="keep"), **given)
 
     def _state_of(self, state: TrainerState) -> dict[str, Any]:
-        """Returns the Trainer's state, of rank 0, with the mean of the ranks' losses since the last log. Collective."""
+        """Returns rank 0's Trainer state, with the mean over ranks of the losses since the last log. Collective."""
         trainer, ranks = self._trainer, ranks_of(None)
         own = {name: value for name, value in asdict(state).items() if name not in _OF_THIS_RUN}
         own["stateful_callbacks"] = {
@@ -167,7 +167,7 @@ class ShardoptCallback(TrainerCallback):
         trainer._tr_loss = torch.tensor(saved["loss_since"], device=trainer._tr_loss.device)
 
     def _skip(self, loader: Any, saved: dict[str, Any]) -> None:
-        """Has the data begin after what was seen: the Trainer's own counting of epochs has begun at 0."""
+        """Makes the data begin after the samples that were seen, as the Trainer counts epochs from 0."""
         if not self._order:
             return
         epochs, steps = divmod(self.restored, self._steps)
@@ -215,7 +215,7 @@ class ShardoptCallback(TrainerCallback):
 
 
 class _GoesOn:
-    """A sampler that begins where another run has stopped: some epochs later, and there after some samples.
+    """A sampler that begins where another run stopped: after some epochs, and some samples of the next.
 
     Epochs are filled up here, to batches that are whole: the loader does so with the first samples that it is given,
     which in an epoch that is gone on with are not the first ones of the epoch.
@@ -255,7 +255,7 @@ class _GoesOn:
 
 
 def _inner(batches: Any) -> Any:
-    """Returns the batch sampler of the whole job, of which ranks take theirs."""
+    """Returns the batch sampler of the whole job, from which ranks take their batches."""
     return getattr(batches, "batch_sampler", batches)
 
 
@@ -291,7 +291,7 @@ def _is_stream(loader: Any) -> bool:
 
 
 def _order_of(loader: Any) -> dict[str, int]:
-    """Returns what the order of samples follows from: how many there are, to what they are filled up, and the seed."""
+    """Returns what determines the order of samples: their number, the padded number, and the seed."""
     batches, sampler = loader.batch_sampler, _inner(loader.batch_sampler).sampler
     fills = getattr(batches, "even_batches", False) and not batches.drop_last
     order = {"size": len(sampler), "filled_to": loader.total_batch_size if fills else 1}

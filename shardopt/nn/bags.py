@@ -1,4 +1,4 @@
-"""Bags of ids to look up: checked without waiting for a device, and pooled when the vectors are there."""
+"""Bags of ids to look up: checks them without waiting for a device, and pools their vectors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Bags:
     ends: bool = False
 
     def faulty(self) -> Tensor:
-        """Whether an id has no row, or offsets are not those of bags: a bool on the ids' device; waits for nothing."""
+        """Returns, as a bool on the ids' device, whether an id has no row or offsets are wrong; waits for nothing."""
         faulty = _out_of_range(self.ids, self.table).any()
         return faulty if self.offsets is None else faulty | self._wrong_offsets()
 
     def faults(self) -> Iterator[Problem]:
-        """Yields the problems that `faulty` has detected; waits for the device."""
+        """Yields the problems that `faulty` detected; waits for the device."""
         outside = self.ids[_out_of_range(self.ids, self.table)].flatten().tolist()
         if outside:
             others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
@@ -56,7 +56,7 @@ class Bags:
             yield Problem(self.table.name, present, required, "pass where each bag begins")
 
     def pooled(self, positions: Tensor, vectors: Tensor) -> Tensor:
-        """Pools vectors to those of the bags, [B, D]; without pooling those of the ids, [*ids.shape, D].
+        """Pools vectors to one per bag, [B, D]; without pooling, one per id, [*ids.shape, D].
 
         Args:
             positions: of each id's vector in `vectors`, as the ids; those of padding are U.
@@ -90,7 +90,7 @@ class Bags:
 def bags_of(
     tables: Mapping[str, Table], given: Mapping[str, Given], pools: bool, ends: bool, like: Mapping[str, Tensor]
 ) -> list[Bags]:
-    """Checks the ids that a module is given, and makes bags of them.
+    """Checks a module's ids, and makes bags of them.
 
     Args:
         tables: by name.

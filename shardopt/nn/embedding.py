@@ -26,7 +26,7 @@ from shardopt.sharding.view import assemble, device_of, local_tensors
 
 
 class _ShardedTables(nn.Module, FusedOptimizerModule):
-    """The base of both modules: tables, the lookup in all of them at once, and the update or storage of gradients."""
+    """The base of both modules: holds the tables, looks up ids in all at once, and updates or stores gradients."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self._starts = boundaries(tables, mesh.size())
 
     def reset_parameters(self) -> None:
-        """Draws the rows of all tables again, in place, as where a module is made on a device.
+        """Draws the rows of all tables again, in place, for example after a module was made on the meta device.
 
-        To be called on every rank, with equal default generators of torch, after `to_empty` of a module that was made
-        on "meta", where it does nothing.
+        Call it on every rank, with equal default generators of torch, after `to_empty` of a module made on "meta". On
+        "meta" itself it does nothing.
         """
         for table in self.tables:
             cast(Rows, self.get_submodule(table.name)).draw()
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer that `fuse` made; before it, one of nothing. Names are relative to this module."""
+        """The optimizer that `fuse` made; before it, one without parameters. Names are relative to this module."""
         return EmptyFusedOptimizer() if self._fused is None else self._fused
 
     def fuse(
@@ -73,11 +73,11 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         groups: Collection[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> KeyedOptimizer:
-        """From now on updates the tables inside of backward. To be called once, on every rank, with equal arguments.
+        """Makes backward update the tables from now on. Call once, on every rank, with equal arguments.
 
-        Each `backward` is one step of the optimizer, with the sum of the gradients of all lookups that this backward
-        comes to; when it returns the rows are updated, and no parameter has a gradient. No other optimizer may be
-        given the tables' parameters.
+        Each `backward` is one step of the optimizer, with the sum of the gradients of all lookups in it. When it
+        returns, the rows are updated, and no parameter has a gradient. No other optimizer may be given the tables'
+        parameters.
 
         Args:
             algorithm, groups, options: as for `shardopt.keyed`; an algorithm that takes sparse gradients.
@@ -103,7 +103,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     def _look_up(
         self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
     ) -> Tensor | dict[str, Tensor]:
-        """Looks up vectors for the ids of each table. Collective, also where a rank's ids are faulty."""
+        """Looks up vectors for the ids of each table. Collective, even if a rank's ids are faulty."""
         ranks = ranks_of(self.mesh.get_group())
         weights = self._weights()
         device = device_of(weights[0])
@@ -160,16 +160,16 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
 
 
 class ShardedEmbeddingBag(_ShardedTables):
-    """nn.EmbeddingBag over one or several tables whose rows are cut over the ranks of a mesh.
+    """nn.EmbeddingBag over one or several tables whose rows are sharded over the ranks of a mesh.
 
     Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, each row's once, and vectors
-    travel back: three exchanges for all tables together, and one in backward, which brings gradients to the rows.
-    Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
+    travel back. That takes three exchanges for all tables together. Backward takes one, which brings gradients to the
+    rows. Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D] on [Shard(0)]. Its gradient is a DTensor over a
-    sparse local tensor, not coalesced, set at the end of backward, after which the parameter's post-accumulate-grad
-    hooks run, and so `in_backward`. No other hooks do, and torch.autograd.grad and backward(inputs=...) do not see it.
-    Where `fully_shard` is to shard the rest of a model, pass these parameters to its `ignored_params`.
+    sparse local tensor, not coalesced. It is set at the end of backward; then the parameter's post-accumulate-grad
+    hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad and backward(inputs=...) do not
+    see it. Where `fully_shard` is to shard the rest of a model, pass these parameters to its `ignored_params`.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
@@ -214,13 +214,13 @@ class ShardedEmbeddingBag(_ShardedTables):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Looks up and pools. Collective over the mesh.
+        """Looks up vectors and pools them. Collective over the mesh.
 
         Args:
             ids: for each table by name (ids, offsets) or (ids, offsets, per_sample_weights), as nn.EmbeddingBag takes
-                them: [L] and [B] int64 or int32, and [L] of the table's dtype, which may want gradients; or ids
-                [B, L] alone, or with None for offsets. For a table with mode "none", ids of any shape. Tables may be
-                left out. Where there is one table only, its ids alone, with what else there is in the other arguments.
+                them: [L] and [B] int64 or int32, and [L] of the table's dtype, which may require gradients. Or ids [B,
+                L] alone, or with None for offsets. For a table with mode "none", ids of any shape. Tables may be left
+                out. Where there is one table only, its ids alone, with what else there is in the other arguments.
 
         Returns:
             For each table that was given ids [B, D], without pooling [*ids.shape, D]; a bag without ids is zeros.
@@ -233,9 +233,9 @@ class ShardedEmbeddingBag(_ShardedTables):
 
 
 class ShardedEmbedding(_ShardedTables):
-    """nn.Embedding over one or several tables whose rows are cut over the ranks of a mesh.
+    """nn.Embedding over one or several tables whose rows are sharded over the ranks of a mesh.
 
-    `ShardedEmbeddingBag` without bags: all that it says of ranks, parameters and gradients holds here, too.
+    `ShardedEmbeddingBag` without bags: what it says about ranks, parameters and gradients holds here, too.
 
     Args:
         tables, mesh, device, mean_gradients: as for ShardedEmbeddingBag; `mode` of tables is not looked at.
@@ -246,10 +246,10 @@ class ShardedEmbedding(_ShardedTables):
     @overload
     def forward(self, ids: Tensor) -> Tensor: ...
     def forward(self, ids: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """Looks up. Collective over the mesh.
+        """Looks up vectors. Collective over the mesh.
 
         Args:
-            ids: for each table by name, int64 or int32 of any shape; where there is one table only, a tensor alone.
+            ids: for each table by name, int64 or int32 of any shape; for a single table, a tensor alone.
 
         Returns:
             For each table that was given ids [*ids.shape, D].
@@ -264,7 +264,7 @@ class ShardedEmbedding(_ShardedTables):
 def _by_table(
     tables: Sequence[Table], ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None]
 ) -> Mapping[str, Given]:
-    """Returns the given ids by table; the only table need not be named.
+    """Returns the given ids by table; a single table need not be named.
 
     Raises:
         InputError: it is not plain which ids are for which table.
@@ -290,7 +290,7 @@ def _refuse_dense_only(spec: AlgorithmSpec) -> None:
 
 
 def _refuse(refused: Exception | None, bags: Sequence[Bags]) -> None:
-    """Raises this rank's problems, if it has any."""
+    """Raises this rank's problems, if any."""
     if refused is not None:
         raise refused
     problems = [problem for each in bags for problem in each.faults()]

@@ -1,4 +1,4 @@
-"""Routes ids to the ranks that hold their rows, and vectors and gradients along the same way.
+"""Routes ids to the ranks that hold their rows, and vectors and gradients back along the same way.
 
 R ranks, T tables; table t has N_t rows of D_t elements, cut over the ranks as torch.chunk cuts.
 A rank asks for U_t different rows of table t, and is asked for M_t of those that it holds (counted once for each rank
@@ -19,11 +19,11 @@ from shardopt.nn.table import Table
 from shardopt.ranks import Ranks
 
 Counts = list[list[int]]
-"""[R][T]: rows of each table that go to, or come from, each rank."""
+"""[R][T]: the number of rows of each table sent to, or received from, each rank."""
 
 
 def boundaries(tables: Sequence[Table], ranks: int) -> Tensor:
-    """Returns the first row of each rank, in the rows of all tables in turn: [T * R + 1], int64, on the CPU."""
+    """Returns the first row of each rank, for all tables in turn: [T * R + 1], int64, on the CPU."""
     starts = [0, *accumulate(table.num_embeddings for table in tables)]
     cuts = [start + t.first_row(r, ranks) for start, t in zip(starts, tables, strict=False) for r in range(ranks)]
     return torch.tensor([*cuts, starts[-1]], dtype=torch.int64, device="cpu")
@@ -51,12 +51,14 @@ class Route:
     rows: tuple[Tensor, ...]
 
     def fetch(self, tables: Sequence[Tensor]) -> list[Tensor]:
-        """Fetches the rows that this rank asked for, [U_t, D_t], from tables of [n_t, D_t] on each rank. Collective."""
+        """Fetches the rows that this rank requested, [U_t, D_t], from tables of [n_t, D_t] on each rank. Collective."""
         rows_here = [table.index_select(0, rows) for table, rows in zip(tables, self.rows, strict=True)]
         return _travel(self.ranks, rows_here, self.got, self.sent)
 
     def return_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Sends back gradients of fetched rows, [U_t, D_t]; returns those of the rows here, [M_t, D_t]. Collective."""
+        """Sends back gradients of fetched rows, [U_t, D_t]; returns those of this rank's rows, [M_t, D_t].
+        Collective.
+        """
         return _travel(self.ranks, gradients, self.sent, self.got)
 
 
@@ -67,7 +69,7 @@ def find_route(
     ids: Mapping[int, Tensor],
     faulty: Tensor,
 ) -> Route | None:
-    """Finds which rows every rank is asked for. Collective: two exchanges, of counts and of ids.
+    """Finds the rows that every rank is asked for. Collective: two exchanges, of counts and of ids.
 
     The counts have to be known here to the program, not only to the device: it waits for them, once. Each row is asked
     for once, however often its id comes.
@@ -119,7 +121,7 @@ def find_route(
 
 
 def _distinct(tables: Sequence[Table], ids: Mapping[int, Tensor], starts: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns the distinct keys, ascending, and where each id's is among them, for each of `ids`.
+    """Returns the distinct keys, ascending, and for each of `ids` the position of its key among them.
 
     A key is a row's place in all tables one after the other. That of padding is past the end, so that nobody is asked.
     """
@@ -134,7 +136,7 @@ def _distinct(tables: Sequence[Table], ids: Mapping[int, Tensor], starts: Tensor
 
 
 def _travel(ranks: Ranks, rows_of_tables: Sequence[Tensor], sent: Counts, got: Counts) -> list[Tensor]:
-    """Sends rows of tables to the ranks, and returns those that come from them. One exchange, whatever the dtypes.
+    """Sends rows of tables to the ranks, and returns the rows received. One exchange for all dtypes.
 
     Args:
         ranks: to exchange with.

@@ -1,4 +1,4 @@
-"""Rows of tables in autograd: fetched in forward, and their gradients brought to the ranks that hold them in backward.
+"""Rows of tables in autograd: forward fetches them, backward sends their gradients to the ranks that hold them.
 
 The gradient of a sharded table is sparse, which autograd cannot add up for DTensors. So it takes no part in autograd's
 own accumulation: the gradients of one backward for a module, over all of its lookups, are collected, and delivered
@@ -22,11 +22,11 @@ from shardopt.runtime.torch_gradients import at_end_of_backward, backward_under_
 from shardopt.sharding.view import local_tensors
 
 RowGradients = Mapping[int, tuple[Tensor, Tensor]]
-"""Index of a table → rows of this rank, [M] int64, maybe several times the same; their gradients, [M, D]."""
+"""Index of a table → rows of this rank, [M] int64, with repetitions; their gradients, [M, D]."""
 
 
 class Collector:
-    """Collects the gradients of a module's tables during a backward. Backwards within one another are kept apart.
+    """Collects the gradients of a module's tables during a backward; keeps nested backwards apart.
 
     Args:
         deliver: called at the end of each backward that came to a lookup, without recording gradients.
@@ -41,7 +41,7 @@ class Collector:
         return Collector, (self._deliver,)  # a copy has no backward under way
 
     def add(self, row_gradients: RowGradients) -> None:
-        """Adds the gradients of one lookup. To be called within backward."""
+        """Adds the gradients of one lookup. Call it within backward."""
         number = backward_under_way()
         here = self._under_way.get(number)
         if here is None:
@@ -51,7 +51,7 @@ class Collector:
 
 
 class _OfBackward:
-    """The gradients of one backward, which are delivered at its end."""
+    """The gradients of one backward, delivered at its end."""
 
     def __init__(self, deliver: Callable[[RowGradients], None]) -> None:
         self._deliver = deliver
@@ -75,7 +75,7 @@ class _OfBackward:
             self._deliver(row_gradients)
 
     def _await_streams(self) -> None:
-        """Backward works on the streams of the lookups, and ends on that of whoever called it."""
+        """Makes the caller's stream, on which backward ends, wait for the streams of the lookups."""
         for stream in self._streams:
             here = torch.accelerator.current_stream(stream.device)
             if here == stream:
@@ -86,7 +86,7 @@ class _OfBackward:
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Fetches the rows that this rank asked for, [U_t, D_t] of each table. Collective, and its backward is as well.
+    """Fetches the rows that this rank requested, [U_t, D_t] of each table. Collective, like its backward.
 
     Args:
         route: of the lookup.

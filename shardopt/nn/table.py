@@ -33,8 +33,8 @@ class Table:
         dtype: of the rows; None is torch's default at the time when the module is made.
         init: fills a new block of rows, [rows, D] on the CPU in the table's dtype, in place; it may draw from torch's
             default generator. None draws from the standard normal distribution, as nn.EmbeddingBag does.
-        padding_idx: an id that adds nothing to a bag, does not count in a mean, reads as zeros where nothing is pooled,
-            and never gets a gradient; its row begins as zeros.
+        padding_idx: an id that adds nothing to a bag, and does not count in a mean. Without pooling it reads as zeros.
+            It never gets a gradient; its row begins as zeros.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Table:
     padding_idx: int | None = None
 
     def rows_each(self, ranks: int) -> int:
-        """Returns the rows of every rank but the last ones, which may have fewer or none, as torch.chunk cuts."""
+        """Returns the rows per rank, as torch.chunk cuts; the last ranks may have fewer, or none."""
         return -(-self.num_embeddings // ranks)
 
     def first_row(self, rank: int, ranks: int) -> int:
@@ -79,7 +79,7 @@ class Rows(nn.Module):
         self.draw()
 
     def draw(self) -> None:
-        """Fills this rank's rows again; on the meta device there are none."""
+        """Fills this rank's rows again, unless they are on the meta device."""
         (rows,) = local_tensors(self.weight)
         if not rows.is_meta:
             _draw(self._table, self._start, rows.detach())
@@ -133,7 +133,7 @@ def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Ite
 
 
 def _draw(table: Table, start: int, rows: Tensor) -> None:
-    """Fills rows [start, start + len(rows)) of a table: with the same numbers on however many ranks, and on any device.
+    """Fills rows [start, start + len(rows)) of a table with numbers that depend on neither ranks nor device.
 
     Each block of rows has a seed of its own, which follows from one draw of torch's default generator. So a rank needs
     memory for one block besides its rows, and ranks with equal generators get the rows of one table.

@@ -28,7 +28,7 @@ from shardopt.optim.keyed import KeyedOptimizer as KeyedOptimizer
 from shardopt.optim.keyed import KeyedOptimizerWrapper as KeyedOptimizerWrapper
 from shardopt.optim.keyed import OptimizerWrapper as OptimizerWrapper
 from shardopt.optim.schedules.decay_ramps import ramped_decay as ramped_decay
-from shardopt.optim.schedules.schedules import ReduceLROnPlateau as ReduceLROnPlateau
+from shardopt.optim.schedules.plateau import ReduceLROnPlateau as ReduceLROnPlateau
 from shardopt.optim.semi_sync.semi_sync import SemiSync as SemiSync
 from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer as SemisyncOptimizer
 from shardopt.optim.warmup import WarmupOptimizer as WarmupOptimizer

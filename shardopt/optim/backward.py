@@ -1,4 +1,4 @@
-"""An optimizer that updates each parameter of a dense module in backward, as soon as its gradient is complete."""
+"""An optimizer that updates each parameter of a dense module during backward, as soon as its gradient is complete."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def in_backward(
     tied: Tied | None = None,
     **defaults: Any,
 ) -> InBackwardOptimizer:
-    """Makes an optimizer that updates each parameter in backward, when its gradient is complete, which is then freed.
+    """Makes an optimizer that updates each parameter in backward, once its gradient is complete, and then frees that.
 
-    So there are never more gradients than those of the layer that backward has just come to. What is trained is bit for
-    bit what `shardopt.keyed` trains with the same arguments and a step after backward; names and state are the same, so
-    that each loads the other's checkpoints. The training loop stays as it is:
+    So there are never more gradients than those of the layer that backward has just come to. The result is bit for bit
+    that of `shardopt.keyed` with the same arguments and a step after backward. Names and state are the same, so that
+    each loads the other's checkpoints. The training loop stays as it is:
 
         fully_shard(model)                                   # or tensor parallel, or a plain module
         optimizer = shardopt.in_backward(model, "adamw", lr=3e-4, groups=[{"match": "norm|bias", "weight_decay": 0.0}])
@@ -57,10 +57,10 @@ def in_backward(
             loss_of(model, last).backward()                  # updates
             optimizer.step()                                 # for schedulers, hooks and the like
 
-    Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. The
-    summands of a gradient from within one backward (tied parameters, modules that run twice) are added up first; but
-    activation checkpointing with `use_reentrant=True` makes a backward of its own of each region, so that no parameter
-    may be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
+    Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. Within
+    one backward, the summands of a gradient (tied parameters, modules that run twice) are added up first. But
+    activation checkpointing with `use_reentrant=True` runs a backward of its own for each region, so no parameter may
+    be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
 
     Args:
         module: the module to train, after it was sharded; or parameters by name, if others have another optimizer.
@@ -71,8 +71,8 @@ def in_backward(
     Raises:
         AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
         StateError: the module, or a parameter, is in DistributedDataParallel or FullyShardedDataParallel, which hand
-            out gradients in their own ways; a parameter is there twice or is updated in backward already, if by an
-            optimizer that its module has fused in; a pattern matches nothing. A module that is wrapped in
+            out gradients in their own ways. Or a parameter is there twice, or is updated in backward already, such as
+            by a module's fused optimizer. Or a pattern matches nothing. A module that is wrapped in
             DistributedDataParallel later is refused by the first backward, before anything is changed.
     """
     groups = groups or ()
@@ -94,7 +94,7 @@ _NONE = -2  # no backward has this number; -1 is that outside of backwards
 
 @dataclass
 class _Now:
-    """What an optimizer in backward is in the middle of; no copy has it."""
+    """The running work of an optimizer in backward, which copies do not have."""
 
     handles: list[RemovableHandle] = field(default_factory=list)
     waiting: dict[Tensor, None] = field(default_factory=dict)  # with gradients that `accumulate` has collected
@@ -128,7 +128,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         self._now = _Now()
 
     def start(self) -> None:
-        """From now on backward updates the parameters.
+        """Makes backward update the parameters from now on.
 
         Raises:
             StateError: they are updated in backward by another optimizer, or are in DistributedDataParallel.
@@ -138,7 +138,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         self._now.handles = [self._listen(parameter) for parameter in self._names]
 
     def stop(self) -> None:
-        """Backward updates nothing any more, and leaves gradients where they are; state stays.
+        """Stops updates in backward, which then leaves gradients in place; keeps state.
 
         Until then the parameters keep this optimizer, and it keeps them, where Python's garbage collector does not see
         it: the memory of a model that is dropped before is not freed.
@@ -149,7 +149,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """In this context backward updates nothing, and gradients add up; the next backward outside of it updates.
+        """Within this context, backward only adds up gradients; the next backward outside of it updates.
 
         They take the memory that gradients take. Under `fully_shard`, `set_requires_gradient_sync(False)` can be used
         in its place, which keeps whole gradients and saves communication.
@@ -182,7 +182,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that `accumulate` has collected; there are no others, and none are kept as zeros."""
+        """Drops the gradients that `accumulate` collected; there are no others, and zeros are not kept."""
         self._now.waiting.clear()
         super().zero_grad(set_to_none=True)
 
@@ -195,7 +195,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             self._now.handles += map(self._listen, names)
 
     def _listen(self, parameter: Tensor) -> RemovableHandle:
-        """Registers a hook, called by torch when a gradient is complete, and by `fully_shard` when it is reduced."""
+        """Registers a hook that torch calls when a gradient is complete, and `fully_shard` when it is reduced."""
         trained = parameter.requires_grad
         if not trained and not (parameter.is_floating_point() or parameter.is_complex()):
             return RemovableHandle({})
@@ -232,7 +232,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         zero_gradients(parameter, set_to_none=True)
 
     def _refuse(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
-        """Refuses parameters of one group, or to be, that cannot be stepped in backward; `options` are all of its."""
+        """Raises if parameters of a group, present or new, cannot be stepped in backward; `options` are the group's."""
         if options.get("differentiable"):
             problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
             raise AlgorithmError("a step in backward cannot be differentiated", [problem], code="step-in-backward")
@@ -290,7 +290,7 @@ def _refuse_algorithm(spec: AlgorithmSpec, groups: Collection[Mapping[str, Any]]
 
 
 def _keep_for_this_stream(gradient: Tensor) -> None:
-    """Keeps a gradient's memory until this stream has used it; waits for one that is copied to pinned memory.
+    """Keeps a gradient's memory until this stream has used it; waits if it is being copied to pinned memory.
 
     On accelerators, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight.
     """

@@ -1,4 +1,4 @@
-"""Clipping of gradients before a step, over all ranks and whatever the parameters are."""
+"""Clips gradients before a step, over all ranks and any kinds of parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GradientClipping(Enum):
 
 
 class _Default(float):
-    """A default that a caller can be seen not to have given."""
+    """A default value that tells whether the caller gave one."""
 
 
 _TORCHRECS_LIMIT = _Default(0.1)
@@ -43,17 +43,17 @@ _NOT_GIVEN = "none"
 
 
 class GradientClippingOptimizer(OptimizerWrapper):
-    """Clips the gradients of all parameters before each step of another optimizer; those of a closure too.
+    """Clips the gradients of all parameters, including those of a closure, before each step of another optimizer.
 
     NORM scales all gradients g of the job by min(1, max_gradient / (‖g‖_p + 1e-6)), as torch.nn.utils.clip_grad_norm_
-    does in one process (Pascanu, Mikolov, Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
-    arXiv:1211.5063, algorithm 1). Each element counts once, on however many ranks it is; of replicas with different
-    gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each
-    element to [-max_gradient, max_gradient], and needs no other rank.
+    does in one process. Source: Pascanu, Mikolov, Bengio, On the Difficulty of Training Recurrent Neural Networks,
+    2013, arXiv:1211.5063, algorithm 1. Each element counts once, on however many ranks it is; of replicas with
+    different gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits
+    each element to [-max_gradient, max_gradient], and needs no other rank.
 
-    With NORM every rank of the job, or of `process_group`, must step, also one without a gradient or a parameter: each
-    step is one all-reduce over all of them. Before the first, and before the first with other parameters, ranks
-    exchange who holds which; so groups are to be added on all ranks between the same two steps.
+    With NORM every rank of the job, or of `process_group`, must step, even without a gradient or a parameter. Each step
+    is one all-reduce over all of them. Before the first step, and the first one with other parameters, ranks exchange
+    who holds which. So all ranks must add groups between the same two steps.
 
     Sparse gradients are coalesced, and stay so. A gradient with another placement than its parameter is redistributed,
     for which all ranks of its mesh have to have one.
@@ -74,9 +74,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
             `process_group` of the optimizer, or the whole job.
 
     Raises:
-        StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
-            gradients are to be clipped or measured, and the optimizer or a child of it updates in backward, so that
-            they are gone before they could be.
+        StateError: an argument is out of range, `max_gradient` is given without `clipping`, or an optimizer has no
+            names. Or gradients are to be clipped or measured, but the optimizer or a child of it updates in backward,
+            and they are gone by then.
     """
 
     def __init__(
@@ -106,8 +106,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @property
     def total_norm(self) -> Tensor | None:
-        """The norm of the gradients before they were last clipped; None before that, and where it is not measured: with
-        VALUE and NONE it is only under `track_grad_norm`.
+        """The norm of the gradients before they were last clipped.
+
+        None before the first measurement. With VALUE and NONE it is measured only under `track_grad_norm`.
 
         fp64, without dimensions, equal on all ranks, on the device that ranks communicate on. To read it waits for it.
         """
@@ -115,11 +116,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """`total_norm` under torchrec's name, and in the default dtype as there; `total_norm` has it unrounded."""
+        """The norm as `total_norm` has it, but under torchrec's name and in the default dtype, as there."""
         return None if self._total_norm is None else self._total_norm.to(torch.get_default_dtype())
 
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """Measures the norm of the gradients that are there now, and changes nothing. Collective.
+        """Measures the norm of the current gradients, and changes nothing. Collective.
 
         Returns:
             The norm in the default dtype, as `last_total_grad_norm`, and all local gradients, live.
@@ -131,7 +132,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return measured.total.to(torch.get_default_dtype()), list(chain.from_iterable(measured.kinds))
 
     def clip_grad_norm_(self) -> Tensor:
-        """Clips the norm of the gradients that are there now, as NORM does before a step. Collective.
+        """Clips the norm of the current gradients, as NORM does before a step. Collective.
 
         Returns:
             The norm before that, as `total_norm`.
@@ -174,7 +175,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
             raise
 
     def _names_of_parameters(self) -> dict[Tensor, str]:
-        """Asked when parameters are new, as those are that were wrapped, or put into a group, since."""
+        """Returns the names of the parameters; raises for unfit ones. Called after parameters were wrapped, or
+        added.
+        """
         names = first_names(self.params)
         refuse_flattened(self.params)
         refuse_unfit_groups(self.param_groups, names, once=False)

@@ -1,4 +1,4 @@
-"""Contracts of optimizers that update parameters inside of backward."""
+"""The contracts of optimizers that update parameters inside of backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardopt.optim.core.base import KeyedOptimizer
 
 
 class FusedOptimizer(KeyedOptimizer, abc.ABC):
-    """A keyed optimizer whose parameters are updated while backward runs, so that no gradient is ever stored.
+    """A keyed optimizer that updates its parameters while backward runs, so that no gradient is ever stored.
 
     Options of the groups that are changed between two backwards (schedules, warm-up) hold from the next one.
 
@@ -25,11 +25,11 @@ class FusedOptimizer(KeyedOptimizer, abc.ABC):
 
     @abc.abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Changes no parameter, as backward has; evaluates a closure, whose loss is returned."""
+        """Changes no parameter, as backward has; evaluates a closure and returns its loss."""
 
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Has no gradient to drop."""
+        """Does nothing, as there are no gradients."""
 
 
 class EmptyFusedOptimizer(FusedOptimizer):
@@ -40,11 +40,11 @@ class EmptyFusedOptimizer(FusedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Nothing is updated."""
+        """Always false, as there are no parameters."""
         return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluates a closure, whose loss is returned; nothing else."""
+        """Evaluates a closure and returns its loss; does nothing else."""
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -52,9 +52,9 @@ class EmptyFusedOptimizer(FusedOptimizer):
 
 
 class FusedOptimizerModule(abc.ABC):
-    """A module that has a fused optimizer for parameters of its own; no other optimizer may step on them."""
+    """A module with a fused optimizer for its own parameters; no other optimizer may step these."""
 
     @property
     @abc.abstractmethod
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer: names in it are relative to the module."""
+        """The fused optimizer; its names are relative to the module."""

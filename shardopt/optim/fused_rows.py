@@ -1,4 +1,4 @@
-"""The optimizer of tables: each backward touches a few rows, and updates them."""
+"""The optimizer of tables, which updates the rows that each backward touches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.runtime.torch_private import step_nested
 
 
 class FusedRows(OptimizerWrapper, FusedOptimizer):
-    """Updates rows at the end of each backward that came to them, by a step of another optimizer.
+    """Updates the touched rows at the end of each backward, by a step of another optimizer.
 
     The module that has the parameters calls `update`, once for all gradients of one backward. Options that are
     changed before a backward hold in it. Step-pre-hooks, its own and those of all optimizers that it is part of, run
@@ -26,21 +26,21 @@ class FusedRows(OptimizerWrapper, FusedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Always true, whatever the wrapped optimizer would do by itself."""
+        """Always true, regardless of the wrapped optimizer."""
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Changes no parameter, as backward has; evaluates a closure, whose loss is returned."""
+        """Changes no parameter, as backward has; evaluates a closure and returns its loss."""
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Has no gradient to drop."""
+        """Does nothing, as there are no gradients."""
 
     def update(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Takes one step with gradients that the parameters have for this time only.
+        """Takes one step with gradients that parameters have only during this call.
 
         Args:
             gradients: parameter → its gradient, placed as it is.

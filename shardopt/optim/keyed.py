@@ -1,4 +1,4 @@
-"""Optimizers with state keyed by parameter name: the classes, and the function that builds one."""
+"""Optimizers with state keyed by parameter name: the classes, and the function that makes them."""
 
 from __future__ import annotations
 
@@ -48,43 +48,43 @@ def keyed(
     tied: Tied | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
-    """Makes an optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
+    """Makes an optimizer for named parameters, plain or sharded, that saves its state and groups by name.
 
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".
-        named_params: `model.named_parameters()`, or a mapping. Segments of names from wrappers of modules (checkpointed
-            activations, torch.compile) are left out, so that a run resumes with and without them; and a "module." that
-            all names begin with, as under DistributedDataParallel. Or groups as torch takes them, instead of `groups`:
-            `[{"params": model.body.named_parameters("body"), option: value, ...}, ...]`.
-        groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
-            its name, and where none is to a last group with the defaults. Groups keep their places where they are
-            empty, so that schedules fit on all ranks. Keys that are no options, such as "name" or "lr_scale", are kept,
-            saved and loaded with the group; one that looks like an option misspelt is refused. A group with an
-            "algorithm" of its own (class or name) starts from that algorithm's defaults, not from those given here.
+        named_params: `model.named_parameters()`, or a mapping. Segments that wrappers add to names (checkpointed
+            activations, torch.compile) are left out, so that a run resumes with and without them. So is a "module."
+            that all names begin with, as under DistributedDataParallel. Or groups as torch takes them, instead of
+            `groups`: `[{"params": model.body.named_parameters("body"), option: value, ...}, ...]`.
+        groups: `{"match": regex, option: value, ...}`. Each parameter goes to the first group whose regex matches its
+            name, or else to a last group with the defaults. Groups keep their places where they are empty, so that
+            schedules fit on all ranks. Keys that are no options, such as "name" or "lr_scale", are kept, saved and
+            loaded with the group. A key that looks like a misspelt option is refused. A group with an "algorithm" of
+            its own (class or name) starts from that algorithm's defaults, not from those given here.
         process_group: the ranks that train these parameters, where they are not all of the job: a process group, or a
             device mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
         tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only:
             `{"output.weight": "embed.weight"}`. This optimizer has them under the second name: a norm counts them once,
             and they have one state. To make their gradients equal before the step is the training loop's part.
-        defaults: options of `algorithm`; and of an elementwise one, here or in a group, how it stores:
+        defaults: options of `algorithm`. For an elementwise one, here or in a group, they also say how it stores:
             `state_dtype` (torch.bfloat16, or torch.uint8 for 8-bit codes; default: as what is stepped), `master_dtype`
             (torch.float32: bf16 and fp16 parameters get a master) and `rounding` (None: state in fewer bits at random,
-            parameters to nearest; "stochastic": both at random; "nearest": both to nearest). Its step
-            is then computed in fp32, in chunks; see docs/low-memory.md. Where neither `foreach` nor `fused` is asked
-            for, and none of these, each step takes the fastest implementation that computes what the for-loop computes:
-            on the CPU the fused one of Adam, AdamW, Adagrad and SGD (but SGD's not in bfloat16, and none in float16),
-            elsewhere what torch takes by itself.
+            parameters to nearest; "stochastic": both at random; "nearest": both to nearest). Its step is then computed
+            in fp32, in chunks; see docs/low-memory.md. Without these, and without `foreach` or `fused`, each step takes
+            the fastest implementation that computes what the for-loop computes. On the CPU that is the fused one of
+            Adam, AdamW, Adagrad and SGD (but SGD's not in bfloat16, and none in float16). Elsewhere it is torch's own
+            choice.
 
     Returns:
-        A KeyedOptimizerWrapper, or where there are several algorithms a CombinedOptimizer of one for each, in which
-        names are as in `named_params`.
+        A KeyedOptimizerWrapper; or for several algorithms a CombinedOptimizer of one for each, with the names of
+        `named_params`.
 
     Raises:
-        AlgorithmError: an algorithm is not known, may not step on shards, or has no such option; or an option is no
-            number where it has to be one.
+        AlgorithmError: an algorithm is not known, may not step on shards, or has no such option. Or an option has to be
+            a number and is none.
         StateError: there are no parameters, they are those of FullyShardedDataParallel, a name comes twice, or a
             pattern matches nothing. In a job of several ranks a rank may hold no parameters, and a pattern must match
-            on any rank: saves and `check_agreement` refuse those that match on none.
+            on any rank. Saves and `check_agreement` refuse those that match on none.
     """
     built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults, process_group, tied)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
@@ -101,7 +101,7 @@ def build(
     process_group: Group | None = None,
     tied: Tied | None = None,
 ) -> list[Wrapper]:
-    """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
+    """Builds one `wrapper` optimizer for each algorithm; arguments as for `keyed`."""
     shared_group = SharedGroup(process_group)
     is_alone = shared_group.ranks.size == 1
     params, with_members = named_in_groups(named_params, groups, alone=is_alone, tied=tied)
@@ -149,7 +149,7 @@ def _made(algorithm: Any, options: Mapping[str, Any], defaults: Mapping[str, Any
 
 
 def _class_of(algorithm: Any, less: bool = False) -> Any:
-    """Returns the class of an algorithm; `less`: the one that stores parameters and state as its options say."""
+    """Returns the class of an algorithm; with `less`, the variant that stores parameters and state as options say."""
     spec = spec_of(algorithm)
     is_its_own = isinstance(algorithm, str) or algorithm in (spec.optimizer, spec.stands_for)
     if less and not is_its_own:  # the spec is of its base, whose variant has other defaults
@@ -168,5 +168,5 @@ def _class_of(algorithm: Any, less: bool = False) -> Any:
 
 
 def _options_for(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options as the class takes them: only one that stores in fewer bits has options for that."""
+    """Returns options that the class accepts: only the variant for fewer bits has options for storage."""
     return {**options} if issubclass(optimizer, LowPrecisionOptimizer) else without_defaults(options)

@@ -1,4 +1,4 @@
-"""A wrapper that takes the learning rate through the stages of a warm-up."""
+"""A wrapper that moves the learning rate through the stages of a warm-up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = "stages"
 
 
 class WarmupOptimizer(OptimizerWrapper):
-    """Another keyed optimizer whose learning rate goes through stages.
+    """Wraps a keyed optimizer, and moves its learning rate through stages.
 
     Step i + 1 is taken at the full rate times the stages' multiplier at iteration i (`WarmupPolicy` has the formulas).
 
@@ -34,16 +34,16 @@ class WarmupOptimizer(OptimizerWrapper):
     same way. The full rate of a group stands in it as "initial_lr", from which torch's schedulers start. A rate that
     is a tensor is filled in place.
 
-    **When the rate changes.** It is set when this optimizer is made (for step 1; optimizers that step during backward
-    use it before the first `step()`), at the end of each `step()` (for the next one), and when state is loaded. Until
-    the last stage has ended it is also set when a step begins, so that these steps are the warm-up's, whatever was
+    **When the rate changes.** It is set when this optimizer is made (for step 1), at the end of each `step()` (for the
+    next one), and when state is loaded. Optimizers that step during backward use the first before any `step()`. Until
+    the last stage has ended it is also set when a step begins. So these steps are the warm-up's, regardless of what was
     written into the groups between them. When the last stage has ended the rate stays as it is, and is never written
     again: it belongs to the user, and to schedulers.
 
     **A scheduler of torch's** is attached to this optimizer (or to the one in it) after this one is made. What it
-    writes while stages last is not used. Afterwards its rates are: one that multiplies the rate (StepLR,
-    CosineAnnealingLR, ReduceLROnPlateau, ...) goes on from where the warm-up has ended, one that computes it from
-    "initial_lr" (LambdaLR, ...) from the full rate.
+    writes while stages last is not used. Afterwards its rates are used. One that multiplies the rate (StepLR,
+    CosineAnnealingLR, ReduceLROnPlateau, ...) continues from where the warm-up ended. One that computes it from
+    "initial_lr" (LambdaLR, ...) starts from the full rate.
 
     **What is saved.** `state[param_name]` (and `state_dict()`) has "warmup", an int64 tensor (iteration, position of
     the stage), equal on all ranks, and "stages", their numbers. Loading refuses state of other stages; further stages
@@ -90,7 +90,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rates()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer; its rate is that of this iteration, as of all groups."""
+        """Adds a group to the wrapped optimizer; its rate is set for this iteration, like that of all groups."""
         super().add_param_group(param_group)
         self._adopt()
 
@@ -111,7 +111,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's, live, and the warm-up's own under `param_name`; removed, that begins again."""
+        """The wrapped optimizer's live state, and the warm-up's own under `param_name`; if removed, that restarts."""
         self._refuse_torchs_getters()
         own, wrapped = Held(_OwnState(self._own_state()), [], {}), self._optimizer
 
@@ -165,13 +165,13 @@ class WarmupOptimizer(OptimizerWrapper):
         plan.then(lambda: self._follow(loaded_groups))
 
     def _follow(self, loaded_groups: Sequence[dict[str, Any]]) -> None:
-        """Sets the rates of the loaded iteration in all groups that were not loaded themselves."""
+        """Sets the rates of the loaded iteration in all groups that were not loaded."""
         self._own[POSITION][1] = self._schedule.stage_at(self._iteration)  # stages may have been appended
         loaded = {id(group) for group in loaded_groups}
         self._set_rates([group for group in self.param_groups if id(group) not in loaded])
 
     def _set_rates(self, groups: Sequence[dict[str, Any]] | None = None) -> None:
-        """Writes the rate of this iteration into groups; all if None."""
+        """Writes the rate of this iteration to groups; to all if None."""
         multiplier = self._schedule.multiplier(self._iteration)
         with torch.no_grad():
             for group in self.param_groups if groups is None else groups:
@@ -182,7 +182,7 @@ class WarmupOptimizer(OptimizerWrapper):
                     group[self._lr_param] = rate
 
     def _adopt(self) -> None:
-        """Sets the rates of groups that were added since, here or at the wrapped optimizer."""
+        """Sets the rates of groups that were added later, here or at the wrapped optimizer."""
         new = [group for group in self.param_groups if self._full not in group]
         for group in new:
             rate = group.get(self._lr_param)
@@ -201,7 +201,7 @@ class WarmupOptimizer(OptimizerWrapper):
         return self._lr if nominal is None or not self._reference else self._lr * (nominal / self._reference)
 
     def _nominal(self, group: Mapping[str, Any]) -> float | None:
-        """Returns a group's rate as it was given: before other warm-ups or schedulers, if there are any."""
+        """Returns a group's rate as given, before any other warm-up or scheduler."""
         return _number(group.get(self._full, group.get(self._lr_param)))
 
     def _nominal_default(self, nominal: Sequence[float | None]) -> float | None:
@@ -225,7 +225,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
 
 class _OwnState(dict[str, Any]):
-    """The warm-up's own state by its name: it is written into, and removed, it begins again."""
+    """The warm-up's own state by its name: writes go into it, and a removal restarts it."""
 
     def __setitem__(self, name: str, entries: Any) -> None:
         self[name].update(entries)
@@ -234,13 +234,13 @@ class _OwnState(dict[str, Any]):
         self[name][POSITION].zero_()
 
     def clear(self) -> None:
-        """Begins again."""
+        """Restarts the warm-up."""
         for name in self:
             del self[name]
 
 
 def _number(rate: Any) -> float | None:
-    """Converts a rate to a float; None if it is none."""
+    """Converts a rate to a float; None if it is no number."""
     return float(rate) if is_rate(rate) or (isinstance(rate, Tensor) and rate.numel() == 1) else None
 
 

@@ -1,4 +1,4 @@
-"""The name of a call that ranks make together: as errors print it, and as rounds compare it."""
+"""The name of a call that ranks make together, as errors print it and rounds compare it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Call:
 
 
 def call_on(doing: str, url: str | os.PathLike[str]) -> Call:
-    """Makes the call on a path or URL whose last segment is the same on all ranks, whatever stands before it."""
+    """Makes the call for a path or URL; only its last segment is the same on all ranks."""
     path = os.fspath(url)
     return Call(f"{doing} {path}", f"{doing} {path.rstrip('/').rpartition('/')[2]}")
 
 
 def as_call(what: str | Call) -> Call:
-    """Makes a call from a text, of which words with a slash (paths, URLs) are not compared."""
+    """Makes a call from a text, in which words with a slash (paths, URLs) are not compared."""
     if isinstance(what, Call):
         return what
     return Call(what, " ".join(word for word in what.split() if "/" not in word))

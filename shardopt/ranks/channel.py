@@ -1,4 +1,4 @@
-"""Rounds of agreement: what the threads of the program do in them, over the connections of a `Node`.
+"""Rounds of agreement, from the program's threads, over the connections of a `Node`.
 
 Reports and decisions travel as JSON over connections of their own, not through a collective: when a peer is dead a
 collective fails without a name or hangs, while here it is known who has not answered, and who is connected.
@@ -28,7 +28,7 @@ from shardopt.world import world
 
 T = TypeVar("T")
 Decide = Callable[[list[Any]], tuple[Any, Sequence[Share]]]
-"""Gets the reports of all ranks; returns the decision, and what only some ranks get of it."""
+"""Takes the reports of all ranks; returns the decision, and the sections that only some ranks get."""
 
 _TOGETHER_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -40,7 +40,7 @@ class Silent(Exception):
 
 
 class CutOff(Exception):
-    """The way to rank 0 has ended, with the rank above this one."""
+    """The connection towards rank 0 has ended, at the rank above this one."""
 
     def __init__(self, above: int) -> None:
         super().__init__(above)
@@ -48,7 +48,7 @@ class CutOff(Exception):
 
 
 class Channel:
-    """Rounds of `agree` in one session of the ranks of a tree.
+    """Rounds of `agree` in one session, between the ranks of a tree.
 
     Errors name ranks by their numbers in the job.
 
@@ -85,7 +85,7 @@ class Channel:
 
     @property
     def session_of_files(self) -> Entry:
-        """A session with a key of its own, so that no proof for files is one for rounds."""
+        """Returns a session with a key of its own, so that no proof for files is valid for rounds."""
         session = self.node.session
         assert session is not None  # known since the first round
         return Entry(session.name, hmac.new(bytes.fromhex(session.key), b"files", "sha256").hexdigest(), ())
@@ -96,7 +96,7 @@ class Channel:
         self.call, self.deadline_seconds = call, deadline_seconds
 
     def decide(self, message: dict[str, Any], decide: Decide) -> dict[str, Any]:
-        """Rank 0: gathers, decides, answers. An interrupt is raised once the others have the answer."""
+        """Gathers, decides and answers, on rank 0. Raises an interrupt only after the others have the answer."""
         interrupt: BaseException | None = None
         shares: Sequence[Share] = ()
         try:
@@ -126,7 +126,7 @@ class Channel:
         return answer
 
     def follow(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Any other rank: reports, and waits for the answer."""
+        """Reports, and waits for the answer, on any other rank."""
         extra = {"call": self.call.same}
         try:
             data = pack({**message, **extra})
@@ -164,7 +164,7 @@ class Channel:
         return {"decision": decision}, shares
 
     def _gather(self) -> tuple[dict[int, dict[str, Any]], str]:
-        """Gathers the reports of the other ranks, by rank; and an error text for those that were lost, "" for none.
+        """Gathers the other ranks' reports, by rank; returns these, and an error text for lost ranks ("" for none).
 
         Reports are missing where ranks were lost, or where one is in another call, for which nobody has to wait.
         """
@@ -173,7 +173,7 @@ class Channel:
         others = range(1, self.size)
 
         def read() -> bool:
-            """Reads reports that have come; returns whether one is of another call."""
+            """Reads reports that have come; returns whether one is from another call."""
             with self.node.changed:
                 came = hub.session(self.session).gathering(self._round).take()
             differs = False
@@ -185,7 +185,7 @@ class Channel:
             return differs
 
         def behind(rank: int) -> Sequence[int]:
-            """Returns the ranks that can report no more without this one: a leader's own report may have come first."""
+            """Returns the ranks whose reports come through this one; a leader's own report may have come first."""
             block = hub.tree.block_of(rank)
             return block if block[0] == rank else (rank,)
 
@@ -238,7 +238,7 @@ class Channel:
     # Any other rank.
 
     def _take_answer(self) -> dict[str, Any] | None:
-        """With the lock held: returns the answer, where it has come."""
+        """Returns the answer, if it has come. With the lock held."""
         session = self.node.hub.session(self.session)
         for number in [number for number in session.answers if number < self._round]:
             del session.answers[number]  # of a round in which this rank was interrupted
@@ -292,7 +292,7 @@ class Channel:
         raise Silent(lost_text([lost], self.deadline_seconds))
 
     def _after_cut(self, above: int, lost: Lost) -> dict[str, Any]:
-        """Returns the answer, where the rank is known by whose end or silence this one was cut off.
+        """Returns the answer, if the rank whose end or silence cut this one off is known.
 
         Where that is a leader, rank 0 names it to all others, if it is in this call, and writes it down for this one.
         """
@@ -308,7 +308,7 @@ class Channel:
         return self._give_up(lost)
 
     def wait(self, have: Callable[[], T | None], look: Callable[[Silence], T | None]) -> T:
-        """Waits until `have` or `look` returns something, and returns that.
+        """Waits until `have` or `look` returns something, and returns it.
 
         Args:
             have: with the lock held, whenever something has come.
@@ -346,7 +346,7 @@ def unpack(data: bytes) -> Any:
 
 
 class _Connections:
-    """Keeps a node going for as long as any channel uses it."""
+    """Keeps a node running while any channel uses it."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -354,5 +354,5 @@ class _Connections:
 
 
 def _forget(node: Node, session: bytes) -> None:
-    """Drops a session whose channel is gone; wherever that is noticed, so without a lock."""
+    """Drops the session of a channel that is gone; needs no lock, as a finalizer may call it anywhere."""
     node.forgotten.append(session)

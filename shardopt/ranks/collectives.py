@@ -1,4 +1,4 @@
-"""Collectives through the process group's own backend, and the device that they work on."""
+"""Collectives over the process group's own backend, and the device that they work on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardopt.ranks.failures import names_of
 
 
 class Exchange:
-    """A collective under way; it keeps what was sent until it is done."""
+    """A running collective; keeps the sent memory alive until it is done."""
 
     def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
         self._got = got
@@ -21,7 +21,7 @@ class Exchange:
         self._work = work
 
     def wait(self) -> Tensor:
-        """Waits for the numbers; on an accelerator only the current stream waits, not this process."""
+        """Waits for the numbers; on an accelerator only the current stream waits, not the process."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -30,7 +30,7 @@ class Exchange:
 
 
 class Collectives:
-    """The collectives of the ranks of a process group; of this process alone where there is none."""
+    """The collectives of a process group's ranks, or of this process alone."""
 
     size: int
     members: tuple[int, ...]
@@ -39,23 +39,23 @@ class Collectives:
 
     @property
     def has_group(self) -> bool:
-        """Whether these are of a process group; one process without torch.distributed has none."""
+        """Whether there is a process group; one process without torch.distributed has none."""
         return self._group is not None
 
     @property
     def is_gone(self) -> bool:
-        """Whether their process group was destroyed."""
+        """Whether the process group was destroyed."""
         return self._group is not None and self._group() is None
 
     @property
     def device(self) -> torch.device:
-        """The device of numbers for `all_reduce_sum`: the accelerator in use where the group communicates there."""
+        """The device for `all_reduce_sum`: the accelerator in use, if the group communicates there."""
         if self._accelerator is None:
             return torch.device("cpu")
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
     def device_beside(self, device: torch.device) -> torch.device:
-        """Returns the device for numbers that were computed on `device`: that one, where no other rank gets them."""
+        """Returns the device to which numbers computed on `device` must go: the same one without other ranks."""
         return device if self.size == 1 else self.device
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Collectives:
         return Exchange(numbers, numbers, dist.all_reduce(numbers, group=group, async_op=True))
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """Gives every rank the numbers of the first, in place. Collective: one broadcast.
+        """Gives every rank the first rank's numbers, in place. Collective: one broadcast.
 
         Args:
             numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
@@ -125,7 +125,7 @@ class Collectives:
         return Exchange(got, sent, work)
 
     def _process_group(self) -> dist.ProcessGroup | None:
-        """Returns the group; None for this process alone.
+        """Returns the process group; None for this process alone.
 
         Raises:
             RankError: it was destroyed.
@@ -145,7 +145,7 @@ class Collectives:
 
 
 def accelerator_of(group: dist.ProcessGroup) -> str | None:
-    """Returns the type of device that the group's backend for accelerators (NCCL, not gloo) works on, if it has one.
+    """Returns the device type of the group's accelerator backend (NCCL, not gloo), if it has one.
 
     Backends may have any name ("cpu:ucc,cuda:ucc"): it is the device that says whether it is one for accelerators.
     """

@@ -1,4 +1,4 @@
-"""Errors between ranks: each as JSON, and those of several ranks merged into one.
+"""Errors between ranks: encodes each as JSON, and merges those of several ranks into one.
 
 Both are bounded by the number of ranks: a thousand problems on each of ten thousand ranks would be gigabytes at rank 0.
 """
@@ -27,7 +27,7 @@ _Identity = tuple[str, str, str, str]
 
 
 def describe(error: BaseException, ranks: int = 1) -> dict[str, Any]:
-    """Converts an error of one rank to JSON, from which `ShardoptError.from_json` makes one again.
+    """Converts an error of one rank to JSON, from which `ShardoptError.from_json` makes it again.
 
     Args:
         ranks: how many there are. Of what would be too much with so many, the first problems are there, and counts of
@@ -39,7 +39,7 @@ def describe(error: BaseException, ranks: int = 1) -> dict[str, Any]:
 
 
 def bounded(error: Wire, limit_bytes: int) -> dict[str, Any]:
-    """Returns an error of at most about so many bytes: the first problems, and counts of the others by their remedy.
+    """Returns an error of about so many bytes at most: its first problems, and counts of the others by remedy.
 
     The same of equal errors; all of one that is within the limit.
     """
@@ -50,7 +50,7 @@ def bounded(error: Wire, limit_bytes: int) -> dict[str, Any]:
 
 
 def _wire(error: Wire, message: str, problems: list[Wire], left_out: Counter[str]) -> dict[str, Any]:
-    """Returns an error with the type and code of another one."""
+    """Returns the JSON of an error, with the type and code of another one."""
     wire = {**error, "message": message, "problems": problems}
     wire.pop("left_out", None)
     if not left_out:
@@ -64,7 +64,7 @@ def _wire(error: Wire, message: str, problems: list[Wire], left_out: Counter[str
 
 
 def _within(problems: Iterable[Wire], limit_bytes: int) -> Iterator[Wire]:
-    """Yields the first problems that are together within a limit; the first of all in any case."""
+    """Yields the first problems that fit within a limit; the first one in any case."""
     nbytes = 0
     for number, problem in enumerate(problems):
         short = {name: _shortened(text, limit_bytes // 4) for name, text in problem.items()}
@@ -83,7 +83,7 @@ def _limit_bytes(ranks: int, least: int) -> int:
 
 
 def numbered_in_group(error: dict[str, Any], members: Sequence[int]) -> dict[str, Any]:
-    """Notes in an error that names ranks by their numbers in a group which numbers these are in the job.
+    """Adds to an error with rank numbers of a group their numbers in the job.
 
     Args:
         members: the numbers in the job, by rank.
@@ -98,7 +98,7 @@ def numbered_in_group(error: dict[str, Any], members: Sequence[int]) -> dict[str
 
 
 def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
-    """Merges failures into one error for all ranks: type, code and text of the first, its ranks, and texts of others.
+    """Merges failures into one error for all ranks: type, code and text of the first, all ranks, the others' texts.
 
     Equal problems of several ranks are there once. Where they are too many, the first ones of each rank are, and counts
     of the others.
@@ -122,7 +122,7 @@ def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> d
 
 
 def problems_of(errors: Iterable[Wire], size: int) -> tuple[list[Wire], Counter[str]]:
-    """Returns the problems of several ranks' errors, equal ones once, and counts of those left out by their remedy.
+    """Returns the problems of several ranks' errors, equal ones once, and counts of omitted ones by remedy.
 
     Args:
         errors: as `describe` makes them; by rank.
@@ -157,7 +157,7 @@ def _in_turns(distinct: Sequence[tuple[tuple[_Identity, ...], Wire]]) -> Iterato
 
 
 def _distinct(errors: Iterable[Wire]) -> list[tuple[tuple[_Identity, ...], Wire]]:
-    """Returns errors without those whose problems another has too; each with the identities of its problems."""
+    """Returns the distinct errors, each with the identities of its problems; errors with equal problems are one."""
     by_content: dict[Any, tuple[tuple[_Identity, ...], Wire]] = {}
     for error in {id(error): error for error in errors}.values():  # many ranks may share one
         identities = tuple(map(_identity, error["problems"]))
@@ -171,7 +171,7 @@ def _identity(problem: Wire) -> _Identity:
 
 
 def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
-    """Makes the error for all ranks where some are in another call than rank 0.
+    """Makes the error for all ranks if some are in another call than rank 0.
 
     Args:
         calls: of rank 0 and others, ascending: the rank, and what it calls.
@@ -187,6 +187,6 @@ def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """Returns "rank 1", or "ranks 1, 3", or the first of very many."""
+    """Returns "rank 1", or "ranks 1, 3", or the first ones of very many."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MOST_NAMES])) + more

@@ -1,4 +1,4 @@
-"""Ranks by process group and deadline, made once for each; and new groups where there is none of just these members."""
+"""Returns ranks by process group and deadline, made once for each; makes missing groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Group = dist.ProcessGroup | DeviceMesh
 
 
 class SharedGroup:
-    """A group that copies of its owner share; a process group itself cannot be copied.
+    """A group that copies of its owner share, as a process group itself cannot be copied.
 
     Args:
         process_group: None for the whole job.
@@ -49,7 +49,7 @@ class SharedGroup:
 
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Ranks]] = weakref.WeakKeyDictionary()
-"""By deadline: those who ask again get the same object."""
+"""Ranks by deadline, so that the same request gets the same object."""
 _members_of: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -92,7 +92,7 @@ def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADL
 
 
 def refuse_lone_processes(doing: str) -> None:
-    """Refuses what a process would do alone because it has no process group with the others.
+    """Raises for what a process would do alone, for lack of a process group with the others.
 
     Raises:
         RankError: the launcher has started several processes, and there is no process group.
@@ -107,11 +107,11 @@ def refuse_lone_processes(doing: str) -> None:
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-"""Groups that were made for want of others, by those whom they are made of; kept while the job's group is."""
+"""Groups that were made because none existed, by their members; kept as long as the job's group."""
 
 
 def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = ()) -> Ranks:
-    """Returns the ranks with these numbers, through the job's group or one of `known` where it is made of just them.
+    """Returns the ranks with these numbers, through the job's group or one of `known` if it has just these members.
 
     Otherwise through a new group, for which all members must call; those who call for several do it in the same order.
 
@@ -124,7 +124,7 @@ def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = (
 
 
 def _group_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Returns the group of these members, made where there is none; None for one rank, which needs none."""
+    """Returns the group of these members, made if there is none; None for one rank, which needs none."""
     if len(members) == 1:
         return None
     job = dist.group.WORLD
@@ -139,7 +139,7 @@ def _group_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup]) -
 
 
 def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes a process group, for which these ranks alone must call.
+    """Makes a process group; only these ranks must call.
 
     torch names it by how many groups a process has, and waits without an end where members have made different ones.
     """
@@ -152,7 +152,7 @@ def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.Process
 
 
 class SideRanks:
-    """Ranks that agree beside those of the program, made at first use of each process group.
+    """Ranks that agree in a background thread, made at the first use of each process group.
 
     Args:
         what: what they are for, as for `Ranks.agree`.
@@ -165,7 +165,7 @@ class SideRanks:
         self._made: weakref.WeakKeyDictionary[Channel, Ranks] = weakref.WeakKeyDictionary()
 
     def of(self, ranks: Ranks) -> Ranks:
-        """Returns the side channel of `ranks`, with their deadline. Collective where it is not made yet; then local."""
+        """Returns the side channel of `ranks`, with their deadline. Collective if it is not made yet, else local."""
         if ranks.channel is None:
             return ranks
         if ranks.channel not in self._made:
@@ -173,9 +173,9 @@ class SideRanks:
         return self._made[ranks.channel].with_deadline(ranks.deadline_seconds)
 
     def are_beside(self, ranks: Ranks) -> bool:
-        """Whether it is made, and for `ranks`. Local."""
+        """Whether the side channel is made, and for `ranks`. Local."""
         return ranks.channel is None or ranks.channel in self._made
 
     def forget(self) -> None:
-        """Drops them, with their connection."""
+        """Drops the side channel, with its connection."""
         self._made.clear()

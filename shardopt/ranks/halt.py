@@ -1,4 +1,4 @@
-"""A place for all ranks to stop at, of those that each passes and counts for itself."""
+"""Finds one place at which all ranks stop, among places that each rank passes and counts by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardopt.runtime.stores import StoreError
 
 
 class Halt:
-    """A place for all ranks to stop at. See `Ranks.halt`.
+    """A place at which all ranks stop. See `Ranks.halt`.
 
     Args:
         channel: in a session of its own; None for this process alone.
@@ -21,7 +21,7 @@ class Halt:
         self._what, self._channel = what, channel
 
     def at(self, place: int, wanted: bool) -> int | None:
-        """Returns where all stop, which no rank has passed; None where nobody wants to: this place is passed then.
+        """Returns where all stop, a place that no rank has passed; None if nobody asks, and this place is passed.
 
         Local: nothing is sent, and nobody waited for, before one of the ranks wants to stop. Then it takes one exchange
         between the threads that serve the ranks' connections, whatever the programs are in.

@@ -1,4 +1,4 @@
-"""Exchanges of descriptions by kinds of ranks: what many ranks have alike is sent by one of them, and merged once.
+"""Exchanges descriptions by kinds of ranks: one rank sends what many have in common, and it is merged once.
 
 round    fingerprints    → `kinds_of` on rank 0, sent to all as `pack_kinds`
 round    descriptions    → `exchange`: the first rank of each kind sends, rank 0 merges, each rank gets its section
@@ -17,11 +17,11 @@ from shardopt.ranks.connections.tree import pack_runs, unpack_runs
 from shardopt.ranks.ranks import Ranks
 
 Kinds = Sequence[tuple[int, ...]]
-"""The ranks of each kind, ascending; kinds in the order of their first ranks."""
+"""The ranks of each kind, ascending; kinds are ordered by their first ranks."""
 
 
 def kinds_of(fingerprints: Sequence[str]) -> list[tuple[int, ...]]:
-    """Sorts ranks into kinds, which have equal fingerprints.
+    """Sorts ranks into kinds by equal fingerprints.
 
     Args:
         fingerprints: by rank.
@@ -43,7 +43,7 @@ def unpack_kinds(wire: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def kind_by_rank(kinds: Kinds) -> dict[int, int]:
-    """Returns which of the kinds each rank is of."""
+    """Returns the kind of each rank."""
     return {rank: number for number, ranks in enumerate(kinds) for rank in ranks}
 
 
@@ -54,7 +54,7 @@ def exchange(
     merge: Callable[[Mapping[int, Any]], tuple[Any, Sequence[Any]]],
     section_of: Callable[[Any, int], int],
 ) -> tuple[Any, bytes]:
-    """Merges the descriptions of some ranks on rank 0, and gives each rank the section that it needs. Collective.
+    """Merges descriptions of some ranks on rank 0, and gives each rank the section that it needs. Collective.
 
     Args:
         what: as for `Ranks.agree`.
@@ -85,7 +85,7 @@ def exchange(
 
 
 def compress(value: Any) -> bytes:
-    """Encodes JSON, compressed: geometry is repetitive, and to compress it fast takes less time than to encode it."""
+    """Encodes JSON, compressed: geometry is repetitive, and fast compression takes less time than encoding."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that do not answer: who they are, where they are, and how that is said."""
+"""Finds ranks that do not answer, asks where they are, and words the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMED = 8  # of those for whom the store is asked why they do not come
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank that is waited for no longer.
+    """A rank that is no longer waited for.
 
     Args:
         member: its number in the job.
@@ -37,7 +37,7 @@ class Lost:
 
 
 def lost_text(lost: Sequence[Lost], silent_seconds: float) -> str:
-    """Returns the error text for ranks that will not come."""
+    """Returns the error text for lost ranks."""
     ended = sorted(each.member for each in lost if each.ended)
     silent = sorted(each.member for each in lost if not each.ended and each.unreached is None)
     texts = []
@@ -64,7 +64,7 @@ def lost_text(lost: Sequence[Lost], silent_seconds: float) -> str:
 
 
 class Witness:
-    """Judges the other ranks by what a node hears of them in one session, and by what the job's store says."""
+    """Judges other ranks by what a node hears of them in one session, and by entries in the job's store."""
 
     def __init__(self, node: Node, session: bytes) -> None:
         self._node, self._session = node, session
@@ -72,7 +72,7 @@ class Witness:
         self._asks_store = False
 
     def silent(self, watch: Silence, missing: Sequence[int]) -> list[int]:
-        """Rank 0: looks; returns those of the missing that are silent, or in their place the leader that is.
+        """Returns those of the missing ranks that are silent, or their leader if that is silent; on rank 0.
 
         What leaders said of their members since the last look counts. Of a leader that says nothing any more, or has
         never come, the members are not known: one that comes late is not to find its members given up in its place, so
@@ -93,7 +93,7 @@ class Witness:
         return sorted(cut.union(each for each in silent if each > 0 and tree.block_of(each)[0] not in cut))
 
     def ask(self, number: int, ranks: Sequence[int], seconds: float) -> dict[int, str]:
-        """Asks some ranks where they are; returns what a few of them that were connected say, "" where they do not.
+        """Asks some ranks for their stacks; returns those of a few that were connected, "" for no answer.
 
         Who has ended is not waited for, and nobody longer than so many seconds.
         """
@@ -122,7 +122,7 @@ class Witness:
         return hub.answered or rank in hub.links
 
     def unreached(self, silent: Sequence[int], members: Sequence[int]) -> dict[int, tuple[int, int, str]]:
-        """Rank 0: returns who of the silent could not reach the one above it, as it says in the store; see `Lost`."""
+        """Returns the silent ranks that could not reach the one above, from the store; see `Lost`. On rank 0."""
         session, store, tree = self._node.session, self._node.store, self._node.tree
         if session is None:
             return {}
@@ -141,21 +141,21 @@ class Witness:
         return {}
 
     def record(self, error: dict[str, Any]) -> None:
-        """Writes down a failure for those ranks that cannot be told."""
+        """Writes down a failure for ranks that no message reaches."""
         session = self._node.session
         if session is not None:
             with suppress(TimeoutError, StoreError):
                 within(STORE_SECONDS, lambda: record(self._node.store, session.name, self._session, error))
 
     def recorded(self, name: str, seconds: float) -> dict[str, Any] | None:
-        """Returns the answer to all who could not be told, where there is one; does not wait longer than so."""
+        """Returns the recorded answer for ranks that no message reaches, if any; waits for a limited time."""
         with suppress(TimeoutError):
             error = within(min(STORE_SECONDS, seconds), lambda: read_record(self._node.store, name, self._session))
             return None if error is None else {"error": error, "broken": True}
         return None
 
     def look_at_store(self) -> None:
-        """Finds out in a thread of its own whether the job's store is lost; raises StoreError some looks later."""
+        """Checks in a thread of its own whether the job's store is lost; raises StoreError at a later call."""
         if self._store_error is not None:
             raise self._store_error
         if self._asks_store:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Ranks(Collectives):
-    """The ranks of one process group, or this process alone where there is none.
+    """The ranks of one process group, or this process alone without one.
 
     Of each the number in the job is in `members`.
 
@@ -56,10 +56,10 @@ class Ranks(Collectives):
         if group is not None and self.size > 1:
             self.channel = Channel(world().store_of(group, "shardopt"), self.rank, self.members)
         self.kept: dict[object, Any] = {}
-        """What others keep for as long as these ranks; side channels have the same."""
+        """What others cache as long as these ranks live; side channels share it."""
 
     def with_deadline(self, seconds: float) -> Ranks:
-        """Returns these ranks with another deadline: the same rounds over the same connections. Local."""
+        """Returns these ranks with another deadline, for the same rounds over the same connections. Local."""
         if seconds == self.deadline_seconds:
             return self
         ranks = copy(self)
@@ -68,7 +68,7 @@ class Ranks(Collectives):
 
     @classmethod
     def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...], session: str = "") -> Ranks:
-        """Makes ranks of a job which have no process group yet: they can `agree`, and nothing else.
+        """Makes ranks of a job without a process group yet, which can only `agree`.
 
         Args:
             members: their numbers in the job, in the order of their ranks; this rank's is among them.
@@ -84,7 +84,7 @@ class Ranks(Collectives):
         return ranks
 
     def side_channel(self, what: str) -> Ranks:
-        """Makes the same ranks once more, to `agree` in another thread: in rounds of their own. Collective.
+        """Makes the same ranks again, to `agree` in rounds of their own in another thread. Collective.
 
         They use the connections that these ranks have.
 
@@ -100,7 +100,7 @@ class Ranks(Collectives):
         return ranks
 
     def file_server(self, open_file: OpenFile) -> FileServer | None:
-        """Begins to serve files to others of these ranks, who know the key of their session; None where there are none.
+        """Begins to serve files to others of these ranks, who know their session's key; None without others.
 
         Not before the first round of these ranks is over.
 
@@ -112,7 +112,7 @@ class Ranks(Collectives):
         return FileServer(self.channel.session_of_files, self.rank, network_of(self.channel.store), open_file)
 
     def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
-        """Returns what asks one of these ranks for files; nothing is connected yet.
+        """Returns a client that asks one of these ranks for files; connects nothing yet.
 
         Args:
             at: where its `file_server` listens.
@@ -122,7 +122,7 @@ class Ranks(Collectives):
         return FileClient(replace(self.channel.session_of_files, at=places), self.rank, rank)
 
     def beating(self) -> AbstractContextManager[None]:
-        """Shows life of this rank while this is open. For calls of several rounds, between which there is work too.
+        """Sends signs of life while it is open. For calls of several rounds with work between them.
 
         May be opened within itself, and closed by another thread.
         """
@@ -131,7 +131,7 @@ class Ranks(Collectives):
         return self.channel.node.beating(self.channel.session, self.deadline_seconds)
 
     def halt(self, what: str) -> Halt:
-        """Makes what has all of these ranks stop at one place. Collective.
+        """Makes a `Halt`, by which all of these ranks stop at one place. Collective.
 
         Args:
             what: what it is for, as for `agree`.
@@ -145,12 +145,12 @@ class Ranks(Collectives):
 
     @property
     def job_numbers(self) -> tuple[int, ...] | None:
-        """The numbers of these ranks in the job, where they are not all of it, or numbered otherwise; else None."""
+        """The numbers of these ranks in the job; None if they are the whole job in its order."""
         return None if self.members == tuple(range(_job_size())) else self.members
 
     @property
     def in_step(self) -> bool:
-        """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
+        """Whether these ranks can still `agree`: none was lost, as far as this rank knows."""
         return self.channel is None or self.channel.broken is None
 
     def agree(
@@ -160,7 +160,7 @@ class Ranks(Collectives):
         report: Callable[[T], Any] = lambda result: None,
         decide: Callable[[list[Any]], Any] = lambda reports: None,
     ) -> tuple[T, Any]:
-        """Does `work` on every rank, and `decide` on rank 0 over all the reports. Collective.
+        """Runs `work` on every rank, and `decide` on rank 0 over all reports. Collective.
 
         Args:
             what: what is being done, for error messages ("saving step-7"); all ranks must do the same. What of words
@@ -183,7 +183,7 @@ class Ranks(Collectives):
         return self._round(self.channel, what, work, report, lambda reports: (decide(reports), ()))
 
     def on_rank_0(self, what: str | Call, decide: Callable[[], Any]) -> Any:
-        """Calls a function on rank 0, for whose result all wait; every rank gets it, as JSON. Collective.
+        """Calls a function on rank 0, and gives every rank its result, as JSON. Collective.
 
         Raises:
             ShardoptError, RankError: as `agree`.
@@ -200,7 +200,7 @@ class Ranks(Collectives):
         decide: Callable[[list[Any]], tuple[Any, Sequence[bytes]]],
         section_of: Callable[[Any, int], int | None],
     ) -> tuple[T, Any, bytes]:
-        """Agrees as `agree` does on a decision that has sections, of which each rank gets one at most. Collective.
+        """Agrees like `agree`, on a decision with sections, of which each rank gets at most one. Collective.
 
         Args:
             what, work, report: as for `agree`.
@@ -243,7 +243,7 @@ class Ranks(Collectives):
         report: Callable[[T], Any],
         decide: Decide,
     ) -> tuple[T, Any]:
-        """One round of several ranks, as `agree` says."""
+        """Runs one round of several ranks, as `agree` says."""
         if channel.broken is not None:
             raise RankError(f"{what}: ranks lost step in an earlier failure ({channel.broken}); restart the job")
         outcome: list[T] = []
@@ -274,7 +274,7 @@ class Ranks(Collectives):
 
 
 def _no_group() -> None:
-    """In the place of a weak reference."""
+    """Stands for a weak reference if there is no group."""
 
 
 def _job_size() -> int:

@@ -1,1 +1,1 @@
-"""What the package asks of the interpreter and the system, beneath all else."""
+"""What the package needs from the interpreter, the system and torch's private parts, below all other rooms."""

@@ -1,4 +1,4 @@
-"""What depends on the kind of accelerator: its module, streams for threads, and memory of the host that it addresses.
+"""What depends on the type of accelerator: its module, streams for threads, and pinned host memory.
 
 Nothing else asks for CUDA by name. A new thread has device 0 and default streams, whatever its caller has.
 """
@@ -21,23 +21,23 @@ _log = logging.getLogger("shardopt")
 
 
 def module_in_use() -> tuple[str, Any] | None:
-    """Returns the kind of accelerator that torch has here, and its module (`torch.cuda`); None where there is none."""
+    """Returns the type of torch's accelerator here, and its module (`torch.cuda`); None if there is none."""
     device = torch.accelerator.current_accelerator()
     return None if device is None else (device.type, torch.get_device_module(device))
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device has streams, on which copies run beside its other work (MPS has none)."""
+    """Whether a device has streams, on which copies run beside other work (MPS has none)."""
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "stream")
 
 
 def copies_from_pinned(device: torch.device) -> bool:
-    """Whether copies between a device and the host run beside both only where the host's memory is pinned."""
+    """Whether copies between a device and the host run in parallel only with pinned host memory."""
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "cudart")
 
 
 def pin(memory: Tensor, device: torch.device) -> bool:
-    """Pins memory of the host for all accelerators of a kind; whether it could be: without, copies take longer.
+    """Pins host memory for all accelerators of a type; returns whether it could: without it, copies take longer.
 
     Args:
         device: in use; any other, such as device 0 of a new thread, would get a context of some hundred MiB.
@@ -53,7 +53,7 @@ def pin(memory: Tensor, device: torch.device) -> bool:
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """Unpins memory that `pin` has pinned for a device."""
+    """Unpins memory that `pin` pinned for a device."""
     module = torch.get_device_module(device)
     with module.device(device):
         module.cudart().cudaHostUnregister(memory.data_ptr())
@@ -69,7 +69,7 @@ def _warn_of_pageable(code: int) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Has the runtime forget its last error, which torch would raise at its next launch for one of its own."""
+    """Clears the runtime's last error, which torch would otherwise raise at its next launch."""
     with suppress(OSError, AttributeError):
         if device.type == "cuda" and torch.version.cuda:
             ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}").cudaGetLastError()
@@ -79,7 +79,7 @@ def _forget_error(device: torch.device) -> None:
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """Puts this thread on a stream, and on its device.
+    """Switches this thread to a stream, and to its device.
 
     The device goes first, and is left last. A stream that is entered from another device makes that one the current one
     again when it is left, for which the driver makes a context: some hundred MiB on device 0 for each process.
@@ -90,7 +90,7 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 class CallersStreams:
-    """The current streams of the calling thread, for threads that do some of its work.
+    """The current streams of the calling thread, for threads that do part of its work.
 
     Their work is ordered after all that was queued on these streams before, and before what is queued afterwards.
 
@@ -104,7 +104,7 @@ class CallersStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Puts the thread that enters on these streams."""
+        """Switches the entering thread to these streams."""
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(on_stream(stream))

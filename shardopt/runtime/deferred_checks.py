@@ -1,4 +1,4 @@
-"""Checks of numbers that ranks have exchanged in a step, run once these are on the host, so that no step waits.
+"""Checks of numbers that ranks exchanged in a step; run once these are on the host, so that no step waits.
 
 On an accelerator a step is taken before the host knows that it should not have been. The next step runs what has
 arrived. Whoever is to keep state runs the rest before, as there the host waits anyhow:
@@ -26,7 +26,7 @@ from shardopt.world import world
 
 
 class _Check:
-    """One check, with the numbers that it is about."""
+    """One check, with its numbers."""
 
     def __init__(self, owner: DeferredChecks, numbers: Tensor, verify: Callable[[Tensor], None]) -> None:
         self.owner, self._verify, self._device = owner, verify, numbers.device
@@ -49,14 +49,14 @@ class _Check:
         return self._copied is None or bool(self._copied.query())
 
     def wait(self) -> None:
-        """Waits until the numbers are on the host. In any thread."""
+        """Waits until the numbers are on the host. May be called in any thread."""
         if self._copied is not None:
             with self._on_device():  # a new thread has device 0, for which a context would be made
                 if not self._copied.query():
                     self._copied.synchronize()
 
     def run(self) -> None:
-        """Runs the check; what it raises is noted by its owner, which has it no longer."""
+        """Runs the check; its owner, which no longer has it, notes what it raises."""
         error = None
         try:
             self._verify(self._numbers)
@@ -68,7 +68,7 @@ class _Check:
 
 
 class DeferredChecks:
-    """The checks of one optimizer that are yet to be run. A copy has none.
+    """The pending checks of one optimizer. A copy has none.
 
     Attributes:
         failure: what a check has raised; state with such a step in it is not saved until a load replaces it.
@@ -84,7 +84,7 @@ class DeferredChecks:
 
     @property
     def waiting(self) -> tuple[_Check, ...]:
-        """Those that are yet to be run."""
+        """The pending checks."""
         return tuple(self._waiting)
 
     def defer(self, numbers: Tensor, verify: Callable[[Tensor], None]) -> None:
@@ -100,7 +100,7 @@ class DeferredChecks:
             _with_waiting.add(self)
 
     def done(self, check: _Check, failure: Exception | None) -> None:
-        """Drops a check that was run, and notes what it raised, for saves and for the next step.
+        """Drops a finished check, and notes what it raised, for saves and for the next step.
 
         In one go, so that another thread finds it either waiting or failed; and not where a load has dropped it since.
         Of several failures the first counts that no step has raised.
@@ -117,7 +117,7 @@ class DeferredChecks:
                 _failed.add(self)
 
     def run_ready(self) -> None:
-        """Runs the checks of numbers that have arrived, before a step. Waits for nothing.
+        """Runs the checks whose numbers have arrived, before a step. Waits for nothing.
 
         Raises:
             Exception: as a check raises it, here or in a save since the last step; once.
@@ -132,7 +132,7 @@ class DeferredChecks:
             raise copy(self.failure)
 
     def settle(self) -> None:
-        """Runs all checks, once their numbers have arrived; within `taking_state` it is left to that.
+        """Runs all checks, once their numbers have arrived; within `taking_state` that is left to its caller.
 
         Raises:
             Exception: as a check raises it; no check runs twice.
@@ -144,7 +144,7 @@ class DeferredChecks:
         _run(self.waiting)
 
     def discard(self) -> None:
-        """Drops all checks, as after a load, which has replaced what they are about."""
+        """Drops all checks, for example after a load, which has replaced what they are about."""
         for check in self.waiting:
             check.wait()  # the device still writes to its numbers
         with _lock:
@@ -155,11 +155,11 @@ class DeferredChecks:
 
 
 NO_CHECKS = DeferredChecks()
-"""Those of steps that leave nothing to be checked later."""
+"""The checks of steps that leave nothing to check later."""
 
 
 class StateChecks:
-    """The checks of state that was taken: those that the process had then, and what had failed in its optimizers."""
+    """The checks that the process had pending when state was taken, and the failures of its optimizers."""
 
     def __init__(self) -> None:
         self._owners: list[DeferredChecks] = []
@@ -167,11 +167,11 @@ class StateChecks:
         self._failures: list[Exception] = []
 
     def add(self, owner: DeferredChecks) -> None:
-        """Adds those of an optimizer whose state is taken."""
+        """Adds the checks of an optimizer whose state is taken."""
         self._owners.append(owner)
 
     def end(self) -> None:
-        """Notes the checks of now: those of later steps are not about this state.
+        """Fixes the set of checks; those of later steps are not about this state.
 
         Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
         """
@@ -189,7 +189,7 @@ class StateChecks:
 
 
 def settle_checks() -> None:
-    """Runs the checks of all optimizers of the process that were not run yet, once their numbers have arrived.
+    """Runs all pending checks of all optimizers in the process, once their numbers have arrived.
 
     Local to the rank.
 
@@ -201,7 +201,7 @@ def settle_checks() -> None:
 
 @contextmanager
 def taking_state() -> Iterator[StateChecks]:
-    """Within it `state_dict` of optimizers does not settle checks, and leaves them to what this yields.
+    """Within this context, optimizers' `state_dict` does not settle checks; the yielded object collects them.
 
     So `state_dict`, which may be collective in another object, is called on all ranks where a check fails on some.
     """

@@ -1,4 +1,4 @@
-"""What packages offer, by one table each: lines `from module import name as name`, as type checkers do."""
+"""The exports of packages, each from one table: lines `from module import name as name`, as type checkers read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def exported(module: ModuleType) -> list[str]:
-    """Returns the names without an underscore in a module that are not modules themselves.
+    """Returns the public names in a module that are not modules themselves.
 
     Sorted as ruff sorts them: constants, classes, then functions, each by the alphabet.
     """
@@ -20,7 +20,7 @@ def exported(module: ModuleType) -> list[str]:
 
 
 def offer(package: str) -> None:
-    """Sets `__all__` of a package, after its imports, to what these have brought.
+    """Sets `__all__` of a package, after its imports, to the names that these brought.
 
     Type checkers do not see it, and take the imports themselves.
     """
@@ -29,7 +29,7 @@ def offer(package: str) -> None:
 
 
 def lazily(package: str, table: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a package whose names another module imports (PEP 562).
+    """Returns `__getattr__` and `__dir__` for a package whose names another module imports (PEP 562).
 
     Modules and folders of the package are imported where they are asked for, so no name may be that of one of them.
 

@@ -10,12 +10,12 @@ from shardopt.world import world
 
 _lock = world().lock()
 _pauses: list[tuple[int, int, int]] = []
-"""The thresholds of the program, once for each pause that is under way."""
+"""The program's thresholds, once for each running pause."""
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the cyclic garbage collector.
+    """Pauses the cyclic garbage collector while it is open.
 
     A plan for thousands of tensors makes a hundred thousand small objects, none of them in a cycle, and each time that
     enough of them have come together the collector walks through all of the program's: half of the time of a save.

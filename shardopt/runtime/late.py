@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first asked for: torch, which takes seconds, and what needs it.
+"""Modules that are imported at first use: torch, whose import takes seconds, and modules that need it.
 
 The shell lists, shows and verifies checkpoints without torch. What lies on that way and works with tensors now and
 then takes `torch` from here; what is a module of tensors as a whole stands in `late`:
@@ -29,7 +29,7 @@ class _LateModule:
 
 
 def late(name: str) -> Any:
-    """Returns a stand-in for a module, by its dotted name. What it is asked for, it asks the module for."""
+    """Returns a stand-in for a module, by dotted name, which imports the module at the first attribute access."""
     return _LateModule(name)
 
 

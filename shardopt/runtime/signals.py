@@ -1,4 +1,4 @@
-"""Listeners for signals of this process: any number, made and closed in any order.
+"""Listeners for this process's signals: any number of them, made and closed in any order.
 
 Python's own handlers wait for the main thread to come back from whatever it is in. So a thread gets signals too,
 from a pipe into which C writes their numbers (`signal.set_wakeup_fd`).
@@ -36,7 +36,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Listener:
-    """Handles a signal until it is closed, instead of what the process did on it before. To be made in the main thread.
+    """Handles a signal, instead of the process's earlier handler, until it is closed. Made in the main thread.
 
     All listeners of a signal get it. Once they are closed, the process does again what it did before the first; a
     handler that the program has put in place since stays, and may put back that of a listener, which then hands on.
@@ -60,7 +60,7 @@ class Listener:
             raise
 
     def close(self) -> None:
-        """Stops listening. In another thread than the main one the handler stays, and hands on."""
+        """Stops listening. If called outside the main thread, the handler stays installed, and passes signals on."""
         if self not in _open:
             return
         _open.remove(self)
@@ -77,7 +77,7 @@ class Listener:
             _pipe.close()
 
     def _before(self) -> _Handler:
-        """Returns the handler from before this one, without those of listeners that are closed by now."""
+        """Returns the handler before this one, skipping closed listeners."""
         handler = self._previous
         while (owner := _owner_of(handler)) is not None and owner not in _open:
             handler = owner._previous
@@ -103,7 +103,7 @@ def _owner_of(handler: _Handler) -> Listener | None:
 
 
 class _Pipe:
-    """A pipe into which C writes the numbers of signals, and the thread that calls listeners, while there are some."""
+    """A pipe into which C writes signal numbers, and the thread that calls listeners while there are any."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -170,8 +170,11 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """A signal to a child that was forked is about that process alone. But a terminal's goes to all of them: the
-    processes that load data are to go on until this one has saved."""
+    """Restores the default handlers in a forked child, as a signal to it concerns that process alone.
+
+    A terminal sends SIGINT to all processes. The child ignores it, as processes that load data must continue until
+    this one has saved.
+    """
     for listener in _open:
         signal.signal(listener.signum, signal.SIG_IGN if listener.signum == signal.SIGINT else signal.SIG_DFL)
     _open.clear()
@@ -183,7 +186,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def is_part_of(what: str) -> Callable[[_Function], _Function]:
-    """Marks a function as a part of what `refuse_within` is to find under way."""
+    """Marks a function as one within which `refuse_within` raises."""
 
     def mark(function: _Function) -> _Function:
         _known[function.__code__] = what
@@ -193,7 +196,7 @@ def is_part_of(what: str) -> Callable[[_Function], _Function]:
 
 
 def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> None:
-    """Raises CheckpointError where this thread is in the middle of what is marked, or of the step of an optimizer.
+    """Raises CheckpointError if this thread is within a marked function, or within an optimizer's step.
 
     To be called from the function that may be marked itself, which does not count. Local, and without any waiting.
 
@@ -226,7 +229,7 @@ def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> 
 
 
 def _step_in(names: Any, within: Collection[CodeType]) -> str:
-    """Returns what a frame is the step of, by its local names; "" if of nothing.
+    """Returns what a frame is a step of, by its local names; "" if it is none.
 
     Args:
         within: the functions that it has called. In its closure nothing has changed yet.

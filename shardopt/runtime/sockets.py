@@ -1,4 +1,4 @@
-"""Sockets as the real world makes them, and the addresses of its network interfaces; for `world.py` alone."""
+"""The real world's sockets, and the addresses of its network interfaces; for `world.py` alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _not_of_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 @contextmanager
 def kept_from_children(make: Callable[[], socket.socket]) -> Iterator[socket.socket]:
-    """Makes a socket that a child which is forked closes: as long as it had it open, no peer would see this end closed.
+    """Makes a socket that a forked child closes; while it had it open, no peer would see this end close.
 
     A fork by another thread waits until it is known which socket that is; so nothing is done here that may take long.
     Where the block fails the socket is closed.
@@ -40,7 +40,7 @@ def kept_from_children(make: Callable[[], socket.socket]) -> Iterator[socket.soc
 
 
 def pair_kept_from_children() -> tuple[socket.socket, socket.socket]:
-    """Makes two sockets that do not block, connected with each other, which a child closes too."""
+    """Makes two connected non-blocking sockets, which a forked child closes too."""
     with _forking:
         one, other = socket.socketpair()
         _not_of_children.update((one, other))
@@ -72,7 +72,7 @@ def bind(listener: socket.socket, host: str, ports: range | None) -> None:
 
 
 def prepare(connection: socket.socket, seconds: int = _KEEPALIVE_SECONDS) -> None:
-    """Has a socket send without delay, not block, and say something now and then: firewalls forget who is silent."""
+    """Makes a socket send without delay, not block, and send keep-alives, as firewalls drop silent connections."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
@@ -96,7 +96,7 @@ class _Interface(Structure):
 
 
 def addresses_of_interfaces() -> list[tuple[str, str]]:
-    """Returns names and addresses in digits of the interfaces that are up; none where the system cannot tell.
+    """Returns names and numeric addresses of the interfaces that are up; none if the system cannot tell.
 
     Addresses that mean nothing without the name of an interface of the host that uses them (IPv6 ones of a link) are
     left out.

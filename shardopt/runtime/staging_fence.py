@@ -1,4 +1,4 @@
-"""The fence between copies of live state in the background and code that changes it in place.
+"""The fence between background copies of live state and code that changes it in place.
 
 Whoever is to change state in place, other than an optimizer by its step, calls `wait_for_copies` first.
 """
@@ -11,7 +11,7 @@ from shardopt.world import world
 
 
 class Event:
-    """An event that happens once: read with `is_set` (or by its truth), waited for with `wait`."""
+    """An event that happens once: read with `is_set` (or by its truth), awaited with `wait`."""
 
     def __init__(self) -> None:
         self._event = world().event()
@@ -28,30 +28,30 @@ class Event:
         return self.is_set()
 
     def set(self) -> None:
-        """Marks it as happened, and wakes those who wait."""
+        """Marks the event as happened, and wakes waiting threads."""
         self._event.set()
         _awaited.discard(self)
 
     def set_in_child(self) -> None:
-        """As `set`, in a process that was forked, where a lock may be held by a thread that is not there."""
+        """Sets the event in a forked child, where a thread that no longer exists may hold a lock."""
         self._event = world().event()
         self._event.set()
 
 
 _awaited: set[Event] = set()
-"""The ends of the copies that are under way."""
+"""The ends of the running copies."""
 
 os.register_at_fork(after_in_child=_awaited.clear)  # a forked child has none of the threads that copy
 
 
 def copying_until(end: Event) -> None:
-    """Makes `wait_for_copies` wait from now on until `end` has happened."""
+    """Makes `wait_for_copies` wait until `end` has happened."""
     _awaited.add(end)
     if end:  # it happened in between
         _awaited.discard(end)
 
 
 def wait_for_copies() -> None:
-    """Waits until no copy of this process is under way. Local, and at once where there is none."""
+    """Waits until no copy of this process is running. Local; returns at once if there is none."""
     for end in tuple(_awaited):
         end.wait()

@@ -1,4 +1,4 @@
-"""Stores of torch.distributed, by which ranks find each other: what the real world makes them with."""
+"""torch.distributed's stores, by which ranks find each other; for the real world."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
 __all__ = ["Store", "StoreError", "file_of", "host_of", "of_group", "of_process"]
 
 StoreError = DistError
-"""What a store raises that cannot be reached."""
+"""The error that a store raises if it cannot be reached."""
 
 
 def of_group(group: ProcessGroup, prefix: str) -> Store:
-    """Returns the store of a process group, with a prefix before all keys."""
+    """Returns the store of a process group, with a prefix for all keys."""
     return PrefixStore(prefix, group.get_group_store())
 
 
@@ -29,7 +29,7 @@ def of_process() -> Store:
 
 
 def host_of(store: Store) -> str | None:
-    """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
+    """Returns the host of a store as its clients name it; "" if it is this process; None for a file."""
     store = _without_prefixes(store)
     if isinstance(store, HashStore):
         return ""

@@ -1,4 +1,4 @@
-"""The private API of torch.autograd, torch.amp and what reduces gradients that shardopt uses, all of it here.
+"""All private API that shardopt uses of torch.autograd, torch.amp and modules that reduce gradients.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def backward_under_way() -> int:
-    """Returns a number that no other backward of the process has; -1 outside of backwards.
+    """Returns a number unique to the running backward; -1 outside of backwards.
 
     `fully_shard` finishes some gradients in a callback at the end of backward, which has the number of that backward.
     """
@@ -33,7 +33,7 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Whether FullyShardedDataParallel (FSDP1) has taken a parameter up: it then is, or is a piece of, a flat one."""
+    """Whether a parameter is, or is a piece of, a flat parameter of FullyShardedDataParallel (FSDP1)."""
     # Not by getattr: what a ShardedTensor does not have goes through `__torch_function__`, which warns.
     return vars(parameter).get("_fsdp_flattened", False) is True
 
@@ -74,7 +74,7 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
 
 
 def free_unsharded_parameters() -> None:
-    """Makes all modules of `fully_shard` in this process have their sharded parameters. Local.
+    """Makes all `fully_shard` modules in this process use their sharded parameters. Local.
 
     A forward without a backward leaves unsharded copies (the root's always), which the next forward would take although
     the shards have changed since. Parameters do not know their modules; torch has a list of all.
@@ -95,12 +95,12 @@ class ScalerStages:
         self._states = scaler._per_optimizer_states
 
     def stage(self, optimizer: object) -> OptState:
-        """Returns the stage of an optimizer; READY of one of which it knows nothing."""
+        """Returns the stage of an optimizer; READY if the scaler does not know it."""
         state = self._states.get(id(optimizer))  # which does not make one, as looking up would
         return OptState.READY if state is None else state["stage"]
 
     def found_inf(self, optimizer: object) -> dict[torch.device, Tensor]:
-        """Returns, by device, whether something was not finite: above 0."""
+        """Returns, by device, whether an element was not finite: above 0."""
         found_inf: dict[torch.device, Tensor] = self._states[id(optimizer)]["found_inf_per_device"]
         return found_inf
 
@@ -120,7 +120,7 @@ def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
 
 
 def scaler_that_steps() -> torch.amp.GradScaler | None:
-    """Returns the GradScaler within whose `step` an attribute of an optimizer is looked up; for that property alone.
+    """Returns the GradScaler whose `step` looks up an attribute of an optimizer; for that property alone.
 
     torch hands an optimizer no scaler, so that it has to be taken from the caller's caller.
     """
@@ -133,7 +133,7 @@ def scaler_that_steps() -> torch.amp.GradScaler | None:
 
 
 def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
-    """Multiplies tensors in place, and sets `found_inf` to 1 where an element was not finite. No device is waited for.
+    """Multiplies tensors in place, and sets `found_inf` to 1 if an element was not finite. Waits for no device.
 
     The product is taken in fp32 and rounded once, so that bf16 and fp16 tensors get the whole of `factor`.
 
@@ -146,7 +146,7 @@ def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> 
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Runs `call` when the backward that is under way has done all else; what it raises, that backward raises.
+    """Runs `call` at the end of the running backward, which then raises the errors of `call`.
 
     It is not run if that backward fails before.
     """

@@ -1,4 +1,4 @@
-"""The private API of torch.optim and of torch's modes that shardopt uses; that of gradients is in `torch_gradients.py`.
+"""All private API that shardopt uses of torch.optim and of torch's modes; for gradients see `torch_gradients.py`.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -18,14 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 BatchNorm = _BatchNorm
-"""All batch-norm layers, those of users as well: what torch's `update_bn` looks for."""
+"""All batch-norm layers, including users' own, as torch's `update_bn` looks for them."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Marks a function that torch.compile leaves as it is, with all that it calls.
+    """Marks a function that torch.compile must not compile, with all that it calls.
 
     Unlike `torch.compiler.disable` it does not load the compiler, which takes seconds, before the first call.
     """
@@ -34,7 +34,7 @@ def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 
 
 def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
-    """Returns the class's `step` under the wrapper that fires step hooks and the profiler's.
+    """Returns the class's `step` without the wrapper that fires step hooks and the profiler's.
 
     An optimizer that is driven by another must be stepped with this one: the outer optimizer has run the hooks that
     its user sees, and torch's global hooks would run a second time with an optimizer that nobody knows.
@@ -44,7 +44,7 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
 
 
 def without_hooks(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Marks a `step` that torch's Optimizer is not to wrap: what it calls fires the hooks of steps."""
+    """Marks a `step` that torch's Optimizer must not wrap, as what it calls fires the step hooks."""
     step.hooked = True  # type: ignore[attr-defined]  # by which torch knows one that is wrapped already
     return step
 
@@ -87,7 +87,7 @@ def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
 
 
 def is_torchs(attribute: str) -> bool:
-    """Whether an attribute of an optimizer is there for torch: hooks, and what schedules put around `step`.
+    """Whether an attribute of an optimizer is torch's: hooks, and what schedules put around `step`.
 
     These belong to the instance: torch leaves them out of copies and pickles, and makes new ones there.
     """
@@ -100,7 +100,7 @@ def is_torchs(attribute: str) -> bool:
 
 
 def take_torchs_attributes(optimizer: Optimizer) -> None:
-    """Gives an optimizer what torch's constructor sets in every one: its hooks, and what profiles a step.
+    """Gives an optimizer what torch's constructor sets: its hooks, and the profiling of steps.
 
     For one that has its state, groups and defaults elsewhere, and no constructor of torch's that would set them.
     """
@@ -110,14 +110,14 @@ def take_torchs_attributes(optimizer: Optimizer) -> None:
 
 
 class _Blank(Optimizer):
-    """An optimizer of nothing."""
+    """An optimizer without parameters."""
 
     def step(self, closure: Any = None) -> Any:
         """Does nothing."""
 
 
 def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
-    """Has steps be noted where a schedule looks that was made for another optimizer: it would warn that there are none.
+    """Makes steps visible to a schedule that was made for another optimizer, which would warn that there are none.
 
     Args:
         seen: the one that schedules were made for; nothing is done if there are none.
@@ -162,18 +162,18 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) ->
 
 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:
-    """Whether `lazy_state` can be called."""
+    """Whether `lazy_state` works for an optimizer."""
     return hasattr(optimizer, "_init_group")
 
 
 def makes_lazy_state_as_torch(optimizer: Optimizer) -> bool:
-    """Whether its class makes state by torch's own `_init_group`, so that `lazy_state` can be called."""
+    """Whether a class makes state by torch's own `_init_group`, so that `lazy_state` works."""
     init_group = getattr(optimizer, "_init_group", None)
     return _is_of_torch_optim(getattr(init_group, "__func__", init_group))
 
 
 def gathers_as_torch(optimizer: Optimizer) -> bool:
-    """Whether its class's step is torch's own, and asks an `_init_group` of torch's for all that it steps with.
+    """Whether a class's step is torch's own, and gets everything that it steps with from torch's `_init_group`.
 
     That fills lists: first of the tensors that have a gradient, then of their gradients, then of their state, which the
     step changes in place, but for entries that are None.
@@ -183,7 +183,7 @@ def gathers_as_torch(optimizer: Optimizer) -> bool:
 
 @lru_cache
 def _is_of_torch_optim(function: Any) -> bool:
-    """Whether a function is torch.optim's, wrapped by none but torch, as torch.compile does once it is loaded.
+    """Whether a function is torch.optim's, wrapped at most by torch itself, as torch.compile does once it is loaded.
 
     Not by `__module__` alone: what functools wraps claims to be from where the wrapped function is.
     """
@@ -194,7 +194,7 @@ def _is_of_torch_optim(function: Any) -> bool:
 
 
 def gather_lists(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[list[list[Any]], Any]:
-    """Gathers the lists that a step of torch's hands to its kernels for a group.
+    """Gathers the lists that torch's step passes to its kernels for a group.
 
     Returns them, and what `_init_group` returns.
 
@@ -221,7 +221,7 @@ def _arguments_of(function: Callable[..., Any]) -> int:
 def step_with_lists(
     optimizer: Optimizer, hand_over: Callable[[dict[str, Any], tuple[list[Any], ...]], Any] | None
 ) -> None:
-    """Steps without hooks an optimizer whose lists were gathered ahead.
+    """Steps an optimizer without hooks, with lists that were gathered ahead.
 
     Args:
         optimizer: of a class that `gathers_as_torch`, if it has.
@@ -240,13 +240,13 @@ def step_with_lists(
 
 
 def before_state_dict(optimizer: Optimizer) -> None:
-    """Fires the hooks that its users registered with `register_state_dict_pre_hook`."""
+    """Fires the hooks that users registered with `register_state_dict_pre_hook`."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 
 
 def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Fires the hooks of `register_state_dict_post_hook`, and returns what they made of the state."""
+    """Fires the hooks of `register_state_dict_post_hook`; returns the state that they made."""
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
@@ -259,7 +259,7 @@ def changes_what_is_loaded(optimizer: Optimizer) -> bool:
 
 
 def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy, and returns what they made of it."""
+    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy; returns the result."""
     offered = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, offered)
@@ -274,7 +274,7 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
 
 
 def is_torchs_getter_asking() -> bool:
-    """Whether the caller's caller was called by torch's `get_optimizer_state_dict` and its kin; for optimizers alone.
+    """Whether torch's `get_optimizer_state_dict` or a similar function called the caller's caller, an optimizer.
 
     They take every optimizer to go by position, and hand it nothing that tells where they are from.
     """
@@ -286,7 +286,7 @@ def is_torchs_getter_asking() -> bool:
 
 @contextmanager
 def out_of_inference_mode() -> Iterator[None]:
-    """Ends the caller's `torch.inference_mode` while this is open; gradients are recorded as little as before.
+    """Suspends the caller's `torch.inference_mode` while it is open; gradients stay unrecorded if they were.
 
     Tensors that are made in that mode, such as state or host memory that is kept, can never be changed outside of it.
     """
@@ -299,6 +299,6 @@ def out_of_inference_mode() -> Iterator[None]:
 
 
 def has_modes() -> bool:
-    """Whether inference mode, autocast or a default device is set where this is called. Takes 0.3 µs."""
+    """Whether inference mode, autocast or a default device is set. Takes 0.3 µs."""
     set_by_function = torch._C._len_torch_function_stack() > 0
     return set_by_function or torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled()

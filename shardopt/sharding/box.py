@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned blocks of a tensor's index space, and whether some of them make up a whole tensor.
+"""Boxes: axis-aligned blocks of a tensor's index space, and whether several of them cover a whole tensor.
 
 Everything here is arithmetic on integers; a box knows nothing of tensors, ranks or files.
 """
@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 MOST_FAULTS = 16
-"""How many faults `cover_faults` names before it stops looking for more."""
+"""The number of faults that `cover_faults` names before it stops."""
 
 _MOST_CUT = 6  # dimensions, of whose corners there are 2 ** 6 for each box
 _MOST_VISITS = 50_000  # of boxes, to find those that overlap; or some for each box, where there are more
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements in the box."""
+        """The number of elements in the box."""
         return prod(self.sizes)
 
     @property
@@ -45,7 +45,7 @@ class Box(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box of elements that both hold, or None if they share none. Both have the same dimensions."""
+        """Returns the box of common elements; None if there are none. Both have the same dimensions."""
         offsets, sizes = [], []
         for start, end, other_start, other_end in zip(self.offsets, self.ends, other.offsets, other.ends, strict=True):
             shared_start = max(start, other_start)
@@ -57,7 +57,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Whether `other` lies inside this box. An empty box lies inside where its offsets and ends do."""
+        """Whether `other` is inside this box. An empty box is inside if its offsets and ends are."""
         return all(
             offset <= other_offset and other_offset + other_size <= offset + size
             for offset, size, other_offset, other_size in zip(
@@ -66,7 +66,7 @@ class Box(NamedTuple):
         )
 
     def within(self, other: Box) -> Box:
-        """Returns this box in coordinates that start at the offsets of `other`, which should contain it."""
+        """Returns this box in coordinates relative to the offsets of `other`, which should contain it."""
         offsets = (offset - origin for offset, origin in zip(self.offsets, other.offsets, strict=True))
         return Box(tuple(offsets), self.sizes)
 
@@ -85,12 +85,12 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
-    """Returns the shape of a sum over some dimensions, which are kept with size 1."""
+    """Returns the shape of a sum over some dimensions, kept with size 1."""
     return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
 
 
 def cut_in_order(box: Box, most: int) -> Iterator[Box]:
-    """Cuts a box into boxes of at most `most` elements (at least one), which follow one another in C order."""
+    """Cuts a box into boxes of at most `most` elements (at least one), in C order."""
     if not box.sizes or box.numel <= most:
         if box.numel:
             yield box
@@ -135,14 +135,14 @@ def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ..
 
 
 def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
-    """Returns the cells of the grid with these cut points (the reverse of `grid_cuts`), ascending by offsets."""
+    """Returns the cells of the grid with these cut points (the inverse of `grid_cuts`), ascending by offsets."""
     starts = product(*(points[:-1] for points in cuts))
     sizes = product(*([end - start for start, end in pairwise(points)] for points in cuts))
     return tuple(map(Box, starts, sizes))
 
 
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
-    """Finds the holes and overlaps that keep boxes from holding every element of a tensor exactly once.
+    """Finds the holes and overlaps that keep boxes from covering every element exactly once.
 
     Boxes that hold nothing are passed over. An exact cover takes linear time where at most 6 dimensions are cut. Where
     that is not known, comparisons are bounded, and so many boxes that they do not suffice are a fault, too.
@@ -151,9 +151,9 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
         shape: the tensor's global shape.
         boxes: boxes in any order, from any source.
 
-    Returns:
-        One sentence for each box that cannot be in the tensor, or else for each overlap and hole, naming the boxes; at
-        most `MOST_FAULTS` of them, and one more that says so where there may be others. Empty where the cover is exact.
+    Returns: One sentence for each box that cannot be in the tensor, or else for each overlap and hole, naming the
+        boxes. There are at most `MOST_FAULTS` of them, and one more that says so if there may be others. Empty where
+        the cover is exact.
     """
     inside, misfits = _sound(shape, boxes)
     if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None or _corners_cancel(shape, inside):
@@ -169,7 +169,7 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
 
 
 def _corners_cancel(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes are known to hold every element exactly once, in linear time.
+    """Whether boxes certainly cover every element exactly once; takes linear time.
 
     A box is the sum, over its corners, of signed quadrants that begin there. These are linearly independent: so the
     boxes make up the tensor, each element once, just where their corners cancel but for those of the tensor. Dimensions
@@ -196,7 +196,7 @@ def overlap_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
 
 
 class _Work:
-    """So many visits of boxes; without end for None."""
+    """A budget of visits of boxes; None for no limit."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left
@@ -211,7 +211,7 @@ class _Work:
 
 
 def _sound(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[list[Box], list[str]]:
-    """Splits boxes into those inside a tensor of this shape and the faults of others that are not empty."""
+    """Splits boxes into those inside a tensor of this shape and the faults of the other non-empty ones."""
     space = whole(shape)
     ndim = len(space.sizes)
     inside: list[Box] = []
@@ -243,7 +243,7 @@ def _name(box: Box) -> str:
 
 
 def _overlaps(boxes: Sequence[Box], most: int, work: _Work) -> list[str]:
-    """Finds up to `most` pairs of boxes that share elements, until the work is done. The boxes are not empty."""
+    """Finds up to `most` pairs of overlapping boxes, within the budget. No box is empty."""
     overlaps: list[str] = []
     groups = [list(boxes)]
     while groups and len(overlaps) < most and not work.is_done:
@@ -260,7 +260,7 @@ def _overlaps(boxes: Sequence[Box], most: int, work: _Work) -> list[str]:
 
 
 def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """Groups boxes by disjoint intervals of one dimension, so that only those of one group can share elements."""
+    """Groups boxes by disjoint intervals of one dimension, so that only boxes of one group can overlap."""
     bands: list[list[Box]] = []
     reached = 0
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
@@ -272,7 +272,7 @@ def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 
 def _overlaps_of_neighbours(boxes: Sequence[Box], most: int, work: _Work) -> list[str]:
-    """Finds up to `most` overlaps by a sweep: compares each box with those that have not ended along one dimension."""
+    """Finds up to `most` overlaps by a sweep, which compares each box with those still open along one dimension."""
     overlaps: list[str] = []
     ndim = len(boxes[0].sizes)
     # Without dimensions every box is the same element, and any order of them will do.
@@ -296,14 +296,14 @@ def _overlaps_of_neighbours(boxes: Sequence[Box], most: int, work: _Work) -> lis
 
 
 def _pairs_side_by_side(boxes: Sequence[Box], dim: int) -> int:
-    """Counts the pairs of boxes that share an index along one dimension, which a sweep along it has to compare."""
+    """Counts the pairs of boxes that share an index along one dimension, which a sweep along it would compare."""
     starts = sorted(box.offsets[dim] for box in boxes)
     ends = sorted(box.offsets[dim] + box.sizes[dim] for box in boxes)
     return sum(position - bisect_right(ends, start) for position, start in enumerate(starts))
 
 
 def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[Box]:
-    """Finds up to `most` boxes of elements that none of `boxes` holds, each as large as its neighbours let it be.
+    """Finds up to `most` boxes of elements that no box holds, each extended as far as its neighbours allow.
 
     Halves the space at the boundaries of boxes. Where the boxes are disjoint a region whose volume is filled has no
     hole and is left at once, so only the way down to each hole is walked; where they overlap volumes say nothing. The
@@ -330,7 +330,7 @@ def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[
 
 
 def _grown(hole: Box, space: Box, boxes: Sequence[Box]) -> Box:
-    """Grows a hole as far as it goes without touching a box, one dimension after the other."""
+    """Extends a hole, one dimension after the other, until it touches a box."""
     for dim in range(len(hole.sizes)):
         column = _along(hole, dim, space.offsets[dim], space.sizes[dim])
         low, high = space.offsets[dim], space.ends[dim]
@@ -353,7 +353,7 @@ def _along(box: Box, dim: int, start: int, size: int) -> Box:
 
 
 def _halves(region: Box, inside: Sequence[Box]) -> list[tuple[Box, list[Box]]]:
-    """Cuts a region in two at the middle boundary along the dimension that has most of them."""
+    """Cuts a region in two at the middle boundary along the dimension with the most boundaries."""
     best: list[int] = []
     best_dim = 0
     for dim, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):

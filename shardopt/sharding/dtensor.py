@@ -27,7 +27,7 @@ _MOST_PLACES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The layout that placements give, and where one rank's boxes lie in its local tensor (None: all of it)."""
+    """The layout of some placements, and the places of one rank's boxes in its local tensor (None: all of it)."""
 
     layout: Layout
     local_shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _OnMesh:
-    """One rank of a mesh: its coordinate (None outside), and the layouts of placements that were seen so far.
+    """One rank of a mesh: its coordinate (None outside), and the cached layouts of placements.
 
     `job` returns the process group of all ranks, as long as it is there: a mesh outlives it, and equals those of later
     jobs.
@@ -49,12 +49,15 @@ class _OnMesh:
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, dict[int, _OnMesh]] = WeakKeyDictionary()
-"""By mesh, then by rank: a mesh cut out of a larger one compares equal on ranks that lie in different cuts. Weak, so
-that no mesh, and with it no process group, is kept beyond `destroy_process_group`."""
+"""Records by mesh, then by rank.
+
+Rank is part of the key, as a mesh cut out of a larger one compares equal on ranks in different cuts. References are
+weak, so that no mesh, and with it no process group, outlives `destroy_process_group`.
+"""
 
 
 def on_mesh(mesh: DeviceMesh) -> _OnMesh:
-    """Returns the cached record of this rank of a mesh; kept as long as the mesh is."""
+    """Returns the cached record of this rank of a mesh; kept as long as the mesh."""
     by_rank = _meshes.get(mesh)
     if by_rank is None:
         by_rank = _meshes[mesh] = {}
@@ -136,7 +139,7 @@ def _place(
     shard_order: Sequence[Any] | None,
     strided_is_order: bool | None,
 ) -> _Place | None:
-    """Computes the layout and this rank's boxes of placements of the known kinds; None where they are ambiguous.
+    """Computes the layout of known placements, and this rank's boxes; None if they are ambiguous.
 
     torch has two readings of `[_StridedShard(0, split_factor=2), Shard(0)]`: from left to right, as `distribute_tensor`
     makes it, and "first over the second mesh dimension, then over the first", as `fully_shard` and `redistribute` make
@@ -167,7 +170,7 @@ def _place(
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
-    """Wraps a local tensor, without a view of it, in a DTensor placed as another."""
+    """Wraps a local tensor, without a view of it, in a DTensor placed like another."""
     # DTensor.from_local would record autograd and wrap a fresh view, so that local_tensors gave another object back.
     spec = copy.copy(like._spec)
     spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
@@ -175,7 +178,7 @@ def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
 
 
 def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> DTensor:
-    """Wraps a local tensor in a DTensor placed as the sum of another over `dims`, which are kept with size 1."""
+    """Wraps a local tensor in a DTensor placed like the sum of another over `dims`, kept with size 1."""
     spec: Any = tensor._spec
     placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
     order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
@@ -183,7 +186,7 @@ def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> D
 
 
 def dtensor_blocks_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
-    """Wraps a local tensor in a DTensor of `count` numbers for each index of another's first dimension."""
+    """Wraps a local tensor in a DTensor of `count` numbers per index of another's first dimension."""
     spec: Any = tensor._spec
     others = range(1, tensor.ndim)
     placements = tuple(Replicate() if _splits(each, tensor.ndim, others) else each for each in spec.placements)
@@ -217,7 +220,7 @@ def _behind_new_dim(placement: Placement, dimensions: int) -> Placement:
 def _dtensor_around(
     local: Tensor, spec: Any, placements: tuple[Placement, ...], order: Any, shape: Sequence[int]
 ) -> DTensor:
-    """Wraps a local tensor in a DTensor of a global shape, on the mesh of `spec`, whose splits are read as there.
+    """Wraps a local tensor in a DTensor of a global shape, on the mesh of `spec`, with its order of splits.
 
     Splits of one dimension stay or go together, so what stays of placements or of their order means what it did.
     """

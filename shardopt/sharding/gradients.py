@@ -25,7 +25,7 @@ from shardopt.sharding.wrapper import is_wrapper
 
 
 def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradient of each of `local_tensors(param)`, None where there is none.
+    """Returns the gradient of each of `local_tensors(param)`; None if there is none.
 
     Local, unless the gradient of a DTensor has another placement than the parameter: then it is redistributed, and all
     ranks of the mesh must call. Sparse gradients are handed through. Shards of ShardedTensor and LocalShardsWrapper
@@ -35,8 +35,8 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
         param: of any kind that `view_of` knows.
 
     Raises:
-        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
-            another shape, global or local, or is sparse where it would have to be redistributed.
+        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, or
+            has another shape, global or local. Or it is sparse, and would have to be redistributed.
     """
     tensors = local_tensors(param)
     if not isinstance(param, DTensor):
@@ -80,7 +80,7 @@ def _redistributed(param: DTensor, grad: DTensor) -> DTensor:
 
 
 class GradientReader:
-    """Reads the gradient of a parameter with one local tensor where it is plainly there.
+    """Reads the gradient of a parameter with one local tensor, in the common case.
 
     That is: dense, placed as the parameter, and with a place in memory for each element, so that it can be scaled.
 
@@ -125,7 +125,7 @@ class GradientReader:
         return None if grad.layout is not torch.strided or elements_overlap(grad) else grad
 
     def accepted(self) -> None:
-        """Notes that `local_gradients` has looked at the parameter and its gradient, and refused neither."""
+        """Notes that `local_gradients` accepted the parameter and its gradient."""
         param = self._param
         if isinstance(param, DTensor) and type(param._local_tensor) is Tensor:
             if param._spec is not self._want:
@@ -137,7 +137,7 @@ class GradientReader:
 def attach_gradients(
     readers: Iterable[GradientReader], attached: list[Tensor]
 ) -> tuple[list[Tensor | None], list[GradientReader], bool]:
-    """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
+    """Sets `grad` of DTensors' local tensors to their local gradients, if nothing changed since they were accepted.
 
     That is known by the very same objects: on small parameters a step's time is made of such checks, and this loop
     touches as few objects as it can. Shape, dtype and device are checked where the gradient is set.
@@ -188,7 +188,7 @@ def takes_gradient(param: Tensor) -> bool:
 
 
 def set_gradients(param: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Gives a parameter these gradients of its local tensors, of their shapes and dtypes; nothing is copied. Local.
+    """Gives a parameter these gradients of its local tensors, with their shapes and dtypes; copies nothing. Local.
 
     The reverse of `local_gradients`; not of registered kinds, whose gradients are their frameworks' own.
     """
@@ -200,7 +200,7 @@ def set_gradients(param: Tensor, gradients: Sequence[Tensor]) -> None:
 
 
 def zero_gradients(param: Tensor, set_to_none: bool) -> None:
-    """Drops or zeroes the gradients of one parameter of any kind, wherever they are."""
+    """Drops or zeroes the gradients of one parameter of any kind."""
     kind = kind_of(param)
     if kind is not None:
         kind.zero_gradients(param, set_to_none)
@@ -221,12 +221,12 @@ def requires_gradient(param: Tensor) -> bool:
 
 
 def is_frozen(param: Tensor) -> bool:
-    """Whether a tensor says that it gets no gradient; shards that carry their own may get one all the same."""
+    """Whether a tensor says that it gets no gradient; shards with gradients of their own may still get one."""
     return takes_gradient(param) and not param.requires_grad
 
 
 def is_added_up(param: Tensor) -> bool:
-    """Whether norms and sums can be taken of a tensor's elements: not of one that is frozen, and codes and scales."""
+    """Whether norms and sums of a tensor's elements make sense: not for a frozen one, or for codes and scales."""
     return not (is_frozen(param) and is_composite(param))
 
 

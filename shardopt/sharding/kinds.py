@@ -1,4 +1,4 @@
-"""The registry of sharded tensors that frameworks bring: class → `TensorKind`.
+"""The registry of frameworks' classes of sharded tensors: class → `TensorKind`.
 
 Of a class that is registered here the rest of the package knows just what its `TensorKind` says. State of optimizers
 that lies like such a tensor is a `PiecesTensor`: boxes, and local memory for each of them.
@@ -38,14 +38,14 @@ def register_kind(cls: type[Tensor], kind: TensorKind) -> None:
 
 
 def kind_of(tensor: Tensor) -> TensorKind | None:
-    """Looks up the kind registered for a tensor's class or the nearest of its bases; None for all that torch has."""
+    """Returns the kind registered for a tensor's class or its nearest base; None for all of torch's classes."""
     if type(tensor) is Tensor or type(tensor) is Parameter or not _kinds:
         return None
     return next((_kinds[base] for base in type(tensor).__mro__ if base in _kinds), None)
 
 
 def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box, Tensor]]:
-    """Cuts a run of the elements of a tensor, in C order, into boxes: the pieces of a section of a flat buffer.
+    """Cuts a run of a tensor's elements, in C order, into boxes: the pieces of a section of a flat buffer.
 
     At most 2·d - 1 boxes for d dimensions: a run ends and begins within a row, within a row of rows, and so on.
 

@@ -1,4 +1,4 @@
-"""Layouts: which boxes a tensor lies in, and which ranks hold each of them. No tensors here.
+"""Layouts: the boxes of a tensor, and the ranks that hold each. Has no tensors.
 
 A layout is plain data that ranks can compare (`fingerprint`), send (`to_json`, `from_json`) and merge (`merge`).
 """
@@ -18,17 +18,17 @@ from shardopt.sharding.box import Box, grid_boxes, grid_cuts, whole
 
 @dataclass(frozen=True)
 class Layout:
-    """The boxes of one tensor, and the ranks that hold each of them.
+    """The boxes of one tensor, and the ranks that hold each.
 
     Args:
         shape: the global shape.
         boxes: distinct boxes in ascending order of offsets. They are non-empty, except for a tensor without elements,
             whose one box is the whole of it.
-        holders: for each box the global ranks that hold it, ascending; None where every rank that has the tensor
-            holds all of it, as with a plain tensor.
-        local: whether other ranks may know of more boxes, or of more holders, so that the layout of the tensor is known
-            only after the ranks exchanged theirs (`merge`). So it is for LocalShardsWrapper, which tells of the rank's
-            own shards only, and for a mesh that is a cut through a larger one.
+        holders: for each box the global ranks that hold it, ascending. None if every rank that has the tensor holds all
+            of it, as with a plain tensor.
+        local: whether other ranks may know of more boxes, or of more holders. The layout of the tensor is then known
+            only after the ranks have exchanged theirs (`merge`). That is so for LocalShardsWrapper, which knows the
+            rank's own shards only, and for a mesh that is a cut through a larger one.
     """
 
     shape: tuple[int, ...]
@@ -38,12 +38,12 @@ class Layout:
 
     @cached_property
     def grid(self) -> tuple[tuple[int, ...], ...] | None:
-        """The cut points of each dimension where the boxes are all cells of a grid; else None."""
+        """The cut points of each dimension, if the boxes are all cells of a grid; else None."""
         return grid_cuts(self.shape, self.boxes)
 
     @cached_property
     def shared(self) -> Mapping[Box, tuple[int, ...]]:
-        """The boxes that several ranks are known to hold, and which."""
+        """The boxes that several ranks are known to hold, with these ranks."""
         pairs = () if self.holders is None else zip(self.boxes, self.holders, strict=True)
         return {box: holders for box, holders in pairs if len(holders) > 1}
 
@@ -72,7 +72,7 @@ class Layout:
 
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> Layout:
-        """Reads the layout that `to_json` wrote. The document must come from a rank of this job: it is not checked."""
+        """Reads the layout that `to_json` wrote. Does not check it, so it must come from a rank of this job."""
         holders = None if wire["holders"] is None else tuple(map(tuple, wire["holders"]))
         if "grid" in wire:
             return Layout.of_grid(tuple(wire["shape"]), tuple(map(tuple, wire["grid"])), holders, bool(wire["local"]))
@@ -86,7 +86,7 @@ class Layout:
         holders: tuple[tuple[int, ...], ...] | None,
         local: bool = False,
     ) -> Layout:
-        """Makes a layout whose boxes are the cells of a grid, with the holders of each, ascending by offsets.
+        """Makes a layout whose boxes are the cells of a grid, from the holders of each cell, ascending by offsets.
 
         Args:
             cuts: of each dimension the cut points, strictly ascending from 0 to the size of the dimension. What they
@@ -99,7 +99,7 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=4096)
     def replicated(shape: tuple[int, ...]) -> Layout:
-        """Returns the layout of a plain tensor: one box, which every rank that has the tensor holds."""
+        """Returns the layout of a plain tensor: one box, held by every rank that has the tensor."""
         return Layout(shape, (whole(shape),))
 
     @staticmethod
@@ -109,12 +109,12 @@ class Layout:
         return Layout(shape, boxes, tuple(tuple(sorted(set(holders[box]))) for box in boxes), local)
 
     def numbered_in(self, members: tuple[int, ...]) -> Layout:
-        """Returns the layout with ranks numbered by their places among `members`: without others, and their boxes."""
+        """Returns the layout with ranks renumbered by their positions in `members`, without others and their boxes."""
         return self if self.holders is None else _numbered_in(self, members)
 
     @staticmethod
     def merge(layouts: Mapping[int, Layout], key: str = "tensor") -> Layout:
-        """Merges the layouts that ranks have of one tensor, of which each may know its own boxes only, into one.
+        """Merges the layouts that ranks have of one tensor into one; each rank may know only its own boxes.
 
         Args:
             layouts: the layout that each rank (global number) has for the tensor; ranks without the tensor are absent.
@@ -133,7 +133,7 @@ class Layout:
 
     @staticmethod
     def merge_kinds(kinds: Sequence[tuple[Layout, tuple[int, ...]]], key: str = "tensor") -> Layout:
-        """Merges layouts as `merge` does, each given once with all of the ranks that have it (not none).
+        """Merges layouts as `merge` does, each given once with all ranks that have it (at least one).
 
         Takes time by kinds and boxes, not by ranks, but where ranks hold all of a tensor.
         """
@@ -167,7 +167,7 @@ class Layout:
 
 @lru_cache(maxsize=32)
 def _cells(cuts: tuple[tuple[int, ...], ...]) -> tuple[Box, ...]:
-    """Returns the cells of a grid; layouts of one grid share them, which makes their comparison short."""
+    """Returns the cells of a grid; layouts of one grid share them, so that they compare fast."""
     return grid_boxes(cuts)
 
 

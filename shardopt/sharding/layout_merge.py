@@ -1,4 +1,4 @@
-"""Tables of layouts that ranks exchange, and their merging by kinds of ranks, which have equal tables. No tensors here.
+"""Merges tables of layouts by kinds of ranks, which have equal tables. Has no tensors.
 
 K kinds, each with all of its ranks; a table: key → layout, each distinct layout written once
 """
@@ -32,12 +32,12 @@ class LayoutWriter:
 
     @property
     def texts(self) -> list[str]:
-        """The layouts, by number; as texts, which a reader compares before it parses any."""
+        """The layouts, by number, as texts, which a reader compares before it parses any."""
         return list(self._number_of_text)
 
 
 class LayoutReader:
-    """Reads layouts that several ranks have written: one object for equal ones."""
+    """Reads layouts that several ranks wrote, equal ones as one object."""
 
     def __init__(self) -> None:
         self._layouts: dict[str, Layout] = {}
@@ -52,8 +52,7 @@ def _parse(text: str) -> Layout:
 
 
 class KindMerger:
-    """Merges layouts of one tensor that kinds of ranks have. Layouts, once merged, are kept: tensors by the thousand
-    lie alike.
+    """Merges the layouts that kinds of ranks have of one tensor; caches results, as thousands of tensors share layouts.
 
     Args:
         kinds: the ranks of each kind, ascending.
@@ -77,7 +76,7 @@ class KindMerger:
         return ranks
 
     def first_holder(self, layout: Layout, number: int) -> int | None:
-        """Returns the first rank of a kind that holds some of a tensor of this layout; None where none does."""
+        """Returns the first rank of a kind that holds a part of a tensor with this layout; None if none does."""
         ranks = self.kinds[number]
         if layout.holders is None:
             return ranks[0]
@@ -85,7 +84,7 @@ class KindMerger:
         return next((rank for rank in ranks if rank in holders), None)
 
     def merge(self, layouts: Mapping[int, Layout], key: str) -> Layout:
-        """Merges the layouts that kinds, by number, have under one key.
+        """Merges the layouts that kinds, by number, have for one key.
 
         Raises:
             LayoutError: as `Layout.merge`.
@@ -97,7 +96,7 @@ class KindMerger:
         return self._merged[case][1]
 
     def held_by(self, layout: Layout, numbers: tuple[int, ...]) -> Layout:
-        """Returns the layout without holders that are of none of these kinds, and boxes that only those hold."""
+        """Returns the layout without holders of other kinds, and without boxes that only those hold."""
         case = id(layout), numbers
         if case not in self._held:
             self._held[case] = layout, self._held_by(layout, numbers)
@@ -121,7 +120,7 @@ class KindMerger:
 
 
 def components_of(groups: Iterable[tuple[int, ...]], count: int) -> list[int]:
-    """Returns the component of each of `count` kinds: kinds of one group, such as those that share a key, are in one.
+    """Returns the component of each of `count` kinds; kinds of one group, such as those that share a key, are in one.
 
     Components are numbered from 0, in the order of their first kinds.
     """

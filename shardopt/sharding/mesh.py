@@ -1,4 +1,4 @@
-"""Boxes of a tensor on the ranks of a mesh over which it was split, as torch.chunk splits. No tensors here.
+"""The boxes of a tensor on the ranks of a mesh, split as torch.chunk splits. Has no tensors.
 
 A dimension of size N that is split into n chunks gives ceil(N / n) indices to each chunk until none are left, so the
 last chunks may be short or empty. Splits of one dimension follow one another, each applied to what the ones before
@@ -38,7 +38,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Ranks arranged in a grid. Compared by identity, so that it is a cheap key for caches.
+    """Ranks in a grid. Compared by identity, which makes it a cheap cache key.
 
     Args:
         shape: number of ranks along each mesh dimension.
@@ -55,8 +55,9 @@ class Mesh:
 
 @lru_cache(maxsize=4096)
 def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -> Layout:
-    """Computes the layout of a tensor of this global shape after `splits`, in that order; mesh dimensions without a
-    split replicate.
+    """Computes the layout of a tensor of this global shape after `splits`, in that order.
+
+    Mesh dimensions without a split replicate.
 
     The boxes are always the cells of a grid, since every dimension is split on its own.
     """
@@ -85,12 +86,12 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
 def runs_of(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], splits: tuple[Split, ...], coordinate: tuple[int, ...]
 ) -> tuple[Runs, ...]:
-    """Computes the runs of indices along each dimension that the rank at `coordinate` of the mesh holds."""
+    """Computes the runs of indices, for each dimension, of the rank at `coordinate` of the mesh."""
     return tuple(_runs_along(size, mesh_shape, _of_dim(splits, dim), coordinate) for dim, size in enumerate(shape))
 
 
 def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
-    """Returns the boxes that a rank with these runs holds, each with the box that it fills in its local tensor."""
+    """Returns the boxes of a rank with these runs, each with its box in the local tensor."""
     dims = []
     for dim_runs in runs:
         local = 0
@@ -107,7 +108,7 @@ def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
 
 
 def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> tuple[Split, ...] | None:
-    """Converts factors into plain splits, in the order of their making; None if they stand for no order.
+    """Converts factors to plain splits, in the order in which they were made; None if they fit no order.
 
     Read so, a factor is the number of sections that splits over later mesh dimensions made before. From the last mesh
     dimension to the first, each takes its place behind as many of the later ones as multiply to its factor. Where the
@@ -130,7 +131,7 @@ def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> tuple[Split,
 def differ_unseen(
     shape: Sequence[int], mesh_shape: Sequence[int], one: Sequence[Split], other: Sequence[Split]
 ) -> bool:
-    """Whether splits in two orders give some ranks other indices, and every rank as many of them along each dimension.
+    """Whether two orders of splits differ in some ranks' indices, but not in how many each rank has per dimension.
 
     Not where no dimension is split more than twice: in both orders the runs of a rank of the first split stand one
     behind the other, and if they are cut to equal lengths, they are cut at the same places.
@@ -152,7 +153,7 @@ def differ_unseen(
 
 
 def _runs_along(size: int, mesh_shape: Sequence[int], splits: Iterable[Split], coordinate: Sequence[int]) -> Runs:
-    """Computes the indices of one dimension that the rank at `coordinate` gets by splits of it."""
+    """Computes the indices of one dimension that splits give the rank at `coordinate`."""
     runs: Runs = ((0, size),) if size else ()
     for split in splits:
         runs = _share(runs, mesh_shape[split.mesh_dim], split.factor, coordinate[split.mesh_dim])
@@ -166,8 +167,10 @@ def _of_dim(splits: Sequence[Split], tensor_dim: int) -> list[Split]:
 def _cells(
     size: int, mesh_shape: Sequence[int], strides: Sequence[int], splits: Sequence[Split]
 ) -> list[tuple[int, int, int]]:
-    """Returns (start, end, position) of every run of one dimension, ascending; the position is that of the run's holder
-    in the flat mesh, less the mesh dimensions that do not split this dimension."""
+    """Returns (start, end, position) of every run of one dimension, ascending.
+
+    The position is that of the run's holder in the flat mesh, without mesh dimensions that do not split this one.
+    """
     runs_at: list[tuple[Runs, int]] = [(((0, size),), 0)]
     for split in splits:
         count, stride = mesh_shape[split.mesh_dim], strides[split.mesh_dim]
@@ -181,7 +184,7 @@ def _cells(
 
 
 def _shares(runs: Runs, count: int, factor: int) -> list[Runs]:
-    """Shares runs out among `count` ranks; ranks at the end that get nothing may be left out."""
+    """Divides runs among `count` ranks; may leave out ranks at the end that get nothing."""
     if len(runs) == 1 and factor == 1:  # most splits by far, and a large mesh makes tens of thousands of them
         ((start, end),) = runs
         step = -(-(end - start) // count)
@@ -191,12 +194,12 @@ def _shares(runs: Runs, count: int, factor: int) -> list[Runs]:
 
 
 def _share(runs: Runs, count: int, factor: int, index: int) -> Runs:
-    """Computes the share of rank `index` of `count`, without those of the others."""
+    """Computes the share of rank `index` of `count` alone."""
     return _merged(_cut(runs, _spans(runs, count, factor, (index,))))
 
 
 def _spans(runs: Runs, count: int, factor: int, indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns the elements of each section that the ranks `indices` of `count` get, counted through the runs."""
+    """Returns the elements of each section that the ranks `indices` of `count` get, counted along the runs."""
     total = sum(end - start for start, end in runs)
     section = -(-total // factor)
     spans = []
@@ -210,7 +213,7 @@ def _spans(runs: Runs, count: int, factor: int, indices: Iterable[int]) -> list[
 
 
 def _cut(runs: Runs, spans: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Converts ascending spans of elements, counted through the runs, into the runs of indices that they are."""
+    """Converts ascending spans of elements, counted along the runs, to runs of indices."""
     pieces = []
     at = seen = 0  # the run that is being looked at, and the number of elements before it
     for start, end in spans:
@@ -229,7 +232,7 @@ def _cut(runs: Runs, spans: Iterable[tuple[int, int]]) -> list[list[tuple[int, i
 
 
 def _merged(pieces: Iterable[list[tuple[int, int]]]) -> Runs:
-    """Joins runs into one list, those that touch made one run."""
+    """Joins runs into one list, and touching ones into one run."""
     merged: list[tuple[int, int]] = []
     for start, end in chain.from_iterable(pieces):
         if merged and merged[-1][1] == start:

@@ -1,4 +1,4 @@
-"""Pieces of a tensor on this rank: boxes, and the memory that they lie in."""
+"""Pieces of a tensor on this rank: boxes, each with its memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardopt.sharding.wrapper import is_wrapper
 
 
 class Piece(NamedTuple):
-    """A box of a tensor and the local memory that it lies in.
+    """A box of a tensor, and its local memory.
 
     Args:
         box: where in the global tensor.
-        tensor: the elements, of the box's sizes; it shares memory with the tensor that was viewed, is not always
-            contiguous, and takes no part in autograd.
+        tensor: the elements, of the box's sizes. It shares memory with the viewed tensor, is not always contiguous, and
+            takes no part in autograd.
     """
 
     box: Box
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor as this rank sees it: its pieces here, and the layout of the whole.
+    """A tensor as one rank sees it: its pieces here, and the layout of the whole.
 
     Args:
         shape: the global shape.
@@ -50,7 +50,7 @@ class View(NamedTuple):
     layout: Layout
 
     def numbered_in(self, members: tuple[int, ...] | None, all_of: str | None = None) -> View:
-        """Returns the view with ranks numbered by their places among `members`; the same where that is None.
+        """Returns the view with ranks renumbered by their positions in `members`; the same view for None.
 
         Args:
             all_of: the tensor's name, where each of its boxes has to be on some of them; None where that may not be.
@@ -70,7 +70,7 @@ class View(NamedTuple):
         return self._replace(layout=layout)
 
     def known_in_part(self) -> View:
-        """Returns the view with a layout to which other ranks may have more holders to add."""
+        """Returns the view with a layout to which other ranks may add holders."""
         layout = self.layout
         return self if layout.holders is None or layout.local else self._replace(layout=replace(layout, local=True))
 
@@ -81,12 +81,12 @@ def refusal(key: str, actual: str, required: str, remedy: str) -> LayoutError:
 
 
 def awaited(local: Tensor) -> Tensor:
-    """Waits for the collective that makes a tensor, if one does: redistribution may hand out unfinished ones."""
+    """Waits for the collective that makes a tensor, if any, as redistribution may return unfinished ones."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def memory_of(tensor: Tensor, key: str) -> Tensor:
-    """Returns the tensor outside of autograd; raises LayoutError unless its elements are simply its strided memory."""
+    """Returns the tensor outside of autograd; raises LayoutError unless its elements are plain strided memory."""
     own_class = type(tensor) is not Tensor and type(tensor) is not Parameter  # nearly none is of another
     if own_class:
         tensor = seen_through(tensor)
@@ -111,8 +111,7 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
 
 
 def elements_overlap(tensor: Tensor) -> bool:
-    """Whether elements of a strided tensor may lie in one place, as in an expanded one: a dimension does not go beyond
-    a lower one."""
+    """Whether elements of a strided tensor may share memory, as in an expanded one: a stride is too small."""
     if tensor.is_contiguous():
         return False
     beyond = 1
@@ -124,7 +123,7 @@ def elements_overlap(tensor: Tensor) -> bool:
 
 
 def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
-    """Returns the one piece of a tensor without elements; no local tensor need have its shape."""
+    """Returns the single piece of a tensor without elements, as no local tensor need have its shape."""
     device = memory[0].device if memory else "cpu"
     return (Piece(whole(shape), torch.empty(shape, dtype=dtype, device=device)),)
 
@@ -132,7 +131,7 @@ def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Ten
 def shard_pieces(
     shape: tuple[int, ...], dtype: torch.dtype, shards: Sequence[tuple[Box, Tensor]], key: str
 ) -> tuple[Piece, ...]:
-    """Makes pieces of local shards, each of which must be as large as its box."""
+    """Makes pieces from local shards, each of which must have the size of its box."""
     if prod(shape) == 0:
         return empty_piece(shape, dtype, [shard for _, shard in shards])
     for box, shard in shards:
@@ -148,7 +147,7 @@ def shard_pieces(
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Returns the view of a tensor that a box in it names."""
+    """Returns a box of a tensor, as a view."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)

@@ -1,4 +1,4 @@
-"""Boxes and local memory as a tensor, for optimizer state that is placed as a registered kind of tensors."""
+"""A tensor made of boxes and their local memory, for optimizer state placed like a registered kind of tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.sharding.tensor_kind import TensorKind
 
 
 class PiecesTensor(Tensor):
-    """A sharded tensor of which this rank holds some boxes, each with a plain tensor of its elements.
+    """A sharded tensor of which this rank holds some boxes, each as a plain tensor.
 
     It computes nothing: it is for optimizers, checkpoints and norms, which work on the pieces. As a parameter it takes
     gradients in the `.grad` of its pieces.
@@ -58,7 +58,7 @@ class PiecesTensor(Tensor):
         return f"PiecesTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={[str(box) for box in self.boxes]})"
 
     def like(self, tensors: Sequence[Tensor]) -> PiecesTensor:
-        """Returns a PiecesTensor with the same boxes around other tensors."""
+        """Returns a PiecesTensor with the same boxes and other tensors."""
         device = None if tensors else self.device
         return PiecesTensor(self.shape, list(zip(self.boxes, tensors, strict=True)), self.dtype, device)
 

@@ -1,4 +1,4 @@
-"""What `shardopt.sharding` offers: a public name is a line here."""
+"""The public names of `shardopt.sharding`, one per line."""
 
 from shardopt.sharding.box import Box as Box
 from shardopt.sharding.box import cover_faults as cover_faults

@@ -1,4 +1,4 @@
-"""Reduced and stacked tensors: placed as a sharded tensor that they belong to, with a dimension less or more.
+"""Reduced and stacked tensors, placed like a sharded tensor with one dimension fewer or more.
 
 Less: sums over some dimensions, and the ranks that share them; or some numbers for each index of the first. More:
 several tensors like it in a stack.
@@ -46,7 +46,7 @@ from shardopt.sharding.view import empty_local_tensor, local_like, local_tensors
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Ranks among which a tensor is cut: no two of them hold the same element.
+    """Ranks that cut a tensor among them: no two hold the same element.
 
     Args:
         group: their process group.
@@ -58,7 +58,7 @@ class ShardGroup:
 
 
 def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
-    """Returns the groups of ranks, this one among them, that a tensor is cut over; in the same order on each of them.
+    """Returns the groups of ranks, including this one, that cut a tensor; in the same order on each of them.
 
     Replicas are in none of the groups, so local sums that are added up over each group in turn make up the sum of the
     whole. A plain tensor has none. Local, no collective.
@@ -79,14 +79,14 @@ def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
 
 
 def is_first_of(tensor: Tensor, group: ShardGroup) -> bool:
-    """Whether this rank is the first that has elements of a tensor among the ranks of one of its shard groups."""
+    """Whether this rank is the first, in one of a tensor's shard groups, that has elements of it."""
     if isinstance(tensor, ShardedTensor):
         return dist.get_rank() == min(holders_of(tensor), default=-1)
     return group.group.rank() == 0
 
 
 def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Makes zeros for a tensor's sum over some dimensions, which are kept with size 1, for the elements of this rank.
+    """Makes zeros for a tensor's sum over some dimensions, kept with size 1, for this rank's elements.
 
     Args:
         tensor: what is to be summed.
@@ -121,7 +121,7 @@ def local_views(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor])
 
 
 def sum_like(tensor: Tensor, *dims: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Makes zeros placed as the sum of a tensor over some dimensions is, which are kept with size 1.
+    """Makes zeros placed like the sum of a tensor over some dimensions, kept with size 1.
 
     Local, no collective. Its memory is what `sum_memory` would make.
 
@@ -140,7 +140,7 @@ def sum_like(tensor: Tensor, *dims: int, dtype: torch.dtype | None = None) -> Te
 
 
 def stack_like(tensor: Tensor, count: int) -> Tensor:
-    """Makes zeros for `count` tensors of a tensor's dtype, stacked along a new first dimension and placed as it is.
+    """Makes zeros for `count` tensors like a tensor, stacked along a new first dimension, and placed like it.
 
     Local, no collective. The local tensors are contiguous, [count, *shape of the tensor's local tensor].
     """
@@ -154,7 +154,7 @@ def stack_like(tensor: Tensor, count: int) -> Tensor:
 
 
 def blocks_like(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Makes zeros for `count` numbers of each index of a tensor's first dimension, [N, count].
+    """Makes zeros for `count` numbers per index of a tensor's first dimension, [N, count].
 
     They are placed as the tensor along the first dimension, and whole on all ranks that share an index. Local, no
     collective.

@@ -1,4 +1,4 @@
-"""ShardedTensors: uneven shards, several or none on a rank, described by metadata."""
+"""ShardedTensors: uneven shards, several or none per rank, described by metadata."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
 
 
 def holders_of(tensor: ShardedTensor) -> set[int]:
-    """Returns the ranks of the job that have elements of a ShardedTensor; the same on every rank."""
+    """Returns the ranks of the job with elements of a ShardedTensor; the same on every rank."""
     shards = [shard for shard in tensor.metadata().shards_metadata if all(shard.shard_sizes)]
     return {rank for shard in shards if shard.placement and (rank := shard.placement.rank()) is not None}
 
@@ -75,7 +75,7 @@ def holders_of(tensor: ShardedTensor) -> set[int]:
 def _sharded_layout(
     shape: tuple[int, ...], placed: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], cut: bool
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Returns the layout that the metadata of all shards describes, and its faults."""
+    """Returns the layout that the metadata of all shards describe, and its faults."""
     if prod(shape) == 0:
         return Layout.from_holders(shape, {whole(shape): {holder for _, _, holder in placed}}, cut), ()
     holders: dict[Box, list[int]] = {}
@@ -86,7 +86,7 @@ def _sharded_layout(
 
 
 def sharded_tensor_like(like: ShardedTensor, tensors: Sequence[Tensor]) -> ShardedTensor:
-    """Makes a ShardedTensor cut as another, around those local tensors; of their dtype, without a gradient."""
+    """Makes a ShardedTensor cut like another, from local tensors with their dtype, without a gradient."""
     metadata = like.metadata()
     properties = copy.copy(metadata.tensor_properties)
     properties.dtype = tensors[0].dtype if tensors else properties.dtype
@@ -122,7 +122,7 @@ def sharded_tensor_at(
     like: Tensor,
     by_itself: bool = False,
 ) -> ShardedTensor:
-    """Makes a ShardedTensor over the ranks of the job, each of whose shards lies on a rank of its own choice.
+    """Makes a ShardedTensor over the ranks of the job, with a freely chosen rank for each shard.
 
     Local: no collective. The job has to have a process group.
 
@@ -177,7 +177,7 @@ def _made(
 def sharded_sum_like(
     tensor: ShardedTensor, dims: Collection[int], memory: Sequence[Tensor], dtype: torch.dtype
 ) -> ShardedTensor:
-    """Makes a ShardedTensor cut as the sum of another over `dims`, which are kept with size 1 and are not cut."""
+    """Makes a ShardedTensor cut like the sum of another over `dims`, which are kept with size 1, uncut."""
 
     def summed(shard: ShardMetadata) -> ShardMetadata:
         return dataclasses.replace(shard, shard_sizes=list(with_ones(shard.shard_sizes, dims)))
@@ -186,7 +186,7 @@ def sharded_sum_like(
 
 
 def sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tensor]) -> ShardedTensor:
-    """Makes a ShardedTensor cut as `count` tensors like another, stacked along a new first dimension."""
+    """Makes a ShardedTensor cut like `count` tensors like another, stacked along a new first dimension."""
 
     def stacked(shard: ShardMetadata) -> ShardMetadata:
         offsets, sizes = [0, *shard.shard_offsets], [count, *shard.shard_sizes]
@@ -199,7 +199,7 @@ def sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tenso
 def sharded_blocks_like(
     tensor: ShardedTensor, count: int, memory: Sequence[Tensor], dtype: torch.dtype
 ) -> ShardedTensor:
-    """Makes a ShardedTensor of `count` numbers for each index of the first dimension, along which alone it is cut."""
+    """Makes a ShardedTensor of `count` numbers per index of the first dimension, and cut only along that."""
 
     def blocks(shard: ShardMetadata) -> ShardMetadata:
         offsets, sizes = [shard.shard_offsets[0], 0], [shard.shard_sizes[0], count]
@@ -216,7 +216,7 @@ def _resharded(
     added_dims: int,
     dtype: torch.dtype,
 ) -> ShardedTensor:
-    """Makes a ShardedTensor whose shards are those of another, changed.
+    """Makes a ShardedTensor from the changed shards of another.
 
     Args:
         change: gives the metadata of a shard from that of the other's.
@@ -247,6 +247,6 @@ def cut_dims(metadata: ShardedTensorMetadata) -> frozenset[int]:
 
 
 def window_of(shard: ShardMetadata, dims: Collection[int]) -> tuple[slice, ...]:
-    """Returns the index that takes a shard's section out of a whole sum over some dimensions."""
+    """Returns the index that selects a shard's section from a whole sum over some dimensions."""
     spans = zip(shard.shard_offsets, shard.shard_sizes, strict=True)
     return tuple(slice(None) if dim in dims else slice(at, at + size) for dim, (at, size) in enumerate(spans))

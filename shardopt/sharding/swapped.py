@@ -1,4 +1,4 @@
-"""Parameters in which averages stand for a while, for those who would take them for weights to train.
+"""Tracks parameters that temporarily hold averages, so that nobody takes them for weights to train.
 
 Who puts averages into a model calls `note_swapped`, and `note_swapped_back` once its own weights are there again. Who
 is to change weights in place, or to keep them, calls `refuse_swapped` first. Tensors are known by themselves, and by
@@ -21,11 +21,11 @@ STEP_IN_SWAP = "a step would train the averages, and be lost"
 MODE_IN_SWAP = "the mode cannot be changed while averages of the weights stand in the model"
 
 _swapped: WeakKeyDictionary[object, Mapping[str, Tensor]] = WeakKeyDictionary()
-"""By what has the weights in the meantime; without it nobody can put them back, and the averages are the weights."""
+"""The parameters with averages, by the object that keeps the weights; if it is gone, the averages are the weights."""
 
 
 def note_swapped(holder: object, named: Mapping[str, Tensor]) -> None:
-    """Notes that averages stand in a model's parameters and buffers, and who has their own values."""
+    """Notes that a model's parameters and buffers hold averages, and who keeps their own values."""
     _swapped[holder] = named
 
 
@@ -35,7 +35,7 @@ def note_swapped_back(holder: object) -> None:
 
 
 def refuse_swapped(why: str, tensors: Iterable[Tensor]) -> None:
-    """Raises StateError where averages stand in one of these; at once where they stand in none. Local.
+    """Raises StateError if one of these tensors holds averages. Local; fast if none does.
 
     Args:
         why: what cannot be done.
@@ -54,6 +54,6 @@ def refuse_swapped(why: str, tensors: Iterable[Tensor]) -> None:
 
 
 def _marks(tensor: Tensor) -> Iterator[tuple[object, int]]:
-    """Yields by what a tensor is known: itself, and where its elements on this rank begin."""
+    """Yields the identities of a tensor: itself, and the start of its elements on this rank."""
     yield None, id(tensor)
     yield from ((local.device, local.data_ptr()) for local in local_tensors(tensor) if local.numel())

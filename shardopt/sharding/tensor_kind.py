@@ -11,18 +11,18 @@ from shardopt.sharding.box import Box
 
 
 class TensorKind:
-    """Describes a class of sharded tensors. A subclass says at least what the `pieces` of one are.
+    """Describes a class of sharded tensors. A subclass must at least define `pieces`.
 
     Each rank describes its own pieces alone. A save exchanges them, and refuses pieces of two ranks that overlap
     without being the same box, and elements that no rank has.
     """
 
     def shape(self, tensor: Any) -> Sequence[int]:
-        """The global shape; the same on every rank."""
+        """Returns the global shape; the same on every rank."""
         return tuple(tensor.shape)
 
     def pieces(self, tensor: Any) -> Sequence[tuple[Box, Tensor]]:
-        """The boxes that this rank holds, disjoint, and the plain tensor with the elements of each, of the box's sizes.
+        """Returns the disjoint boxes that this rank holds, each with a plain tensor of its elements and sizes.
 
         No copies: what is written into them must be in the tensor. All have one dtype; a rank may have none. The very
         same tensors each time, as long as their memory was not replaced: an optimizer keeps state by them.
@@ -30,7 +30,7 @@ class TensorKind:
         raise NotImplementedError
 
     def gradients(self, tensor: Any) -> Sequence[Tensor | None]:
-        """For each of `pieces` its gradient, of the same sizes and dtype, None where there is none. No copies."""
+        """Returns the gradient of each of `pieces`, with its sizes and dtype; None if there is none. No copies."""
         return [local.grad for _, local in self.pieces(tensor)]
 
     def zero_gradients(self, tensor: Any, set_to_none: bool) -> None:

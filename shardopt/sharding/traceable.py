@@ -1,4 +1,4 @@
-"""Tensors of libraries that wrap others and say which: torch's protocol `__tensor_flatten__`.
+"""Tensors of libraries that wrap others and say so by torch's protocol `__tensor_flatten__`.
 
 A wrapper of one strided tensor of its own shape and dtype (torchao's float8 weights in training) is that tensor: it is
 stepped, clipped, averaged and stored as such. One of several (codes and their scales) is stored as these, each under a
@@ -23,7 +23,7 @@ _NOT_THESE = (DTensor, AsyncCollectiveTensor, ShardedTensor)  # which this folde
 
 
 def seen_through(tensor: Tensor) -> Tensor:
-    """Returns the one tensor that a tensor wraps, of its shape and dtype; the tensor itself where there is none."""
+    """Returns the single tensor that a tensor wraps, with its shape and dtype; else the tensor itself."""
     while (inner := _inner_tensors(tensor)) is not None and len(inner) == 1:
         (only,) = inner.values()
         if only.shape != tensor.shape or only.dtype != tensor.dtype or only.layout is not torch.strided:
@@ -33,7 +33,7 @@ def seen_through(tensor: Tensor) -> Tensor:
 
 
 def is_composite(tensor: Tensor) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, is made of several, or of one that looks otherwise."""
+    """Whether a tensor, or a DTensor's local tensor, consists of several, or of one with another shape or dtype."""
     local = tensor._local_tensor if type(tensor) is DTensor else tensor
     if type(local) is Tensor or type(local) is Parameter:  # as nearly all are
         return False
@@ -41,7 +41,7 @@ def is_composite(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor) -> dict[str, tuple[Any, Tensor]] | None:
-    """Returns the tensors that a composite is made of, with what has them as attributes. Local: no copy.
+    """Returns the tensors that a composite consists of, each with the object whose attribute it is. Local: no copy.
 
     Of a DTensor they are DTensors, sharded as it is, as far as its class shards them; None where it does not tell.
     """
@@ -66,7 +66,7 @@ def _composite_of(tensor: Tensor) -> Tensor | None:
 
 
 def _inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
-    """Returns what a tensor wraps by attribute; None for one that is not known to wrap anything."""
+    """Returns the tensors that a tensor wraps, by attribute; None if it is not known to wrap any."""
     if type(tensor) is Tensor or type(tensor) is Parameter or not hasattr(tensor, "__tensor_flatten__"):
         return None
     if isinstance(tensor, _NOT_THESE) or tensor.is_nested or is_wrapper(tensor) or kind_of(tensor) is not None:
@@ -76,8 +76,10 @@ def _inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
 
 
 def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor]) -> set[str] | None:
-    """Returns the names of the tensors that are cut where the wrapper is, by letting its class cut it once more; None
-    where it cannot."""
+    """Returns the names of the inner tensors that are cut like the wrapper.
+
+    It finds them by letting the wrapper's class cut it again; None if that fails.
+    """
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return set()
     if not all(isinstance(placement, Replicate) or placement == Shard(0) for placement in tensor.placements):
@@ -91,7 +93,7 @@ def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor]) -> se
 
 
 def _part_on_mesh(like: DTensor, part: Tensor, is_split: bool) -> DTensor:
-    """Returns a DTensor of what this rank has of one of the tensors of a composite."""
+    """Returns a DTensor of this rank's part of one of a composite's tensors."""
     mesh, placements = like.device_mesh, [*like.placements]
     if not is_split:
         placements = [Replicate()] * len(placements)

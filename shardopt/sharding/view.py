@@ -1,4 +1,4 @@
-"""Any tensor seen as boxes: its global shape and dtype, the memory this rank holds, and the layout of the whole.
+"""Any tensor as boxes: its global shape and dtype, this rank's memory, and the layout of the whole.
 
 This folder alone knows DTensor, `_StridedShard`, ShardedTensor and LocalShardsWrapper. Nothing here copies,
 communicates or records gradients.
@@ -36,8 +36,8 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
         key: the tensor's name in errors.
 
     Raises:
-        LayoutError: a Partial or unknown placement; a tensor subclass that is none of the above, or memory that is not
-            strided; local tensors that are not what the placements or the metadata say.
+        LayoutError: a Partial or unknown placement; a tensor subclass that is none of the above; memory that is not
+            strided. Or local tensors contradict the placements or the metadata.
     """
     local = memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     is_plain = type(local) is Tensor or type(local) is Parameter
@@ -60,8 +60,10 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
 
 
 def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the local tensors that an optimizer steps on: the tensor itself, the local tensor of a DTensor, the local
-    shards of a ShardedTensor or LocalShardsWrapper (none or several); of a wrapper of one tensor that it wraps.
+    """Returns the local tensors that an optimizer steps.
+
+    These are the tensor itself, the local tensor of a DTensor, or the local shards of a ShardedTensor or
+    LocalShardsWrapper (none or several). A wrapper of one tensor counts as that tensor.
 
     The same objects each time while the tensor's storage is not replaced. Nothing is checked, waited for or copied.
 
@@ -82,7 +84,7 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether this rank has a share of a tensor: is in a DTensor's mesh, or has elements of another sharded tensor.
+    """Whether this rank has a share of a tensor: it is in a DTensor's mesh, or has elements of another sharded tensor.
 
     Only then can it see the tensor's gradients. A rank of a DTensor's mesh gets its shard of them, even an empty one; a
     shard without elements may never get any.
@@ -94,9 +96,9 @@ def is_held(tensor: Tensor) -> bool:
 
 
 def is_on_all_ranks(tensor: Tensor) -> bool:
-    """Whether every rank of the job has a share of a tensor, as far as it says; the same on every rank.
+    """Whether every rank of the job has a share of a tensor, as far as the tensor says; the same on every rank.
 
-    A plain tensor is taken to be on all; a LocalShardsWrapper does not tell, and is taken not to be.
+    A plain tensor is taken to be on all; a LocalShardsWrapper does not say so, and counts as not.
     """
     if not dist.is_initialized():
         return True
@@ -108,7 +110,7 @@ def is_on_all_ranks(tensor: Tensor) -> bool:
 
 
 def assemble(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Assembles local tensors into one that is placed as `like` is: the reverse of `local_tensors`, without a copy.
+    """Assembles local tensors to one placed like `like`: the inverse of `local_tensors`, without a copy.
 
     Local: no collective. The result has the class, global shape and placement of `like`, the dtype of the tensors, and
     no gradient. `local_tensors` returns the same objects.
@@ -139,20 +141,20 @@ def assemble(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def local_like(like: DTensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Makes what a DTensor wraps of other local tensors: they stand at the offsets at which those of `like` do."""
+    """Makes a DTensor's local tensor from other tensors, at the offsets of those of `like`."""
     local = like._local_tensor
     return wrapper_like(local, tensors) if type(local) is not Tensor and is_wrapper(local) else tensors[0]
 
 
 def tells_of_others(tensor: Tensor) -> bool:
-    """Whether a sharded tensor says where all of its shards are; a LocalShardsWrapper tells of this rank's only."""
+    """Whether a sharded tensor knows where all its shards are; a LocalShardsWrapper knows only this rank's."""
     return kind_of(tensor) is None and not is_wrapper(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def members_of(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the ranks over which a tensor is sharded or replicated: global numbers, ascending, empty ones included.
+    """Returns the ranks that a tensor is sharded or replicated over, even those without elements: global, ascending.
 
-    Of a tensor that does not tell of other ranks (plain, LocalShardsWrapper) it is this rank.
+    A tensor that does not know of other ranks (plain, LocalShardsWrapper) has this rank alone.
     """
     if isinstance(tensor, DTensor) and not is_wrapper(tensor._local_tensor):
         return tuple(sorted(on_mesh(tensor._spec.mesh).mesh.ranks))
@@ -162,7 +164,7 @@ def members_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the process groups that a sharded tensor was made over, as far as this rank is in them."""
+    """Returns the process groups of a sharded tensor that this rank is in."""
     if isinstance(tensor, DTensor):
         mesh = tensor._spec.mesh
         return () if mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
@@ -178,7 +180,7 @@ def device_of(param: Tensor) -> torch.device:
 
 
 def empty_local_tensor(param: Tensor) -> Tensor:
-    """Makes an empty tensor with the dtype, device and dimensions of local tensors of `param`, for a rank without."""
+    """Makes an empty tensor with the dtype, device and dimensions of `param`'s local tensors, for a rank without."""
     if isinstance(param, ShardedTensor):
         metadata = param.metadata()
         placement = metadata.shards_metadata[0].placement
@@ -196,7 +198,7 @@ def _view_of_wrapper(tensor: DTensor, wrapper: Wrapper, key: str) -> View:
 
 
 def _view_of_own(shape: tuple[int, ...], dtype: torch.dtype, own: Sequence[tuple[Box, Tensor]], key: str) -> View:
-    """Returns the view of a tensor of which each rank knows its own shards only."""
+    """Returns the view of a tensor of which each rank knows only its own shards."""
     dtype = own[0][1].dtype if own else dtype
     pieces = shard_pieces(shape, dtype, own, key)
     layout = Layout.from_holders(shape, {piece.box: (_rank(),) for piece in pieces}, local=True)

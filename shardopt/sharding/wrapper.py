@@ -1,4 +1,4 @@
-"""LocalShardsWrapper: any number of local shards in one DTensor."""
+"""LocalShardsWrapper: any number of local shards inside one DTensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Wrapper(Protocol):
-    """The methods that torch's LocalShardsWrapper and torchrec's copy of it share; they are not related by class."""
+    """The methods that torch's LocalShardsWrapper and torchrec's copy of it share, as they have no common base."""
 
     def local_shards(self) -> list[Tensor]: ...
     def local_offsets(self) -> list[torch.Size]: ...

@@ -1,1 +1,1 @@
-"""The state of an app: nested, flat, by names, as plain values, and the options of param groups."""
+"""The state of an app: nested and flat, by names, as plain values, and the options of param groups."""

@@ -1,4 +1,4 @@
-"""Overflow of conversions to another floating-point dtype: where numbers are lost, and not just rounded."""
+"""Finds numbers that a conversion to another floating-point dtype would lose rather than round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RUN = 1 << 20  # elements that are looked at at a time
 
 @cache
 def may_lose(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether there are numbers of one floating-point or complex dtype that another cannot hold."""
+    """Whether one floating-point or complex dtype has numbers that another cannot hold."""
     source, target = _real(source), _real(target)
     smaller = torch.finfo(target).max < torch.finfo(source).max
     return smaller or (_has_infinity(source) and not _has_infinity(target))
@@ -21,7 +21,7 @@ def may_lose(source: torch.dtype, target: torch.dtype) -> bool:
 
 @cache
 def has_fewer_exponents(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether numbers far below the largest one can be lost, as from fp32 to fp16; not so from fp32 to bf16."""
+    """Whether numbers far below the largest one can be lost, as from fp32 to fp16, but not from fp32 to bf16."""
     source, target = _real(source), _real(target)
     return may_lose(source, target) and (
         2 * torch.finfo(target).max < torch.finfo(source).max or not _has_infinity(target)
@@ -29,7 +29,7 @@ def has_fewer_exponents(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def lost_in_cast(source: Tensor, target: torch.dtype) -> float | None:
-    """Finds a number of a tensor that is beyond what a dtype can hold; None where there is none.
+    """Returns a number of a tensor that a dtype cannot hold; None if there is none.
 
     What is rounded to the largest number is not lost, and neither is an infinity or NaN that stays one. Waits for the
     device that the tensor is on.
@@ -58,7 +58,7 @@ def lost_in_cast(source: Tensor, target: torch.dtype) -> float | None:
 
 
 def _limit(dtype: torch.dtype) -> float:
-    """Returns the number up to which others are rounded to the largest one."""
+    """Returns the limit up to which numbers are rounded to the dtype's largest one."""
     largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
     return float(largest + 2.0 ** floor(log2(largest)) * eps / 2)
 

@@ -1,4 +1,4 @@
-"""Flattens the nested state of an app into keyed leaves, as it is stored, and nests it again.
+"""Flattens an app's nested state into keyed leaves, as they are stored, and nests it again.
 
     app        {"model": model, "optimizer": opt, "progress": {"step": 7}}
     leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
@@ -75,7 +75,7 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
 
 
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
-    """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
+    """Adds the leaves of a node; `within` a `state_dict()`, a container without tensors is one leaf."""
     if type(node) is torch.Tensor or type(node) is Parameter:  # as nearly all
         _add(flat, path, node, replace)
     elif isinstance(node, torch.Tensor):
@@ -93,7 +93,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
 
 
 def _descend_container(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
-    """Adds the leaves of a container, or a plain value or value per rank, which is one."""
+    """Adds the leaves of a container, or one leaf for a plain value or a value per rank."""
     has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
     if path and not (within or has_places or isinstance(node, PerRank)):
         flat.plain[_named(path, flat) if flat.tied else path] = node, replace
@@ -164,7 +164,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames) -> Numbered | None:
-    """Returns the names of an optimizer's parameters where its state has numbers; None where they are not known.
+    """Returns the names of an optimizer's parameters, if its state has numbers; None if they are unknown.
 
     L-BFGS has one vector over all parameters in their order, which no name stands for: its state keeps the numbers.
     """
@@ -184,7 +184,7 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames
 
 
 def _add_options(target: RestoreTarget, path: Path, flat: FlatState) -> None:
-    """Adds a leaf for each parameter in groups; equal options are one object."""
+    """Adds a leaf for each parameter in groups; equal options share one object."""
     plain: dict[int, dict[str, Any]] = {}
     for name, options in options_by_member(target.groups or ()).items():
         if id(options) not in plain:
@@ -195,7 +195,7 @@ def _add_options(target: RestoreTarget, path: Path, flat: FlatState) -> None:
 
 
 def _plain_option(value: Any) -> Any:
-    """Returns an option as a plain value, in which tensors are on the CPU."""
+    """Returns an option as a plain value, with its tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):
@@ -207,7 +207,7 @@ def _plain_option(value: Any) -> Any:
 
 
 def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
-    """Returns the optimizer itself where a trainer of another library has put one of its own class around it.
+    """Returns the optimizer inside the class that another library's trainer has put around it.
 
     Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
     run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
@@ -234,13 +234,13 @@ def is_constructed(optimizer: Optimizer) -> bool:
 
 @cache
 def _hooks_of_optimizers() -> frozenset[str]:
-    """Returns the names of the attributes in which torch's optimizers have their hooks."""
+    """Returns the names of the attributes in which torch's optimizers keep their hooks."""
     some = torch.optim.SGD([torch.empty(0, device="cpu")])
     return frozenset(name for name in vars(some) if name.endswith("hooks"))
 
 
 def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:
-    """Refuses names of a module that are one without what wrappers put into them."""
+    """Raises for names of a module that become equal once wrappers' parts are removed."""
     taken: dict[str, str] = {}
     problems = []
     for part, name in plain.items():
@@ -254,7 +254,7 @@ def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: P
 
 
 def _shallow(node: Any, seen: set[int]) -> Any:
-    """Copies the containers alone, so that what a load puts in does not reach into the object that gave them.
+    """Copies only the containers, so that a load does not change those in the object that gave them.
 
     A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
     loaded may differ in these places, and one memory cannot take both.
@@ -283,7 +283,7 @@ def _like_tuple(node: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def holds_tensors(node: Any) -> bool:
-    """Whether a tensor, a per-rank value or an object with state of its own is anywhere within."""
+    """Whether it contains a tensor, a per-rank value or a stateful object."""
     if isinstance(node, torch.Tensor | PerRank | np.ndarray):
         return True
     if isinstance(node, Mapping):
@@ -294,12 +294,12 @@ def holds_tensors(node: Any) -> bool:
 
 
 def _is_stateful(node: Any) -> TypeGuard[Stateful]:
-    """Whether it is a Stateful and no class: isinstance would take many microseconds for a plain value."""
+    """Whether it is a Stateful, and no class; faster than isinstance, which takes microseconds for a plain value."""
     return hasattr(node, "state_dict") and hasattr(node, "load_state_dict") and not isinstance(node, type)
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """Makes a tensor that shares the array's memory, so that loading in place reaches the array."""
+    """Returns a tensor that shares the array's memory, so that loading in place reaches the array."""
     if isinstance(array, np.ma.MaskedArray):
         actual, required = "a masked array", "a plain one"
     elif not array.flags.writeable:
@@ -345,12 +345,12 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
 
 
 def _named(path: Path, flat: FlatState) -> Path:
-    """Returns a path with the names that stand for others in their place."""
+    """Returns a path in which names are replaced by the names that stand for them."""
     return tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
 
 
 def _is_added_to_tied(flat: FlatState, path: Path, path_here: Path, value: Any, replace: Callable[[Any], None]) -> bool:
-    """Makes one leaf of two that are declared as tied, and on this rank both; returns whether they are."""
+    """Merges the leaves of two tied parameters if this rank has both; returns whether it did."""
     key = join(path)
     if path != path_here:
         flat.aliases[join(path_here)] = key, path_here
@@ -379,7 +379,7 @@ def _is_added_to_tied(flat: FlatState, path: Path, path_here: Path, value: Any, 
 
 
 def _are_equal(one: Any, other: Any, key: str) -> bool:
-    """Whether two values, of which one at most is a tensor, are stored alike."""
+    """Whether two values, at most one of which is a tensor, are stored alike."""
     if type(one) is not type(other):
         return False
     if isinstance(one, PerRank):

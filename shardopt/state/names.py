@@ -1,4 +1,4 @@
-"""Names of parameters and buffers without what wrappers put into them.
+"""Names of parameters and buffers, without the parts that wrappers add.
 
 As torch's own checkpoints have it: state is for the parameter, however its module will be wrapped the next time.
 """
@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _DDP = "module."
-"""The attribute of DistributedDataParallel; a module of the user's own may be called so too."""
+"""The attribute of DistributedDataParallel; a user's own module may have the same name."""
 _MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
 
 
 def plain_name(name: str) -> str:
-    """Strips a name of what activation checkpointing, torch.compile and FullyShardedDataParallel put into it."""
+    """Strips the parts that activation checkpointing, torch.compile and FullyShardedDataParallel add to a name."""
     return _WRAPPERS.sub("", name)
 
 
 def before_all(names: Collection[str]) -> str:
-    """Returns the prefix that DistributedDataParallel may have put before all names: as many "module." as each has.
+    """Returns the prefix that DistributedDataParallel may have added: as many "module." as all names have.
 
     Names do not tell whether it did, or a module of a model is called so; so a model has the same names in both cases.
     """
@@ -39,14 +39,17 @@ def before_all(names: Collection[str]) -> str:
 
 
 def may_have_wrappers(names: Collection[str]) -> bool:
-    """Whether names may hold those of wrappers; a quick answer for thousands of them."""
+    """Whether names may contain wrappers' parts; a quick check for thousands of names."""
     together = "\n".join(names)
     return _DDP in together or "_orig_mod." in together  # all but the latter end with the former
 
 
 def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
-    """Maps names in the state of a module to plain names, where they differ: without DistributedDataParallel's
-    "module." as well, which only the types of modules can tell from a module's own name."""
+    """Maps names in a module's state to plain names, if they differ.
+
+    It also strips DistributedDataParallel's "module.", which only the types of modules can tell from a module's own
+    name.
+    """
     if not may_have_wrappers(names):
         return {}
     replicated = [
@@ -68,7 +71,7 @@ def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
 
 
 def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
-    """Maps names that were stored with those of wrappers in them to the names that a module has now, where they fit.
+    """Maps names stored with wrappers' parts to a module's current names, as far as they fit.
 
     Where a "module." in a stored name is from cannot be seen any more: it is left out if all names that go on where it
     stands do so with it, as those of DistributedDataParallel do. A name that is stored too, or that two would get, is
@@ -96,7 +99,7 @@ def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[
 
 
 def _shorter(segments: Sequence[str], following: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yields a name, and it without some of the "module" that have no sibling; as few left out as can be first."""
+    """Yields a name, and its forms without some of the "module" that have no sibling; fewest omissions first."""
     spare = [i for i in range(len(segments) - 1) if following[".".join(segments[:i])] == {"module"}][:_MOST_SPARE]
     for count in range(len(spare) + 1):
         for dropped in combinations(spare, count):
@@ -104,7 +107,7 @@ def _shorter(segments: Sequence[str], following: Mapping[str, set[str]]) -> Iter
 
 
 class ParameterNames:
-    """The names that parameters have in an app: in its modules, and in its dicts and lists.
+    """The names of parameters in an app: those in its modules, and in its dicts and lists.
 
     Args:
         app: nested dicts, lists and tuples; looked through when a name is asked for.
@@ -114,7 +117,7 @@ class ParameterNames:
         self._app = app
 
     def of(self, parameters: Sequence[Tensor], otherwise: Sequence[str]) -> tuple[str, ...] | None:
-        """Returns the plain names of the parameters of one optimizer; None where some have none, or two have one.
+        """Returns the plain names of one optimizer's parameters; None if some have none, or two share one.
 
         They are those of the first module that has all of them. Of several modules, in which two have one name, the
         places of the modules in the app stand before them.
@@ -159,7 +162,7 @@ class ParameterNames:
 
 
 def _innermost(module: Module) -> Module:
-    """Returns the module whose names are in the state of what trainers of other libraries put around one.
+    """Returns the module whose names occur in the state of another library's wrapper around it.
 
     Such a wrapper hands out the state of what it wraps, which has all its parameters.
     """

@@ -20,25 +20,30 @@ from shardopt.state.paths import PARAM_GROUPS, STATE
 
 PARAMS = "params"
 AVERAGING = "__averaging"
-"""The place of averages' own state among that of parameters."""
+"""The key of averages' own state among that of parameters."""
 N_AVERAGED = "n_averaged"
-"""In there: the number of updates, an int64 scalar on the CPU."""
+"""The key, in averages' own state, of the number of updates, an int64 scalar on the CPU."""
 UNTOUCHED = "untouched"
-"""In a saved group: the parameters that have state but never had a step, so that their first step makes it anew. By
-member: whether it is one of them."""
+"""The key, in a saved group, of the parameters that have state but no step yet, so that the first step replaces it.
+
+By member: whether it is one of them.
+"""
 ELSEWHERE = "elsewhere"
-"""In a group that is loaded and has no parameters here: the parameters on other ranks that have its options."""
+"""The key, in a loaded group without parameters here, of the parameters on other ranks with its options."""
 ALGORITHM = "algorithm"
-"""In a saved group: the name of the algorithm that steps it, where that is known."""
+"""The key, in a saved group, of the name of the algorithm that steps it, if known."""
 GIVEN = "given"
-"""In a saved group: the options that the code gave, before schedules and the training loop changed any."""
+"""The key, in a saved group, of the options that the code gave, before schedules and the training loop changed any."""
 NAMES_OF_TORCH = "param_names"
-"""In a group of torch's: the names that its parameters were given with."""
+"""The key, in a group of torch's, of the names that its parameters were given with."""
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
-loaded, or a job resumed on other hardware would run with what the old one asked for."""
+"""Options that say how this process computes a step, not what.
+
+They depend on its device, and are neither saved nor loaded: a job resumed on other hardware would run with what the old
+one asked for.
+"""
 STORAGE_OPTIONS: Mapping[str, str | None] = {"state_dtype": None, "master_dtype": None, "rounding": None}
-"""Options that say in how many bits state and parameters are stored, each with its value where a group has none."""
+"""Options that say in how many bits state and parameters are stored, each with its default."""
 
 _NOTES = frozenset({ALGORITHM, GIVEN, UNTOUCHED, PARAMS, NAMES_OF_TORCH})
 _NAME_LISTS = (PARAMS, UNTOUCHED, ELSEWHERE)
@@ -48,7 +53,7 @@ OptionsByMember = Mapping[str, Mapping[str, Any]]
 
 
 def are_named(groups: Any) -> TypeGuard[Groups]:
-    """Whether these are groups whose parameters are names; torch's own have positions there."""
+    """Whether these are groups whose parameters are names; torch's own have positions."""
     return isinstance(groups, list) and all(
         isinstance(group, Mapping) and PARAMS in group and all(_are_names(group.get(each, [])) for each in _NAME_LISTS)
         for group in groups
@@ -65,7 +70,7 @@ def are_named_mapping(groups: Any) -> TypeGuard[Mapping[str, Mapping[str, Any]]]
 
 
 def options_by_member(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns name → options of its group, without "params"; members with the same options share one dict.
+    """Returns name → options of its group, without "params"; members with equal options share one dict.
 
     Raises:
         StateError: a parameter stands in two groups, or is untouched and in none.
@@ -92,12 +97,12 @@ def options_by_member(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group, without the names in it."""
+    """Returns the options of a group, without its names."""
     return {name: value for name, value in group.items() if name not in _NAME_LISTS}
 
 
 def groups_of(by_member: OptionsByMember) -> list[dict[str, Any]]:
-    """Returns groups in which each parameter has its options: one for all members that share a dict."""
+    """Returns groups in which each parameter has its options; members that share a dict share a group."""
     members: dict[int, list[str]] = {}
     for name, options in by_member.items():
         members.setdefault(id(options), []).append(name)
@@ -111,13 +116,13 @@ def groups_of(by_member: OptionsByMember) -> list[dict[str, Any]]:
 
 
 def groups_elsewhere(by_member: OptionsByMember) -> list[dict[str, Any]]:
-    """Returns groups without parameters, which tell the options that parameters on other ranks have."""
+    """Returns groups without parameters that carry the options of parameters on other ranks."""
     groups = groups_of(by_member)
     return [{PARAMS: [], ELSEWHERE: group[PARAMS], **options_of(group)} for group in groups]
 
 
 def options_elsewhere(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns what `groups_elsewhere` told: name → options."""
+    """Returns the options that `groups_elsewhere` carried: name → options."""
     by_member: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         if group.get(ELSEWHERE):
@@ -126,7 +131,7 @@ def options_elsewhere(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[
 
 
 def with_options(groups: Groups, options: OptionsByMember) -> list[dict[str, Any]]:
-    """Returns groups in which each parameter has other options, those of `options`.
+    """Returns groups in which parameters have the options of `options` instead.
 
     A parameter that has none there goes with the first one of its group that has some; where there is none, it keeps
     those that it has.
@@ -145,12 +150,12 @@ def with_options(groups: Groups, options: OptionsByMember) -> list[dict[str, Any
 
 
 def renamed_group(group: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a group with its parameters under other names, in their order."""
+    """Returns a group with its parameters renamed, in order."""
     return {option: [*map(rename, value)] if option in _NAME_LISTS else value for option, value in group.items()}
 
 
 def members_only(group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns a group with those of its parameters alone that are among `names`."""
+    """Returns a group with only those of its parameters that are in `names`."""
     return {
         option: [name for name in value if name in names] if option in _NAME_LISTS else value
         for option, value in group.items()
@@ -158,7 +163,7 @@ def members_only(group: Mapping[str, Any], names: Collection[str]) -> dict[str, 
 
 
 def refuse_unmatched(reports: Sequence[Sequence[Mapping[str, str]]]) -> None:
-    """Raises StateError where a pattern of groups matches no parameter on any rank.
+    """Raises StateError if a pattern of groups matches no parameter on any rank.
 
     Args:
         reports: by rank, a problem for each pattern that matches nothing there, as JSON.
@@ -175,7 +180,7 @@ def _are_names(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """The parameters of an optimizer in whose state numbers stand for them, as in torch's own; by name.
+    """The named parameters of an optimizer whose state refers to them by number, as torch's own does.
 
     Args:
         names: of each parameter, by its number.
@@ -193,7 +198,7 @@ class Numbered:
     in_order: bool = False
 
     def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the optimizer's state with names in the place of numbers, as that of a keyed optimizer is."""
+        """Returns the optimizer's state with names in place of numbers, as a keyed optimizer's."""
         if self.in_order:
             groups = [
                 {**group, NAMES_OF_TORCH: names} for group, names in zip(self.groups, self.members(), strict=True)
@@ -212,7 +217,7 @@ class Numbered:
         return {**state, STATE: entries, PARAM_GROUPS: groups}
 
     def numbered(self, state: Mapping[str, Any], options: OptionsByMember) -> dict[str, Any]:
-        """Returns a state that has names with numbers in their place, and groups with the options of their members.
+        """Returns a state with numbers in place of names, and groups with the options of their members.
 
         State of which the options say that it never had a step is left out: the first step makes it.
         """
@@ -244,7 +249,7 @@ class Numbered:
 
 
 def numbers_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """Returns the parameters of an optimizer by the numbers that its state has for them; None if it has none."""
+    """Returns the parameters of an optimizer by their numbers in its state; None if it has no numbers."""
     groups, entries = state.get(PARAM_GROUPS), state.get(STATE)
     if not isinstance(groups, list) or not isinstance(entries, dict):
         return None
@@ -261,18 +266,18 @@ def numbers_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> tu
 
 
 def other_algorithm(options: Mapping[str, Any], algorithm: str) -> str:
-    """Returns the algorithm that stored options are of, if it is known to be another one; else ""."""
+    """Returns the algorithm of stored options if it is known to be another one; else ""."""
     stored = options.get(ALGORITHM)
     return stored if isinstance(stored, str) and stored and algorithm and stored != algorithm else ""
 
 
 def _options_of_torch(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that say what an optimizer of torch's computes."""
+    """Returns the options that say what torch's optimizer computes."""
     return {name: each for name, each in group.items() if name not in _NOTES and name not in IMPLEMENTATION_OPTIONS}
 
 
 def _like(value: Any, own: Any) -> Any:
-    """Returns a stored option as the live one is: a number, or a tensor on its device."""
+    """Returns a stored option in the live one's form: a number, or a tensor on its device."""
     if isinstance(own, torch.Tensor):
         return torch.as_tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(own, int | float):

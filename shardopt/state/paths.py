@@ -1,4 +1,4 @@
-"""Paths: where a leaf stands in nested state, as a tuple of keys and positions. Joined by dots, a path is a key."""
+"""Paths: the place of a leaf in nested state, as a tuple of keys and positions. Joined by dots, a path is a key."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
-"""The outermost names in the state of an optimizer, as torch has them."""
+"""The outermost names in an optimizer's state, as torch has them."""
 
 
 class Index(int):
-    """A position in a list or tuple, as a part of a path; a plain int is a key of a dict."""
+    """A position in a list or tuple, as a part of a path; a plain int is a dict's key."""
 
     __slots__ = ()
 
@@ -20,12 +20,12 @@ Path = tuple[str | int, ...]
 
 
 def join(path: Path) -> str:
-    """Joins the parts of a path by dots: its key."""
+    """Joins the parts of a path by dots to its key."""
     return ".".join(map(str, path))
 
 
 def is_below(path: Path, *roots: Path) -> bool:
-    """Whether a path is one of the roots, or within it."""
+    """Whether a path is one of the roots, or below one."""
     for root in roots:  # noqa: SIM110  # asked of every key, and `any` of a generator takes three times as long
         if path[: len(root)] == root:
             return True
@@ -46,7 +46,7 @@ def keys_below(paths: Mapping[str, Path], roots: Iterable[Path]) -> dict[Path, l
 
 
 def kinds_differ(one: Path, other: Path) -> bool:
-    """Whether two paths of the same parts disagree on what a part is: a position in a list, a dict's key 0, or "0".
+    """Whether two paths with equal parts differ in what a part is: a list's position, a dict's key 0, or "0".
 
     They may well be cut in other places: a module has one part for what a dict of dicts has several for.
     """
@@ -58,13 +58,13 @@ def kinds_differ(one: Path, other: Path) -> bool:
 
 
 def tell_path(path: Path) -> str:
-    """Formats a path for errors with the kind of its end: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
+    """Formats a path for errors, with the kind of its end: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
     kind = "of a list" if path and isinstance(path[-1], Index) else "a dict's key"
     return f"app{''.join(f'[{part!r}]' for part in path)} ({kind})"
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """Nests leaves by path: dicts, and lists where a path has an `Index`."""
+    """Nests leaves by path: makes dicts, and lists where a path has an `Index`."""
     if () in leaves:
         return leaves[()]
     branches: dict[str | int, dict[Path, Any]] = {}

@@ -1,4 +1,4 @@
-"""The flat form of an app's nested state: leaves by key with their paths, and the objects that get state handed back.
+"""The flat form of an app's nested state: leaves by key with their paths, and the objects to hand state back to.
 
 The protocols here are what objects in an app may have beside `state_dict` and `load_state_dict`. `flatten` (in
 `state/flatten.py`) makes the flat form.
@@ -20,7 +20,7 @@ from shardopt.state.param_groups import Groups, Numbered, OptionsByMember, group
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
 
 Tied = Mapping[str, str]
-"""Name of a parameter → the name of the one that it is tied to, maybe on another rank, and that stands for both."""
+"""Name of a parameter → the name it is tied to, possibly on another rank, which stands for both."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class CheckedStateful(Stateful, Protocol):
-    """A Stateful that can check whether a state would fit before any of it is there.
+    """A Stateful that can check whether a state would fit before it is loaded.
 
     `check_state_dict` gets tensors that have a shape and a dtype but no memory (device `meta`), and real plain
     values, of all that it has a place for and of what belongs on this rank (`PartialStateful`). It raises
@@ -45,7 +45,7 @@ class CheckedStateful(Stateful, Protocol):
 
 @runtime_checkable
 class PartialStateful(Stateful, Protocol):
-    """A Stateful of whose "state", a dict by name, each rank has only some names, and maybe no place for them yet.
+    """A Stateful whose "state", a dict by name, is spread over ranks; each has some names, maybe without a place yet.
 
     `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
     hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
@@ -59,10 +59,10 @@ class PartialStateful(Stateful, Protocol):
 
 @runtime_checkable
 class UnsteppedStateful(PartialStateful, Protocol):
-    """A PartialStateful, an optimizer, that can make state before its first step, for some names alone.
+    """A PartialStateful, an optimizer, that can make state before its first step, for chosen names.
 
-    `init_state` makes it where there is none; `unstepped_state` gives those of some names whose state is as it was
-    made so, which to training is the same as none; `drop_state` leaves names without state.
+    `init_state` makes it if there is none; `unstepped_state` gives those of some names whose state is as it was made
+    so, which to training is the same as none; `drop_state` leaves names without state.
     """
 
     def init_state(self, *, names: Iterable[str]) -> None: ...
@@ -72,10 +72,10 @@ class UnsteppedStateful(PartialStateful, Protocol):
 
 @runtime_checkable
 class GroupedStateful(Stateful, Protocol):
-    """A Stateful with groups by pattern, of which each must match on some rank of the job.
+    """A Stateful with groups by pattern, each of which must match on some rank of the job.
 
     `unmatched_patterns` gives a problem for each that matches nothing on this rank, with the same key on every rank.
-    Its `load_state_dict` takes groups that tell of parameters on other ranks (`param_groups.ELSEWHERE`).
+    Its `load_state_dict` takes groups that carry options of parameters on other ranks (`param_groups.ELSEWHERE`).
     """
 
     def unmatched_patterns(self) -> list[Problem]: ...
@@ -83,7 +83,7 @@ class GroupedStateful(Stateful, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A plain value that differs between ranks by intent, such as a random state: each rank gets its own back.
+    """A plain value that differs between ranks by intent, such as a random state; each rank gets its own back.
 
     Args:
         value: plain values and small CPU tensors, nested.
@@ -97,7 +97,7 @@ class PerRank:
 
 @dataclass(slots=True)
 class Leaf:
-    """One value of the flat state, and how to put another in its place.
+    """One value of the flat state, and a function that replaces it.
 
     `names_here` has its paths in the app where these are others than `path`: it is under a name that another stands
     for, or under both.
@@ -115,7 +115,7 @@ class Leaf:
 
 @dataclass(slots=True)
 class RestoreTarget:
-    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`.
+    """An object of `app`, and the state that it gave; a load fills that, and passes it to `load_state_dict`.
 
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
@@ -133,7 +133,7 @@ class RestoreTarget:
     numbered: Numbered | None = None
 
     def held_names(self) -> Collection[str] | None:
-        """Returns the names whose state belongs on this rank; None where that is not known.
+        """Returns the names whose state belongs on this rank; None if unknown.
 
         Besides a `PartialStateful`, an optimizer tells it that has its parameters by name in `params`, as torchrec's
         have: of a table that is on another rank it has nothing.
@@ -147,17 +147,17 @@ class RestoreTarget:
 
     @property
     def state_key(self) -> str:
-        """The key under which the state of an optimizer stands in an app."""
+        """The key of an optimizer's state in an app."""
         return join((*self.path, STATE))
 
     def replace_state(self, value: Mapping[str, Any]) -> None:
-        """Replaces the whole state by one whose names are those of paths."""
+        """Replaces the whole state by one whose names are those of the paths."""
         own = {name: part for part, name in self.plain_names.items()}
         self.state.clear()
         self.state.update({own.get(part, part): child for part, child in value.items()})
 
     def filled_state(self) -> dict[str, Any]:
-        """Returns the state to hand back, with groups made of the options that a load has for their members."""
+        """Returns the state to hand back, with groups built from the loaded options of their members."""
         if self.numbered is not None:
             return self.numbered.numbered(self.state, self.options)
         if self.groups is not None and (self.options or self.elsewhere):
@@ -195,7 +195,7 @@ class FlatState:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
 
     def schedules(self) -> list[tuple[RestoreTarget, LRScheduler]]:
-        """Returns the objects that are schedules of torch's, or of a library's own class that has one within."""
+        """Returns the objects that are torch's schedules, or of a library's class that contains one."""
         within = [(each, (each.object, getattr(each.object, "scheduler", None))) for each in self.targets]
         found = (
             (each, next((own for own in objects if isinstance(own, LRScheduler)), None)) for each, objects in within
@@ -203,20 +203,20 @@ class FlatState:
         return [(each, schedule) for each, schedule in found if schedule is not None]
 
     def selected(self, regex: str | None) -> FlatState:
-        """Returns the same with those leaves alone in whose keys a regex is found; None for all."""
+        """Returns the flat state with only those leaves whose keys match a regex; all for None."""
         if regex is None:
             return self
         found = re.compile(regex).search
         return replace(self, leaves={key: leaf for key, leaf in self.leaves.items() if found(key)})
 
     def name_here(self, part: Any, names: Collection[Any]) -> Any:
-        """Returns the one of the names of an object that a part of a path stands for; the part itself if none does."""
+        """Returns the object's own name that a part of a path stands for; the part itself if there is none."""
         if part in names or not self.tied:
             return part
         return next((alias for alias, name in self.tied.items() if name == part and alias in names), part)
 
     def unmatched_patterns(self) -> list[dict[str, str]]:
-        """Returns a problem for each pattern that matches nothing on this rank, as JSON for `refuse_unmatched`."""
+        """Returns a problem for each pattern without a match on this rank, as JSON for `refuse_unmatched`."""
         return [
             asdict(replace(problem, key=f"{join(each.path)}: {problem.key}"))
             for each in self.targets
@@ -226,7 +226,7 @@ class FlatState:
 
 
 def refuse_no_regex(name: str, regex: str | None) -> None:
-    """Raises OptionError where an argument of this name is no regex."""
+    """Raises OptionError if an argument of this name is no regex."""
     try:
         if regex is not None:
             re.compile(regex)
@@ -235,7 +235,7 @@ def refuse_no_regex(name: str, regex: str | None) -> None:
 
 
 def refuse_chains(tied: Tied) -> None:
-    """Raises StateError where `tied` is no mapping of names, or goes on from one to another."""
+    """Raises StateError if `tied` is no mapping of names, or leads from one name over another."""
     required = 'alias → name: {"output.weight": "embed.weight"}'
     if not isinstance(tied, Mapping) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
         raise StateError(

@@ -1,4 +1,4 @@
-"""Plain values as typed JSON: what comes back has the exact type of what went in.
+"""Encodes plain values as typed JSON; decoding gives back the exact types.
 
     None, bool, str, finite float, |int| < 2**53, list      as JSON has them
     larger int                                              {"int": "<decimal>"}, from 2**8192 on "0x<hexadecimal>"
@@ -42,7 +42,7 @@ _SIDE_BY_SIDE = 10  # places of a set that are looked at after one jump
 _LARGE_SET = 50_000
 _WORD = (1 << 64) - 1
 _ANY = "any"
-"""The form of an `OnAnyRank`, on its way between ranks; it comes back, and so is stored, as a bool."""
+"""The form of an `OnAnyRank` between ranks; it is stored, and comes back, as a bool."""
 _REMEDY = (
     "store plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, Counter, NumPy scalars), "
     "tensors, or an object with state_dict and load_state_dict"
@@ -51,7 +51,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class OnAnyRank:
-    """A fact that not all ranks know of: within a plain value, it stands for whether it is so on any rank.
+    """A fact that not all ranks know; within a plain value it stands for whether it is so on any rank.
 
     It is stored as a plain bool.
     """
@@ -61,7 +61,7 @@ class OnAnyRank:
 
 @functools.cache
 def _torch_dtypes() -> dict[str, torch.dtype]:
-    """Returns those of torch's dtypes by name of which tensors have a form."""
+    """Returns, by name, the dtypes of torch whose tensors can be encoded."""
     dtypes = (getattr(torch, name) for name in dir(torch))
     found = ((str(dtype).removeprefix("torch."), dtype) for dtype in dtypes if isinstance(dtype, torch.dtype))
     return {name: dtype for name, dtype in found if not re.match(r"q|bits", name)}
@@ -99,7 +99,7 @@ def encode_value(value: Any, key: str = "value", depth: int = 0) -> Any:
 
 
 def _encode_rare(value: Any, key: str, depth: int) -> Any:
-    """Encodes a value that groups and counters do not have."""
+    """Encodes a value of a type that groups and counters do not have."""
     kind = type(value)
     if kind is OnAnyRank:
         return {_ANY: value.value}
@@ -120,12 +120,12 @@ def _encode_rare(value: Any, key: str, depth: int) -> Any:
 
 
 def _is_tensor(kind: type) -> bool:
-    """Whether a type is torch's own of tensors; torch is not imported to find out that another one is not."""
+    """Whether a type is torch's own tensor type; does not import torch to find out."""
     return kind.__name__ == "Tensor" and kind is torch.Tensor
 
 
 def _is_numpy(value: Any) -> bool:
-    """Whether it is an array, or a scalar of NumPy's own, of a dtype that its name alone gives back."""
+    """Whether it is a NumPy array or scalar whose dtype can be restored from its name alone."""
     if type(value) is not np.ndarray and not (isinstance(value, np.generic) and type(value).__module__ == "numpy"):
         return False
     name = value.dtype.str
@@ -151,7 +151,7 @@ def _refused(key: str, actual: str) -> StateError:
 
 
 def united(wires: Sequence[Any]) -> Any:
-    """Merges the forms that ranks have of one value, equal but for what each knows of an `OnAnyRank`."""
+    """Merges the forms that ranks have of one value, which differ only in what each knows of an `OnAnyRank`."""
     first = wires[0]
     if isinstance(first, list):
         return [united(items) for items in zip(*wires, strict=True)]
@@ -168,8 +168,9 @@ def united(wires: Sequence[Any]) -> Any:
 
 
 def canonical(wire: Any) -> str:
-    """Returns a text that is equal for the forms of equal values, whatever the order of a dict's entries, and whatever
-    a rank knows of an `OnAnyRank`.
+    """Returns a text that is equal for forms of equal values.
+
+    It depends neither on the order of a dict's entries, nor on what a rank knows of an `OnAnyRank`.
     """
     return json.dumps(_ordered(wire), sort_keys=True)
 
@@ -187,7 +188,7 @@ def _ordered(wire: Any) -> Any:
 
 
 def decode_value(wire: Any, depth: int = 0) -> Any:
-    """Decodes a value from the form that `encode_value` gave.
+    """Decodes a value from the form that `encode_value` made.
 
     Args:
         depth: in how many others it is.
@@ -241,7 +242,7 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
 
 
 def _decode_array(kind: str, body: Any) -> Any:
-    """Decodes what holds numbers: a NumPy scalar, array, or tensor. Nothing else is left to be known."""
+    """Decodes a value that holds numbers: a NumPy scalar, array, or tensor; other forms are unknown."""
     if kind == "numpy":
         name, shape, raw = body
         if _NUMPY_DTYPE.fullmatch(name):
@@ -269,7 +270,7 @@ def _malformed(actual: str) -> StateError:
 
 
 class KeyProbes:
-    """Where CPython looks for the keys of one dict or set as it grows: whether they were chosen to be looked for long.
+    """The slots where CPython looks for the keys of a growing dict or set, to detect keys chosen to be slow.
 
     Hashes of texts are salted; those of ints, and of tuples of them, anyone can work out, and choose keys such that
     each comes upon all the places that those before it have taken. Then n keys take a time of n². Here the places are
@@ -287,7 +288,7 @@ class KeyProbes:
         self.add(keys)
 
     def add(self, keys: Iterable[Any]) -> None:
-        """Adds keys, of which texts count for nothing. Raises ValueError where they were chosen to be slow."""
+        """Adds keys, of which texts do not count. Raises ValueError if they were chosen to be slow."""
         for key in keys:
             if type(key) is str or type(key) is bytes:
                 continue
@@ -300,7 +301,7 @@ class KeyProbes:
                 self._grow()
 
     def _insert(self, hashed: int) -> bool:
-        """Puts a hash into its place; returns whether it is new."""
+        """Puts a hash into its slot; returns whether it is new."""
         slots, mask, width = self._slots, len(self._slots) - 1, _SIDE_BY_SIDE if self._is_set else 1
         at, perturb = hashed & mask, hashed
         for jump in range(self._left):
@@ -333,6 +334,6 @@ class KeyProbes:
 
 
 def refuse_slow_keys(keys: list[Any], is_set: bool = False) -> None:
-    """Raises ValueError where all keys of a dict or set were chosen to collide."""
+    """Raises ValueError if all keys of a dict or set were chosen to collide."""
     if any(type(key) is not str and key != number for number, key in enumerate(keys)):
         KeyProbes(is_set, keys)

@@ -14,7 +14,7 @@ from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.async_save import AsyncSaver
 from shardopt.checkpoint.saving.save import SaveTerms
-from shardopt.checkpoint.storage import common_storage, storage_of
+from shardopt.checkpoint.storage import marker, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from shardopt.ranks import SharedGroup
 from tests.harness import Fault, run_ranks
@@ -388,7 +388,7 @@ def test_processes_of_a_launcher_without_a_process_group_do_not_save_each_for_it
 
 def save_to_own_disks(root):
     """Where the directories are there, and where they are not; and then to one that is shared."""
-    common_storage._LOOK_SECONDS = 0.3
+    marker._LOOK_SECONDS = 0.3
     errors = []
     for name in ("there", "new"):
         url = f"{root}/disk-{dist.get_rank()}/{name}"

@@ -1,4 +1,4 @@
-"""State of blocks: made with each block on the rank that owns it, and handed out as whole blocks to work on."""
+"""State of blocks: made with each block on the rank that owns it, and read and written as whole blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_zeros(
     like: Tensor,
     by_itself: bool = False,
 ) -> Tensor:
-    """Makes a tensor of zeros with each box on the rank that owns it. Local: no collective.
+    """Makes a tensor of zeros with each box on its owner. Local: no collective.
 
     Args:
         shape: of the whole.
@@ -40,7 +40,7 @@ def make_zeros(
 
 
 def owners_in(key: str, state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Returns who holds each box of a tensor that `make_zeros` made; None of a plain one.
+    """Returns the holder of each box of a tensor from `make_zeros`; None for a plain tensor.
 
     Raises:
         StateError: it was made of other boxes; names `key`.
@@ -59,7 +59,7 @@ def owners_in(key: str, state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] 
 
 
 class WorkingTensor:
-    """One block of a state tensor, whole and contiguous in memory of its own; `put_back` writes what was changed.
+    """Holds one block of a state tensor, whole and contiguous; `put_back` writes its changes into the state.
 
     A block that is a slice of a plain tensor is copied: the bits of products may depend on where their factors are
     aligned, and so on how many blocks are in one memory.
@@ -79,6 +79,6 @@ class WorkingTensor:
         self.tensor = self._there if whole else self._there.clone(memory_format=torch.contiguous_format)
 
     def put_back(self, result: Tensor) -> None:
-        """Writes the new values of the block."""
+        """Writes the new values of the block into the state tensor."""
         if result is not self._there:
             self._there.copy_(result)

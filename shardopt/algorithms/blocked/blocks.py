@@ -1,4 +1,4 @@
-"""The blocks that a parameter is cut into, where their state is, and who works on them. Integers only, no tensors.
+"""The blocks that a parameter is cut into, where their state is, and which rank computes on each. Integers only.
 
 A parameter of D dimensions is cut into a grid of blocks of at most `size` elements along each dimension, by its global
 shape alone. State of two kinds is kept for them, in tensors whose global shapes follow from that of the parameter:
@@ -35,7 +35,7 @@ class Block:
 
 @lru_cache(maxsize=4096)
 def blocks_of(shape: tuple[int, ...], size: int | None) -> tuple[Block, ...]:
-    """Cuts a parameter into blocks, in ascending order; one that has no elements has none.
+    """Cuts a parameter into blocks, in ascending order; a parameter without elements has none.
 
     Args:
         shape: of the parameter.
@@ -60,13 +60,13 @@ def blocks_of(shape: tuple[int, ...], size: int | None) -> tuple[Block, ...]:
 
 
 def factor_shape(shape: tuple[int, ...], size: int | None, dim: int) -> tuple[int, int, int]:
-    """Returns the global shape of the factors of a dimension."""
+    """Returns the global shape of a parameter's factors of one dimension."""
     others = prod(ceil(extent / min(size or extent, extent)) for i, extent in enumerate(shape) if i != dim)
     return shape[dim], others, min(size or shape[dim], shape[dim])
 
 
 def cost_of(sizes: Sequence[int], dims: Collection[int], refresh_every: int) -> int:
-    """Estimates the operations of a step on a block: products with its factors, and its share of decompositions.
+    """Estimates the operations of a step on a block: products with its factors, and its share of the decompositions.
 
     Args:
         sizes: of the block.
@@ -81,7 +81,7 @@ def cost_of(sizes: Sequence[int], dims: Collection[int], refresh_every: int) -> 
 def assign(
     costs: Mapping[str, Sequence[int]], holders: Mapping[str, Sequence[int]], loads: MutableMapping[int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Gives each block an owner among the ranks that hold its parameter: the costliest first, to the least loaded.
+    """Gives each block an owner among its parameter's ranks: the costliest block first, each to the least loaded rank.
 
     Args:
         costs: name of parameter → cost of each of its blocks.

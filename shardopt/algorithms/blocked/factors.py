@@ -1,4 +1,4 @@
-"""Products of a block with a matrix for each of its dimensions, and decompositions of these."""
+"""Products of a block with one matrix per dimension, and decompositions of these matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def add_outer(factor: Tensor, block: Tensor, dim: int, decay: float, weight: float) -> None:
-    """F ← decay F + weight B Bᵀ, where B is the block with dimension `dim` first and all others as one.
+    """Sets F ← decay F + weight B Bᵀ, where B is the block as a matrix whose rows are dimension `dim`.
 
     Args:
         factor: [m, m], changed in place.
@@ -41,7 +41,7 @@ def apply_factors(block: Tensor, factors: Sequence[Tensor | None], inverse: bool
 
 
 def descending_eigenvectors(factor: Tensor) -> Tensor:
-    """Computes the eigenvectors of a symmetric matrix [m, m], as columns, by descending eigenvalue; in its dtype.
+    """Computes the eigenvectors of a symmetric matrix [m, m] as columns, by descending eigenvalue, in its dtype.
 
     They are computed in fp64, in which those of the small eigenvalues of a first gradient are told apart better. Of a
     matrix that is not finite in its whole they are NaN.
@@ -54,7 +54,7 @@ def descending_eigenvectors(factor: Tensor) -> Tensor:
 
 
 def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:
-    """Computes (F + eps I)^(−1 / root) of a positive semidefinite matrix, in fp64, as small eigenvalues count most.
+    """Computes (F + eps I)^(−1 / root) of a positive semidefinite matrix, in fp64 because small eigenvalues count most.
 
     Args:
         factor: [m, m]. Eigenvalues below zero, which are errors of rounding, are taken for zero.
@@ -71,7 +71,7 @@ def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:
 
 
 def _decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes eigenvalues [m] and eigenvectors [m, m] of a symmetric matrix; NaN where that cannot be done.
+    """Computes eigenvalues [m] and eigenvectors [m, m] of a symmetric matrix; NaN if that fails.
 
     An error here would be its owner's alone, in the middle of a collective step, and the other ranks would wait for it.
     """

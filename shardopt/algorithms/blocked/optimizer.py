@@ -1,5 +1,7 @@
-"""The base of algorithms that precondition blocks: each step gathers every block's gradient at its owner, which
-computes the update on the whole block with state that it alone keeps, and scatters it back.
+"""The base of algorithms that precondition blocks.
+
+Each step gathers every block's gradient at its owner. The owner computes the update of the whole block, with state that
+it alone keeps, and scatters it back.
 
 So a block's update is the same bits on any mesh. Exchanges, rounds and checks of absent gradients are those of
 `gathering/`.
@@ -31,7 +33,7 @@ MOST_DIMENSIONS = 5
 
 
 class BlockEntry(NamedTuple):
-    """One tensor of state: its global shape, the box of each block in it, and whether these are factors' matrices."""
+    """One tensor of state: its global shape, the box of each block, and whether the boxes are matrices of factors."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +42,7 @@ class BlockEntry(NamedTuple):
 
 
 class _BlockStep(GatheredStep):
-    """One parameter in one step."""
+    """The step of one parameter on this rank."""
 
     optimizer: BlockOptimizer
 
@@ -49,7 +51,7 @@ class _BlockStep(GatheredStep):
         self.dtype = torch.promote_types(self.view.dtype, torch.float32)
         self.parts = [block.box for block in optimizer.blocks(group, self.view.shape)]
         self.number = 0
-        """Of this step, from 1; 0 without a gradient."""
+        """The number of this step, from 1; 0 without a gradient."""
         self._costs = optimizer._costs(group, self.view.shape)
         self._owners = optimizer._owners[parameter] or (ranks_of().rank,) * len(self.parts)
 
@@ -93,12 +95,12 @@ class _BlockStep(GatheredStep):
 
 
 class BlockOptimizer(GatheringOptimizer):
-    """A torch optimizer over parameters that may be sharded, on one or several meshes; a subclass has the equations.
+    """A torch optimizer over parameters that may be sharded, on one or several meshes; subclasses have the equations.
 
     State of a parameter: `step`, a number on the CPU; further tensors in fp32 (fp64 of a parameter of fp64) whose
-    global shapes follow from the parameter's and from `block_size` (see `blocks.py`), each block of which is on its
-    owner alone. Owners are chosen among the ranks that hold a parameter, by the work that its blocks are; of a plain
-    parameter every rank is the owner.
+    global shapes follow from the parameter's and from `block_size` (see `blocks.py`); each block is on its owner alone.
+    Owners are chosen among the ranks that hold a parameter, by the work that its blocks are; of a plain parameter every
+    rank is the owner.
     """
 
     step_type = _BlockStep
@@ -117,7 +119,7 @@ class BlockOptimizer(GatheringOptimizer):
     # --- the equations ---
 
     factors: ClassVar[tuple[str, ...]]
-    """The beginnings of the names of factors, to which the dimension is added: "left" is "left_0", …"""
+    """The prefixes of the names of factors, to which the dimension is added: "left" becomes "left_0", …"""
 
     def _factored_dims(self, group: Options, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the dimensions that have factors.
@@ -128,7 +130,7 @@ class BlockOptimizer(GatheringOptimizer):
         raise NotImplementedError
 
     def _update_block(self, group: Options, step: int, gradient: Tensor, state: dict[str, Tensor], turn: int) -> Tensor:
-        """Updates the state of a block, and returns the update of its elements.
+        """Updates the state of a block; returns the update of its elements.
 
         Args:
             group: the options.
@@ -140,7 +142,7 @@ class BlockOptimizer(GatheringOptimizer):
         raise NotImplementedError
 
     def _apply(self, group: Options, step: int, weight: Tensor, update: Tensor) -> None:
-        """Changes elements of a parameter by their update, elementwise and in place; both in the dtype of the state."""
+        """Adds an update to elements of a parameter, elementwise and in place; both have the dtype of the state."""
         raise NotImplementedError
 
     # --- the step ---
@@ -151,7 +153,7 @@ class BlockOptimizer(GatheringOptimizer):
         super()._take_step()
 
     def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
+        """Makes the state of a parameter without state, as its first step would; changes nothing."""
         if not self._is_assigned(group, parameter):
             self._assign()
         view = view_of(parameter)
@@ -164,7 +166,7 @@ class BlockOptimizer(GatheringOptimizer):
         return state
 
     def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields `block_size` where a saved one cuts a parameter that has state into other blocks: stored, and own."""
+        """Yields ("block_size", stored, own) if the stored value cuts a parameter with state into other blocks."""
         own = group["block_size"]
         stored = options.get("block_size", own)
         shapes = {view_of(parameter).shape for parameter in group["params"] if self.state.get(parameter)}
@@ -172,7 +174,7 @@ class BlockOptimizer(GatheringOptimizer):
             yield "block_size", stored, own
 
     def entries(self, group: Options, shape: tuple[int, ...]) -> Iterator[BlockEntry]:
-        """Yields the state of a parameter of this shape, but for its step."""
+        """Yields the entries of state of a parameter of this shape, except its step."""
         blocks = self.blocks(group, shape)
         for entry in self.spec.entries(group, 0):  # that which a parameter without dimensions has, too
             if entry.kind is Kind.BLOCKS:
@@ -201,14 +203,14 @@ class BlockOptimizer(GatheringOptimizer):
         return {parameter: group for group in self.param_groups for parameter in group["params"]}
 
     def _is_assigned(self, group: Options, parameter: Tensor) -> bool:
-        """Whether each block has an owner: a load may have brought another `block_size`."""
+        """Whether each block has an owner; false after a load of another `block_size`."""
         owners = self._owners.get(parameter)
         if owners is None:
             return parameter in self._owners
         return len(owners) == len(self.blocks(group, view_of(parameter).shape))
 
     def _assign(self) -> None:
-        """Gives owners to the blocks of those parameters that have none; where there is state, those who have it.
+        """Gives owners to the blocks of parameters without owners: the ranks that hold their state, if there is state.
 
         The same on all ranks of a parameter: it depends on what these have in common alone.
         """
@@ -253,7 +255,7 @@ class BlockOptimizer(GatheringOptimizer):
 
 
 def unsuitable_for_blocks(view: View) -> str:
-    """Returns why a parameter cannot be cut into blocks; "" where it can."""
+    """Returns why a parameter cannot be cut into blocks; "" if it can."""
     if len(view.shape) > MOST_DIMENSIONS:
         return f"shape {view.shape} of more than {MOST_DIMENSIONS} dimensions"
     if not view.dtype.is_floating_point:

@@ -35,8 +35,8 @@ class Shampoo(BlockOptimizer):
     """Distributed Shampoo (arXiv:2309.06497) for parameters that may be sharded, on one or several meshes.
 
     State of a parameter: `step`; `exp_avg` (unless β₁ is 0) and `exp_avg_sq` (with grafting) of its shape;
-    `preconditioner_i`, `root_i` for each dimension i, [N_i, blocks, min(N_i, block_size)]; all in fp32 (fp64 of a
-    parameter of fp64), each block's on its owner alone. Of a matrix [M, N] cut into whole blocks that is 6 M N
+    `preconditioner_i`, `root_i` for each dimension i, [N_i, blocks, min(N_i, block_size)]. All are in fp32 (fp64 for an
+    fp64 parameter). Each block's are on its owner alone. Of a matrix [M, N] cut into whole blocks that is 6 M N
     elements, with grafting and average.
 
     Args:

@@ -35,9 +35,9 @@ from shardopt.algorithms.registry import Options
 class SOAP(BlockOptimizer):
     """SOAP (arXiv:2409.11321) for parameters that may be sharded, on one or several meshes.
 
-    State of a parameter: `step`; `exp_avg`, `exp_avg_sq` of its shape; `GG_i`, `Q_i` for each dimension i that is
-    preconditioned, [N_i, 1, N_i] without `block_size`; all in fp32 (fp64 of a parameter of fp64). Of a matrix [M, N]
-    that is 2 (M² + N² + M N) elements in all, on its owner alone.
+    State of a parameter: `step`; `exp_avg`, `exp_avg_sq` of its shape; `GG_i`, `Q_i` for each preconditioned dimension
+    i, [N_i, 1, N_i] without `block_size`. All are in fp32 (fp64 for an fp64 parameter). Of a matrix [M, N] that is 2
+    (M² + N² + M N) elements in all, on its owner alone.
 
     Args:
         params: tensors, or groups of them.
@@ -50,8 +50,8 @@ class SOAP(BlockOptimizer):
         max_precondition_dim: dimensions (of a block) beyond this have no basis.
         precondition_1d: whether vectors have one.
         correct_bias: whether M and V are corrected for their start at zero.
-        block_size: cuts parameters into blocks of at most so many elements along each dimension, each with bases of its
-            own; None: whole parameters, as in the paper.
+        block_size: cuts parameters into blocks of at most so many elements along each dimension, each with its own
+            bases. None keeps parameters whole, as in the paper.
         stagger: whether the refreshes of blocks are spread over the steps, by their parameters' names; otherwise all
             are due in the same step.
 

@@ -1,1 +1,1 @@
-"""Algorithms that torch lacks and that treat every element by itself, as plain torch optimizers."""
+"""Algorithms that torch lacks and that update every element by itself, as plain torch optimizers."""

@@ -1,4 +1,4 @@
-"""The base of elementwise algorithms that torch lacks: state, buckets, dtypes; a subclass has the equations.
+"""The base of elementwise algorithms that torch lacks: state, buckets and dtypes. Subclasses have the equations.
 
 The equations are written once, over lists of tensors: one tensor at a time (the for-loop), or all of a group that share
 device, dtype and counters (foreach). Every element goes through the same operations wherever it stands in memory:
@@ -45,7 +45,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
                 self._step_bucket(group, numbers, bucket)
 
     def _initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has its first gradient."""
+        """Makes the state of a parameter at its first gradient."""
         return {
             entry.name: parameter.clone(memory_format=torch.preserve_format)
             if entry.initial is AtFirstStep.PARAMETER
@@ -54,7 +54,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
         }
 
     def _count(self, group: Options, lr: float, state: dict[str, Any]) -> Numbers:
-        """Counts a step in the state of a parameter, and returns the numbers that its update depends on.
+        """Counts a step in the state of a parameter; returns the numbers that its update needs.
 
         Args:
             group: the options.
@@ -66,7 +66,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
     def _update(
         self, group: Options, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
     ) -> None:
-        """Updates weights and state in place, not the gradients.
+        """Updates weights and state in place; leaves gradients unchanged.
 
         Args:
             group: the options.
@@ -106,7 +106,7 @@ class ElementwiseOptimizer(AlgorithmOptimizer):
 
 
 def computed_in(tensor: Tensor) -> Tensor:
-    """Returns what is computed with in place of a tensor: it, both parts of a complex one, of 16 bits an fp32 copy."""
+    """Returns the tensor to compute with: an fp32 copy for 16 bits, a real view for a complex one, else the tensor."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.float() if _is_narrow(tensor) else tensor

@@ -33,14 +33,14 @@ TRAIN_MODE = "train_mode"
 
 
 class ScheduleFree(ElementwiseOptimizer):
-    """The base of both: the two modes, and the weights of the average.
+    """The base of both Schedule-Free optimizers: the two modes, and the weights of the average.
 
     Counters are a parameter's own (`step`; `weight_sum`, the sum of w, and `lr_max` in float64), so a parameter that
     had no gradient for a while averages over its own steps alone.
     """
 
     def train(self, mode: bool = True) -> None:
-        """Gives the model the weights to train, y, from those to evaluate, x; without `mode` the other way.
+        """Switches the model from the averages x to the weights to train y; with `mode=False` from y to x.
 
         Nothing happens in the mode that there is already, nor to a parameter that never had a step, whose x is y. Both
         ways there is one rounding: y after `eval` and `train` may differ from before in the last bits.
@@ -62,7 +62,7 @@ class ScheduleFree(ElementwiseOptimizer):
                 group[TRAIN_MODE] = mode
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does; in training mode, whatever mode the others are in.
+        """Adds a group, as torch does; it begins in training mode, regardless of the other groups.
 
         Raises:
             ValueError: an option is out of its range, or is none: what is in the model is changed by `train` alone.
@@ -75,11 +75,11 @@ class ScheduleFree(ElementwiseOptimizer):
         super().add_param_group(param_group)
 
     def eval(self) -> None:
-        """Gives the model the averages, x, to evaluate; steps are refused until `train`."""
+        """Switches the model to the averages x, for evaluation; steps are refused until `train`."""
         self.train(False)
 
     def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
-        """Yields the option with β where a load would keep the group's, and saved weights were made by another."""
+        """Yields (name, stored, own) if a load keeps the group's β, but the saved weights were made with another."""
         for name in {"momentum", "betas"}.intersection(kept, options, group):
             if self._beta({**group, name: options[name]}) != self._beta(group):
                 yield name, options[name], group[name]
@@ -224,19 +224,19 @@ class ScheduleFreeAdamW(ScheduleFree):
 
 
 def _in_training(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options with the mode that training begins in, before those of the implementation."""
+    """Returns options with training mode inserted before `foreach` and `maximize`."""
     last = ("foreach", "maximize")
     own = {name: value for name, value in options.items() if name not in last}
     return {**own, TRAIN_MODE: True, **{name: options[name] for name in last}}
 
 
 def is_evaluating(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the model has averages in place of the weights to train, by the options of its groups."""
+    """Whether the model holds averages instead of the weights to train, by the options of its groups."""
     return any(group.get(TRAIN_MODE) is False for group in groups)
 
 
 def refusal_to_step(key: str) -> StateError:
-    """Makes the error of a step on averages."""
+    """Makes the error for a step on averages."""
     problem = Problem(
         key, "an optimizer in evaluation mode", "training mode", "call optimizer.train() before the first step"
     )

@@ -1,1 +1,1 @@
-"""Parts of sharded parameters that are worked on whole, each by one owner."""
+"""Algorithms that compute on whole parts of sharded parameters, each on one rank, its owner."""

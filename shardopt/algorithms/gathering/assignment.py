@@ -1,4 +1,4 @@
-"""Assigns matrices to ranks by longest processing time first, and plans which boxes travel. Integers only, no tensors.
+"""Assigns matrices to owners, the costliest first, and plans which boxes are sent. Integers only, no tensors.
 
 M matrices that lie in boxes over the same R ranks. Each is given to one owner, which gathers its boxes, works on the
 whole and hands each box back to all who hold it. All ranks compute the same plan from the same layouts, without
@@ -37,20 +37,20 @@ class Job:
 
     @property
     def elements(self) -> int:
-        """The number of elements that the owner sends back, counted per holder; it gathers no more than that."""
+        """The number of elements that the owner sends back, once per holder. It gathers at most as many."""
         holders_of_boxes = self.layout.holders or ((),)
         return sum(box.numel * len(holders) for box, holders in zip(self.layout.boxes, holders_of_boxes, strict=True))
 
 
 @lru_cache(maxsize=4096)
 def layout_on(shape: tuple[int, ...], box: Box, rank: int) -> Layout:
-    """Returns the layout of a plain tensor, kept from step to step with its hash."""
+    """Returns the layout of a plain tensor, cached from step to step together with its hash."""
     return Layout.from_holders(shape, {box: (rank,)})
 
 
 @lru_cache(maxsize=8192)
 def job_of(layout: Layout, part: Box, cost: int, owner: int | None = None) -> Job:
-    """Returns the layout of a part of a parameter, in coordinates of its own, with its cost and owner.
+    """Returns the job for a part of a parameter: its layout in the part's own coordinates, its cost and owner.
 
     Args:
         layout: of the parameter, with the holders of each box.
@@ -67,7 +67,7 @@ def job_of(layout: Layout, part: Box, cost: int, owner: int | None = None) -> Jo
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The boxes that a rank sends or gets in one exchange, one behind the other as in its buffer.
+    """The boxes that a rank sends or receives in one exchange, in the order of its buffer.
 
     Args:
         boxes: the number of the matrix, and the box.
@@ -99,7 +99,7 @@ class Round:
 
 @lru_cache(maxsize=256)
 def plan(jobs: tuple[Job, ...], ranks: tuple[int, ...], rank: int, most_elements: int) -> tuple[Round, ...]:
-    """Plans the rounds of `rank`. The other ranks have as many, of the same matrices.
+    """Plans the rounds of `rank`. All ranks have the same number of rounds, with the same matrices.
 
     Args:
         jobs: matrices that `ranks` and no others hold (not all of them need), in the same order on every rank.
@@ -116,7 +116,7 @@ def plan(jobs: tuple[Job, ...], ranks: tuple[int, ...], rank: int, most_elements
 
 
 def _owners(costs: Sequence[int], count: int) -> list[int]:
-    """Assigns each job to one of `count` owners: the largest first, each to the owner with the least so far.
+    """Assigns each job to one of `count` owners: the costliest first, each to the owner with the least cost so far.
 
     No owner gets more than 4/3 of what the best division would give the busiest (Graham 1969).
     """
@@ -129,7 +129,7 @@ def _owners(costs: Sequence[int], count: int) -> list[int]:
 
 
 def _rounds(sizes: Sequence[int], owners: Sequence[int], most: int) -> list[list[int]]:
-    """Splits jobs into rounds: of every owner a run of its jobs that is not larger than `most`, or a single one."""
+    """Splits jobs into rounds. In each round an owner has at most `most` elements, or one job."""
     rounds: list[list[int]] = [[]]
     filled: dict[int, tuple[int, int]] = {}  # owner -> the round of its last job, and the size of its jobs there
     for job, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
@@ -175,7 +175,7 @@ def _boxes_of(layout: Layout, rank: int) -> tuple[tuple[Box, tuple[int, ...]], .
 
 
 def _sender(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
-    """Returns the holder of a box that sends it to the owner: the owner itself, or the one in the owner's replica.
+    """Returns the holder that sends a box to the owner: the owner itself, or the holder in the owner's replica.
 
     Replicas are taken to be runs of ranks of equal length, as in a mesh whose first dimension replicates; then a box
     does not leave the hosts of a replica.
@@ -184,7 +184,7 @@ def _sender(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
 
 
 def _buffer_layout(boxes: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> BufferLayout:
-    """Lays out boxes (peer, job, box) in a buffer; those of one peer stand in the same order on both sides."""
+    """Orders boxes (peer, job, box) in a buffer; sender and receiver order the boxes of one peer alike."""
     position = {rank: i for i, rank in enumerate(ranks)}
     ordered = sorted(boxes, key=lambda each: position[each[0]])  # stable: jobs and boxes stay in ascending order
     counts = [0] * len(ranks)

@@ -1,5 +1,7 @@
-"""The base of algorithms that work on whole matrices or blocks: each of these parts of a parameter is gathered at one
-rank, its owner, which computes on the whole; the result is scattered to the ranks that hold the part.
+"""The base of algorithms that compute on whole matrices or blocks of parameters.
+
+Each part is gathered at one rank, its owner, which computes on the whole part. The result is scattered to the ranks
+that hold the part.
 
 So a result is the same bits on any mesh. Everything that is sent goes in one all-to-all to the owners and one back, or
 a few where there is much (`redistribute.py`, `assignment.py`).
@@ -46,8 +48,10 @@ class GatheringOptimizer(CommunicatingOptimizer):
     """
 
     round_bytes: ClassVar[int] = 128 << 20
-    """The size of an owner's parts from which on another one waits for the next round; at any time there are up to four
-    such buffers. The same on every rank."""
+    """The size of an owner's parts beyond which its next part waits for the next round.
+
+    Up to four such buffers exist at a time. The same on every rank.
+    """
 
     def _take(self, steps: Sequence[Any]) -> None:
         steps = sorted(steps, key=lambda step: step.key)
@@ -72,16 +76,18 @@ class GatheringOptimizer(CommunicatingOptimizer):
 
 
 class Team:
-    """The ranks over which some parameters lie, and the steps of these, in the same order on all of them."""
+    """The ranks that hold some parameters, and the steps of these parameters, in the same order on all these ranks."""
 
     def __init__(self, ranks: Ranks, steps: Sequence[GatheredStep]) -> None:
         self.ranks, self.steps = ranks, steps
         self.checks_first = ranks.size == 1 or ranks.device.type == "cpu" or not all(step.all_or_none for step in steps)
-        """Whether ranks compare gradients before the step; an accelerator is waited for only where one has to know."""
+        """Whether ranks compare gradients before the step; on an accelerator only if they must, since that waits."""
 
     def count(self) -> list[tuple[GatheredStep, list[float]]]:
-        """Returns for each parameter on how many ranks there is a gradient, and on how many there is none (NaN where
-        one is refused). Collective: one all-reduce."""
+        """Returns, for each parameter, on how many ranks it has a gradient, and on how many it has none.
+
+        The second is NaN if a rank refuses its gradient. Collective: one all-reduce.
+        """
         if self.ranks.size == 1:
             return []
         own = [
@@ -95,7 +101,7 @@ class Team:
         return list(zip(self.steps, counts.tolist(), strict=True))
 
     def stepping(self) -> list[GatheredStep]:
-        """Returns the steps that take part: with a gradient, or that may have one where it does not `checks_first`."""
+        """Returns the steps that take part: with a gradient or, unless `checks_first`, possibly with one."""
         return [
             step
             for step in self.steps
@@ -104,7 +110,7 @@ class Team:
 
 
 def _teams(steps: Iterable[GatheredStep]) -> list[Team]:
-    """Groups the steps by the ranks over which their parameters lie, in the same order on all of these."""
+    """Groups the steps by the ranks that hold their parameters, in the same order on all these ranks."""
     rank = ranks_of().rank
     teams: dict[tuple[tuple[int, ...], str, str], list[GatheredStep]] = {}
     for step in steps:
@@ -115,12 +121,12 @@ def _teams(steps: Iterable[GatheredStep]) -> list[Team]:
 
 
 def _flag(step: GatheredStep) -> float:
-    """Returns whether this rank has, lacks or refuses a gradient, as a number of any dtype."""
+    """Returns, as a number that any dtype can hold, whether this rank has, lacks or refuses a gradient."""
     return _REFUSES if step.fault else _HAS if step.gradients is not None else _LACKS
 
 
 def _refuse_differing(ranks: Sequence[int], names: Sequence[str], flags: Tensor) -> None:
-    """Raises where ranks did not have gradients of the same parameters in a step.
+    """Raises if ranks had gradients of different parameters in a step.
 
     Args:
         ranks: R global numbers.

@@ -1,4 +1,4 @@
-"""Gathers each sharded matrix at its owner, computes there on the whole, and scatters the results back.
+"""Gathers each sharded matrix at its owner, computes there on the whole matrix, and scatters the results.
 
 Everything that all ranks must agree on is in the plan (`assignment.py`); here are the buffers and the exchanges. While
 an owner computes, the next round's matrices are on their way to it and the last round's results on their way back.
@@ -22,7 +22,7 @@ Part = tuple[GatheredStep, int]
 
 
 class MatrixRedistributor:
-    """Computes on matrices that lie over the same ranks, each whole at its owner.
+    """Computes on matrices that are sharded over the same ranks, each whole at its owner.
 
     Args:
         ranks: to exchange with.
@@ -36,7 +36,7 @@ class MatrixRedistributor:
         self._most_elements = round_bytes // dtype.itemsize
 
     def run(self, parts: Sequence[Part], flags: Sequence[float] = ()) -> Tensor:
-        """Computes on parts, the same in the same order on every rank. Collective: two exchanges a round.
+        """Computes on parts; all ranks pass the same parts in the same order. Collective: two exchanges per round.
 
         Args:
             parts: one at least.
@@ -113,7 +113,7 @@ def _apply(here: Round, exchange: Exchange, parts: Sequence[Part]) -> None:
 
 
 def _by_matrix(layout: BufferLayout, buffer: Tensor, header: int = 0) -> Iterator[tuple[int, list[tuple[Box, Tensor]]]]:
-    """Yields the boxes of a buffer and where they lie in it, for each run of boxes of one matrix.
+    """Yields, for each run of boxes of one matrix, the boxes and their positions in the buffer.
 
     Args:
         layout: of the buffer.

@@ -1,4 +1,4 @@
-"""One parameter whose parts are each worked on whole, by one rank: what is sent of it, computed, and applied."""
+"""The step of one parameter whose parts are each computed on by one owner: what is sent, computed and applied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardopt.sharding.view import assemble, view_of
 
 
 class GatheredStep(ParameterStep):
-    """The step of a parameter; a subclass says how it is cut into parts and what is computed on each.
+    """The step of a parameter; a subclass cuts it into parts and computes on each.
 
     Attributes:
         parts: where the parts lie in the parameter; empty ones are left out.
@@ -32,24 +32,23 @@ class GatheredStep(ParameterStep):
     # --- the equations ---
 
     def job(self, number: int) -> Job:
-        """Returns the layout of a part, in coordinates of its own, and its cost."""
+        """Returns the layout of a part, in the part's own coordinates, and its cost."""
         raise NotImplementedError
 
     def begin(self) -> tuple[Sequence[Tensor], ...]:
-        """Updates what is elementwise, where there is a gradient; returns what `sent` needs, by local tensor."""
+        """Updates elementwise state, if there is a gradient; returns the local tensors that `sent` takes."""
         raise NotImplementedError
 
     def sent(self, *tensors: Tensor) -> Tensor:
-        """Returns what is sent to the owner, of those elements of the tensors from `begin` that this rank has."""
+        """Returns what this rank sends to the owner, from its elements of the tensors that `begin` returned."""
         raise NotImplementedError
 
     def compute(self, number: int, whole: Tensor) -> Tensor:
-        """Computes on a whole part what is sent back, of its shape. Owner only; `whole` may be overwritten."""
+        """Computes the result for a whole part, of the same shape, on its owner. May overwrite `whole`."""
         raise NotImplementedError
 
     def move(self, number: int, weight: Tensor, result: Tensor) -> None:
-        """Changes elements of the parameter by the result for them, in place; in the parameter's dtype, fp32 at
-        least."""
+        """Changes elements of the parameter by their results, in place; in the parameter's dtype, fp32 at least."""
         raise NotImplementedError
 
     # --- around them ---
@@ -62,17 +61,17 @@ class GatheredStep(ParameterStep):
 
     @cached_property
     def _begun(self) -> list[tuple[Box, list[Tensor]]]:
-        """The boxes of this rank, and what it has there of the tensors from `begin`."""
+        """The boxes of this rank, each with its elements of the tensors that `begin` returned."""
         views = [view_of(assemble(self.parameter, [*tensors])) for tensors in self.begin()]
         of_boxes = zip(*(view.pieces for view in views), strict=True)
         return [(pieces[0].box, [piece.tensor for piece in pieces]) for pieces in of_boxes]
 
     def ready(self) -> None:
-        """Updates what is elementwise; before the exchange, of a parameter with a gradient."""
+        """Updates elementwise state, before the exchange; called for a parameter with a gradient."""
         _ = self._begun
 
     def local_boxes(self, number: int) -> dict[Box, Tensor]:
-        """Returns what this rank sends of a part, by boxes in coordinates of that; zeros without a gradient."""
+        """Returns what this rank sends of a part, by box in the part's coordinates; zeros without a gradient."""
         part = self.parts[number]
         found: dict[Box, Tensor] = {}
         if not self.is_held:
@@ -91,7 +90,7 @@ class GatheredStep(ParameterStep):
         return found
 
     def apply(self, number: int, box: Box, result: Tensor) -> None:
-        """Applies a result in a box of a part, in coordinates of that; nothing without a gradient."""
+        """Applies a result to a box of a part, in the part's coordinates; does nothing without a gradient."""
         if self.gradients is None:
             return
         box = Box(tuple(map(add, self.parts[number].offsets, box.offsets)), box.sizes)

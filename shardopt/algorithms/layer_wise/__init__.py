@@ -1,1 +1,1 @@
-"""Algorithms that scale each parameter's update by norms of the whole of it: LAMB and LARS."""
+"""Algorithms that scale each parameter's update by norms of the whole parameter: LAMB and LARS."""

@@ -1,4 +1,4 @@
-"""The base of algorithms with a rate for each parameter, which follows from norms of the whole of it.
+"""The base of algorithms whose rate for each parameter follows from norms of the whole parameter.
 
 θ parameter, G gradient; a subclass says which of θ, G and the update U are measured.
 
@@ -32,7 +32,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
     def _measure(
         self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Returns two tensors whose norms the factor is made of; changes nothing.
+        """Returns the two tensors whose norms determine the factor; changes nothing.
 
         Args:
             group: the options.
@@ -43,7 +43,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
         raise NotImplementedError
 
     def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
-        """Returns the factor of the rate of a parameter with so many dimensions: float64, [] of its two norms, [2]."""
+        """Returns the factor of the rate, fp64 [], from the two norms, [2], of a parameter with so many dimensions."""
         raise NotImplementedError
 
     def _move(
@@ -62,8 +62,10 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
     # --- the step ---
 
     def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
-        """One exchange: the squares of two norms. No device is waited for, but where a parameter is a ShardedTensor:
-        then ranks ask each other whether it has a gradient."""
+        """Makes one exchange, of the squares of two norms.
+
+        It waits for a device only if a parameter is a ShardedTensor: its ranks then ask each other for a gradient.
+        """
         group, dimensions = step.group, len(step.view.shape)
         names = [entry.name for entry in self.spec.entries(group, dimensions) if entry.kind is Kind.PARAMETER]
         numbers = step.numbers(2, torch.float64)
@@ -88,7 +90,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
 def _wide(
     step: ParameterStep, names: Sequence[str]
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor, list[Tensor]]]:
-    """Yields for each local tensor its memory and that of its state, then weight, gradient and state to compute with.
+    """Yields, for each local tensor, its memory and its state's, then the weight, gradient and state to compute with.
 
     Those of 16 bits are taken to fp32, as torch's kernels for 16 bits round by how far from the end of the memory an
     element is. Where there is no gradient or state yet, single zeros stand for all, which are to be read alone.
@@ -105,13 +107,13 @@ def _wide(
 
 
 def unsuitable_for_norms(view: View) -> str:
-    """Returns why the norm of a parameter cannot be taken; "" where it can."""
+    """Returns why the norm of a parameter cannot be taken; "" if it can."""
     if not view.dtype.is_floating_point:
         return f"elements of {view.dtype}"
     return uncovered(view)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Returns a quotient of norms, and 1 where either is 0."""
+    """Returns the quotient of two norms; 1 if either is 0."""
     defined = (numerator > 0) & (denominator > 0)
     return torch.where(defined, numerator / torch.where(defined, denominator, 1.0), 1.0)

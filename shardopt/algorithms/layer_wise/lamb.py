@@ -1,4 +1,4 @@
-"""LAMB: Adam whose update of each parameter is as large as the parameter, times the rate.
+"""LAMB: Adam whose update of each parameter has the parameter's own norm, times the rate.
 
 θ parameter, G gradient, t the number of the step; ‖·‖ over the whole parameter.
 
@@ -94,7 +94,7 @@ class LAMB(LayerWiseOptimizer):
 
 
 def _update(group: Options, number: int, weight: Tensor, average: Tensor, squares: Tensor) -> Tensor:
-    """Computes U of the new M and V, as a new tensor."""
+    """Computes U from the new M and V, as a new tensor."""
     beta1, beta2 = group["betas"]
     first, second = (1 - beta1**number, 1 - beta2**number) if group["correct_bias"] else (1.0, 1.0)
     update = (average / first).div_((squares / second).sqrt_().add_(group["eps"]))

@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum whose rate for each parameter follows from its norm and that of its gradient.
+"""LARS: SGD with momentum whose rate for each parameter follows from the norms of parameter and gradient.
 
 θ parameter, G gradient, B momentum_buffer; ‖·‖ over the whole parameter.
 

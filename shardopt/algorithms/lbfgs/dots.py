@@ -1,4 +1,4 @@
-"""Computes inner products and linear combinations of vectors in local tensors, in fp64, a run of columns at a time.
+"""Computes inner products and linear combinations of vectors in local tensors, in fp64, some columns at a time.
 
 k vectors in a row block [k, n] are rows; blocks of several parameters together make up whole vectors.
 """
@@ -14,7 +14,7 @@ _RUN = 1 << 20  # elements that are widened to fp64 at a time
 
 
 def as_rows(tensor: Tensor, rows: int = 1) -> Tensor:
-    """Views a tensor as rows of real numbers [rows, n], in its own memory where that is contiguous.
+    """Views a tensor as rows of real numbers [rows, n], without a copy if it is contiguous.
 
     Args:
         tensor: [rows, ...], or of any shape for one row. A complex number becomes two.
@@ -24,7 +24,7 @@ def as_rows(tensor: Tensor, rows: int = 1) -> Tensor:
 
 
 def products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """Returns the inner product of each row of `left` with each row of `right`.
+    """Returns the inner products of all rows of `left` with all rows of `right`.
 
     Args:
         left, right: blocks [k_i, n] of floating dtypes; k and l rows in all.

@@ -1,4 +1,4 @@
-"""The history of L-BFGS, and the direction that follows from it. The maths is at the top of `lbfgs`.
+"""The history of L-BFGS, and the direction computed from it. `lbfgs` has the equations.
 
 The history is filled place by place, and then again from the first, so that nothing is moved. It has memory for the
 pairs that it holds and a few more, and grows as they come: h pairs at most, which is the shape that it is saved with.
@@ -19,7 +19,7 @@ from shardopt.sharding.view import local_tensors, view_of
 
 _LEAST_CURVATURE = 1e-10  # s · y of a pair that is taken into the history
 HISTORY = ("old_dirs", "old_stps")
-"""Y and S, in the state of a parameter."""
+"""The names of Y and S in the state of a parameter."""
 
 
 def initial_numbers(size: int) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def initial_numbers(size: int) -> dict[str, Tensor]:
 
 
 def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places: int) -> None:
-    """Gives the history of a parameter memory for `places` pairs; those in the first places stay, others are zeros."""
+    """Resizes the history of a parameter to `places` pairs; keeps the first ones and fills the rest with zeros."""
     for name in HISTORY:
         old = state[name]
         if view_of(old, name).shape[0] == places:
@@ -46,7 +46,7 @@ def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places
 
 
 class Memory:
-    """The state of all parameters and that of none, in one step.
+    """The state of all parameters, and the state that belongs to none, in one step.
 
     Args:
         vector: of the parameters.
@@ -71,7 +71,7 @@ class Memory:
         return [local for state in self._states.values() for local in local_tensors(state[name])]
 
     def _make_room(self, pairs: int) -> None:
-        """Gives the history memory for `pairs` pairs, and frees places more than a quarter beyond."""
+        """Makes room for `pairs` pairs, and frees places that exceed this by more than a quarter."""
         enough = min(pairs, self._size)
         for parameter, state in self._states.items():
             places = view_of(state[HISTORY[0]]).shape[0]
@@ -80,19 +80,19 @@ class Memory:
         self._steps, self._changes = self._local_tensors("old_stps"), self._local_tensors("old_dirs")  # S and Y
 
     def number(self, name: str) -> float:
-        """Returns one of the numbers."""
+        """Returns one number of the state that belongs to no parameter."""
         return self._numbers[name].item()
 
     def set(self, name: str, value: float) -> None:
-        """Sets one of the numbers."""
+        """Sets one number of the state that belongs to no parameter."""
         self._numbers[name].fill_(value)
 
     def add(self, name: str, value: int) -> None:
-        """Adds to one of the numbers."""
+        """Adds to one number of the state that belongs to no parameter."""
         self._numbers[name].add_(value)
 
     def next_direction(self, now: Trial) -> float:
-        """Sets the direction for the next iteration, and stores the gradient and loss that it begins with.
+        """Sets the direction of the next iteration; stores the gradient and loss that the iteration begins with.
 
         Collective but in the very first iteration: one all-reduce.
 
@@ -118,7 +118,7 @@ class Memory:
         return slope
 
     def _add_pair(self, gradient: Sequence[Tensor]) -> float:
-        """Adds the last step and change of gradient to the history, and combines the next direction."""
+        """Adds the last step and its change of gradient to the history, then combines the next direction."""
         length = self.number("t")
         step = [direction * length for direction in self.direction]
         change = [new - old for new, old in zip(gradient, self._gradient, strict=True)]
@@ -152,7 +152,7 @@ class Memory:
     def _store(
         self, place: int, step: Sequence[Tensor], change: Sequence[Tensor], old: Tensor, s_y: Tensor, y_y: Tensor
     ) -> None:
-        """Puts a pair into a place of the history.
+        """Stores a pair at a place of the history.
 
         Args:
             old: [2, pairs], the products of S and of Y with the new y.
@@ -171,7 +171,7 @@ class Memory:
         self.set("next", (place + 1) % self._size)
 
     def _combine(self, gradient: Sequence[Tensor], s_g: Tensor, y_g: Tensor, g_g: Tensor) -> float:
-        """Sets the direction; returns g · d.
+        """Computes the direction, as a combination; returns g · d.
 
         Args:
             s_g, y_g: the products of S and Y with g, by place.

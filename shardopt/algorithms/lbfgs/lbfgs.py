@@ -1,4 +1,4 @@
-"""L-BFGS on sharded parameters: every rank keeps the history of its own shards, and no more.
+"""L-BFGS on sharded parameters: every rank keeps only the history of its own shards.
 
 x all parameters as one vector, g its gradient; the columns of S and Y are the last h changes of x and g, oldest first.
 With R the upper triangle of SᵀY, D its diagonal, and γ = (s · y) / (y · y) of the newest pair, the direction is
@@ -78,7 +78,7 @@ class LBFGS(CommunicatingOptimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds the one group, as torch's constructor passes it.
+        """Adds the only group, as torch's constructor passes it.
 
         Raises:
             AlgorithmError: there is a group already.
@@ -90,7 +90,7 @@ class LBFGS(CommunicatingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Up to `max_iter` iterations. Collective: every rank of the job, or of `shared_group`, must call.
+        """Takes up to `max_iter` iterations. Collective: every rank of the job, or of `shared_group`, must call.
 
         One all-reduce for every evaluation, and one for every iteration but the very first; each is waited for, since
         its numbers decide what comes next. The first time, and when there are other parameters, ranks also exchange
@@ -154,7 +154,7 @@ class LBFGS(CommunicatingOptimizer):
         evaluations: int,
         last: bool,
     ) -> tuple[Trial, int]:
-        """Moves the parameters along the direction; returns the trial there, and the number of evaluations."""
+        """Moves the parameters along the direction; returns the trial reached, and the number of evaluations."""
         group, direction = self.param_groups[0], memory.direction
         if group["line_search_fn"] is None:
             vector.add(length, direction)
@@ -179,7 +179,7 @@ class LBFGS(CommunicatingOptimizer):
         return best, spent
 
     def complete_state(self, parameter: Tensor) -> None:
-        """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
+        """Brings the state of a parameter, if any, to the shapes that are saved."""
         state = self.state.get(parameter)
         if state:
             (group,) = self.param_groups
@@ -188,7 +188,7 @@ class LBFGS(CommunicatingOptimizer):
             resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
 
     def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
+        """Makes the state of a parameter without state, in the shapes that are saved; changes nothing."""
         return self._new_state(parameter, group["history_size"])
 
     def _new_state(self, parameter: Tensor, places: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class LBFGS(CommunicatingOptimizer):
         return state
 
     def _vector_of(self, group: Options) -> ParameterVector:
-        """Returns the vector of all parameters that are or were trained."""
+        """Returns the vector of all parameters that are, or were, trained."""
         # A rank without elements has no state that shows what was trained, but makes a new vector with the others.
         before = set(() if self._vector is None else self._vector.parameters)
         parameters = [

@@ -1,4 +1,4 @@
-"""Line search for a step with a lower loss and a flatter slope: the strong Wolfe conditions.
+"""Line search by the strong Wolfe conditions: finds a step with a lower loss and a flatter slope.
 
 φ(t) is the loss at a step of t along a direction in which it falls, ψ its slope. A step t is taken where
 
@@ -48,7 +48,7 @@ def strong_wolfe(
     c1: float = 1e-4,
     c2: float = 0.9,
 ) -> tuple[Trial, int]:
-    """Searches a step that meets the conditions, or a good one where the budget does not suffice.
+    """Searches for a step that meets the conditions; returns a good one if the budget ends before.
 
     Args:
         evaluate: gives the trial at a step.
@@ -109,7 +109,7 @@ def strong_wolfe(
 
 
 def cubic_minimum(one: Trial, other: Trial, least: float, greatest: float) -> float:
-    """Minimises the cubic through two losses and slopes; returns the middle of the bounds where it has no minimum.
+    """Minimises the cubic through two losses and slopes; returns the middle of the bounds if it has no minimum.
 
     Args:
         one, other: in any order.

@@ -1,4 +1,4 @@
-"""All parameters of a job as one vector. Each rank holds some of its elements.
+"""All parameters of a job as one vector; each rank holds some of its elements.
 
 A vector is a list of local tensors here, those of each parameter, in an order that all ranks share.
 """
@@ -24,7 +24,7 @@ _SAME = 1e-5  # relative; ranks may round a loss differently, but losses of diff
 
 
 class ParameterVector:
-    """The parameters of a job, and which of their elements this rank counts. Making one is collective.
+    """The parameters of a job, and which of their elements this rank counts. The constructor is collective.
 
     Args:
         ranks: of the job.
@@ -45,7 +45,7 @@ class ParameterVector:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """In the order of their names."""
+        """The parameters, in the order of their names."""
         return list(self._names)
 
     @property
@@ -54,7 +54,7 @@ class ParameterVector:
         return device_of(self._given[0]) if self._given else self.ranks.device
 
     def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
-        """Whether it is the vector of these parameters, given in this order."""
+        """Whether this is the vector of these parameters, given in this order."""
         # Ranks of another process group than then may have the same numbers.
         ranks_too = ranks is self.ranks or ranks.size == self.ranks.size == 1
         return ranks_too and len(parameters) == len(self._given) and all(map(is_, parameters, self._given))
@@ -73,18 +73,19 @@ class ParameterVector:
             torch._foreach_copy_(self.local_tensors(), copied)
 
     def add(self, length: float, direction: list[Tensor]) -> None:
-        """x ← x + length · direction."""
+        """Adds: x ← x + length · direction."""
         if direction:
             torch._foreach_add_(self.local_tensors(), direction, alpha=length)
 
     def counted_of(self, *vectors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Returns the tensors of some vectors side by side, without those that another rank counts and empty ones."""
+        """Returns the tensors of the vectors side by side; skips empty ones and those that another rank counts."""
         rows = zip(*vectors, strict=True)
         return [row for counted, row in zip(self.counted, rows, strict=True) if counted and row[0].numel()]
 
     def evaluate(self, closure: Callable[[], Any], direction: list[Tensor] | None = None) -> tuple[Any, Trial]:
-        """Evaluates the model where the parameters are. Collective: one all-reduce. `reach` is set where there is a
-        direction: to the largest absolute value in it.
+        """Evaluates the model at the current parameters. Collective: one all-reduce.
+
+        Sets `reach` to the largest absolute value of the direction, if one is given.
 
         Args:
             closure: as for LBFGS's step.
@@ -124,7 +125,7 @@ class ParameterVector:
         return loss, trial
 
     def all_reduce_sum(self, sums: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds up numbers over the job, and gathers the numbers of each rank. Collective: one all-reduce.
+        """Adds up numbers over the job, and gathers each rank's own numbers. Collective: one all-reduce.
 
         Args:
             sums: [k], fp64, this rank's summands.
@@ -142,7 +143,7 @@ class ParameterVector:
         return together[: len(sums)], together[len(sums) :].view(self.ranks.size, count)
 
     def _gradient(self) -> list[Tensor]:
-        """Returns the gradient, copied, since the next evaluation writes over it; zero where there is none."""
+        """Returns a copy of the gradient, which the next evaluation overwrites; zeros if there is none."""
         gradient: list[Tensor] = []
         for parameter in filter(is_held, self._names):
             gradients = dense_gradients(parameter, self._names[parameter])
@@ -153,14 +154,14 @@ class ParameterVector:
         return gradient
 
     def _largest(self, vector: Sequence[Tensor]) -> Tensor:
-        """Returns the largest absolute value of a real number in local tensors of a vector; NaN where there is one."""
+        """Returns the largest absolute value in local tensors of a vector; NaN if one of them is NaN."""
         rows = [as_rows(local) for local in vector if local.numel()]
         largest = [torch.linalg.vector_norm(row, torch.inf, dtype=torch.float64).to(self.device) for row in rows]
         return torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *largest]).max()
 
 
 def _as_number(loss: Any, device: torch.device) -> Tensor:
-    """Converts the loss to an fp64 tensor without dimensions, without waiting for it."""
+    """Converts the loss to an fp64 tensor without dimensions; waits for no device."""
     if isinstance(loss, Tensor):
         return view_of(loss.detach(), "loss").pieces[0].tensor.reshape(()).to(device, torch.float64)
     return torch.tensor(float(loss), dtype=torch.float64, device=device)
@@ -174,7 +175,7 @@ def _refuse_failures(failed: Tensor, members: Sequence[int]) -> None:
 
 
 def _refuse_differences(losses: Tensor, members: Sequence[int]) -> None:
-    """Raises where ranks would decide differently."""
+    """Raises if ranks would decide differently."""
     if bool(torch.isclose(losses, losses[0], rtol=_SAME, atol=0.0, equal_nan=True).all()):
         return
     rank = int((~torch.isclose(losses, losses[0], rtol=_SAME, atol=0.0, equal_nan=True)).nonzero()[0])

@@ -1,4 +1,4 @@
-"""Elementwise algorithms whose state, or whose parameters, take fewer bits than they are computed with.
+"""Elementwise algorithms that store state, or parameters, in fewer bits than they compute with.
 
 **The promise.** State is keyed by name and laid out by global shape; given bit-identical global gradients, codes,
 scales, masters and stochastically rounded parameters have the same bits on any mesh, on the same kind of device.

@@ -1,4 +1,4 @@
-"""Chunks of a parameter's elements on this rank, of bounded size, with their places in the global tensor.
+"""Chunks of bounded size of this rank's elements of a parameter, with their places in the global tensor.
 
 A box of a tensor is a matrix of its rows and of what it has of each row, which is a run of the row where at most the
 first of the dimensions within it is cut, and else several runs. A chunk is some rows of a run, and some of its columns.
@@ -22,7 +22,7 @@ from shardopt.algorithms.low_precision.codes import decode
 from shardopt.sharding.box import Box
 
 VECTOR = 64
-"""Scratch is padded to this many elements: a multiple of what any CPU's vectors hold, several at a time."""
+"""The multiple of elements to which scratch memory is padded: several vectors of any CPU."""
 
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
 _MOST_ELSEWHERE = 1 << 22
@@ -38,7 +38,7 @@ def row_width(shape: tuple[int, ...]) -> int:
 
 
 def suits_blocks(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this global shape is stored in codes: it has 4,096 elements, and 64 in a row."""
+    """Whether a tensor of this global shape is stored in codes: it needs 4,096 elements, and 64 in a row."""
     return prod(shape) >= _LEAST_OF_TENSOR and row_width(shape) >= _LEAST_OF_BLOCK and len(shape) > 1
 
 
@@ -53,7 +53,7 @@ def blocks_of_row(shape: tuple[int, ...]) -> int:
 
 
 class Chunk(NamedTuple):
-    """Rows and columns of a box's matrix.
+    """Some rows and columns of a box's matrix.
 
     Args:
         rows, columns: of the matrix.
@@ -71,43 +71,43 @@ class Chunk(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The numbers of rows and columns."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def blocks(self) -> slice:
-        """The blocks of a row that it has elements of."""
+        """The blocks of a row that the chunk has elements of."""
         return slice(self.column // self.block, -(-(self.column + self.shape[1]) // self.block))
 
     @property
     def inside(self) -> slice:
-        """The columns of scratch memory that are its own; the others are of blocks that it has in part."""
+        """The chunk's own columns of scratch memory; the others belong to blocks that it has only in part."""
         before = self.column % self.block if self.block else 0
         return slice(before, before + self.shape[1])
 
     @property
     def scratch_shape(self) -> tuple[int, int]:
-        """Rows and columns of scratch memory: of whole blocks where there are any."""
+        """The numbers of rows and columns of scratch memory, which holds whole blocks if there are blocks."""
         rows, columns = self.shape
         return (rows, (self.blocks.stop - self.blocks.start) * self.block) if self.block else (rows, columns)
 
     def scratch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Makes zeros: flat, padded to whole vectors, and the view of it that has `scratch_shape`; fp32."""
+        """Makes fp32 zeros: a flat tensor, padded to whole vectors, and its view of shape `scratch_shape`."""
         rows, columns = self.scratch_shape
         flat = torch.zeros(-(-rows * columns // VECTOR) * VECTOR, dtype=torch.float32, device=device)
         return flat, self.of_scratch(flat)
 
     def of_scratch(self, flat: Tensor) -> Tensor:
-        """Returns the view of flat memory that has `scratch_shape`."""
+        """Returns flat memory as a view of shape `scratch_shape`."""
         rows, columns = self.scratch_shape
         return flat[: rows * columns].view(rows, columns)
 
     def of(self, matrix: Tensor) -> Tensor:
-        """Returns its elements of a box's matrix, a view."""
+        """Returns the chunk's elements of a box's matrix, as a view."""
         return matrix[self.rows, self.columns]
 
     def clear_outside(self, scratch: Tensor) -> None:
-        """Sets scratch memory to 0 outside of its own elements."""
+        """Sets scratch memory to 0 except in the chunk's own elements."""
         inside = self.inside
         if inside.start:
             scratch[:, : inside.start] = 0
@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
             scratch[:, inside.stop :] = 0
 
     def positions(self, device: torch.device) -> tuple[Tensor, int]:
-        """Returns the positions of scratch memory's elements in the flattened global tensor, int64, and a bound."""
+        """Returns the int64 positions of scratch memory's elements in the flattened global tensor, and their bound."""
         rows, columns = self.scratch_shape
         first = self.row * self.width + self.column - self.inside.start
         index = torch.arange(first, first + columns, device=device)
@@ -145,7 +145,7 @@ def load(chunk: Chunk, matrix: Tensor, scales: Tensor | None = None, signed: boo
 
 
 def as_matrix(tensor: Tensor, box: Box, shape: tuple[int, ...], block: int) -> Tensor:
-    """Returns a box's elements as the matrix that `chunks_of` means: a view where the memory allows, else a copy."""
+    """Returns a box's elements as the matrix that `chunks_of` cuts: a view if the memory allows, else a copy."""
     rows, columns = _matrix_shape(box, shape, block)
     return tensor.reshape(rows, columns)
 
@@ -175,7 +175,7 @@ def chunks_of(box: Box, shape: tuple[int, ...], block: int, on_cpu: bool) -> Ite
 
 
 def _is_linear(box: Box, shape: tuple[int, ...], block: int) -> bool:
-    """Whether a box is one run of the flattened tensor, and may be taken as such."""
+    """Whether a box is one run of the flattened tensor, and may be treated as such."""
     return not block and box.sizes[1:] == shape[1:]
 
 
@@ -186,7 +186,7 @@ def _matrix_shape(box: Box, shape: tuple[int, ...], block: int) -> tuple[int, in
 
 
 def _runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yields the runs of a row that a box has: column in the box's matrix, column in the row, and length."""
+    """Yields a box's runs of a row: column in the box's matrix, column in the row, and length."""
     offsets, sizes, whole = box.offsets[1:], box.sizes[1:], shape[1:]
     last = max((dim for dim, size in enumerate(sizes) if size != whole[dim]), default=0)
     inner = prod(whole[last + 1 :])

@@ -1,4 +1,4 @@
-"""8-bit codes of fp32 numbers, and bf16 numbers rounded at random.
+"""8-bit codes of fp32 numbers, and stochastic rounding to bf16.
 
 A code is what is left of a float's bits: with x in [0, 1] and d = 2^-k, the bits of the fp32 number y = x (1 - d) + d
 minus those of d, without the lowest 20. So it has 3 bits of mantissa, 0 is 0, 8k is 1, and below d the codes are d / 8
@@ -21,7 +21,7 @@ _SIGN = 128
 
 
 def decode(codes: Tensor, signed: bool, into: Tensor) -> None:
-    """Writes the numbers that codes stand for, over the scales of their blocks.
+    """Writes the numbers that codes stand for, each divided by the scale of its block.
 
     Args:
         codes: uint8, of the shape of `into`.
@@ -31,12 +31,12 @@ def decode(codes: Tensor, signed: bool, into: Tensor) -> None:
 
 
 def largest(values: Tensor) -> Tensor:
-    """Returns the largest absolute value in each block, infinite where one is not a number: [R, B] of [R, B, S]."""
+    """Returns the largest absolute value of each block, [R, B] from [R, B, S]; infinite if a block has a NaN."""
     return values.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def scales_for(values: Tensor, maximum: bool) -> Tensor:
-    """Returns the scales by which values are encoded: `largest`, of maxima the next power of two.
+    """Returns the scales for encoding: `largest`, or for maxima the next power of two.
 
     A maximum is rounded to nearest, and stays where it is while the largest of its block grows: between powers of two
     a code stands for the same number.
@@ -57,7 +57,7 @@ def scales_for(values: Tensor, maximum: bool) -> Tensor:
 
 
 def as_stored(scales: Tensor) -> Tensor:
-    """Returns scales as they are stored: NaN for an infinite one, by which all numbers of its block become NaN.
+    """Returns scales as stored: an infinite one becomes NaN, so all numbers of its block decode to NaN.
 
     They are infinite until then, as a reduction over ranks need not take a NaN for the largest.
     """
@@ -93,7 +93,7 @@ def encode(values: Tensor, scales: Tensor, signed: bool, noise: Tensor | None) -
 
 
 def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds fp32 numbers to one of the two bf16 numbers beside each, the nearer the likelier.
+    """Rounds fp32 numbers to one of the two neighbouring bf16 numbers; the nearer one is likelier.
 
     Args:
         values: fp32.

@@ -1,4 +1,4 @@
-"""State stored in one form made into another: codes, bf16, fp32; with a master and without.
+"""Converts stored state between forms: codes, bf16 and fp32; with a master and without.
 
 Widening is exact: codes times their scales, and bf16, are fp32 numbers. So is a master that is made of its parameter.
 Narrowing rounds to nearest, and a master that is dropped leaves what the parameter has of it: the largest error, over
@@ -26,7 +26,7 @@ from shardopt.state.param_groups import STORAGE_OPTIONS, UNTOUCHED
 
 
 class Conversion(NamedTuple):
-    """What became of one entry of a parameter's state.
+    """What changed in one entry of a parameter's state.
 
     Args:
         entry: its name.
@@ -49,7 +49,7 @@ class CannotConvert(Exception):
 
 
 def storage_of(options: Options) -> dict[str, Any]:
-    """Returns the options by which a group stores; one that names none stores as torch does."""
+    """Returns a group's options for storage, with torch's way to store as the default."""
     return {name: options.get(name, default) for name, default in STORAGE_OPTIONS.items()}
 
 
@@ -57,7 +57,7 @@ def storage_of(options: Options) -> dict[str, Any]:
 def converted(
     spec: AlgorithmSpec, options: Options, then: Options, parameter: Tensor, entries: Mapping[str, Any], counts: bool
 ) -> tuple[dict[str, Any], list[Conversion]]:
-    """Makes the state of a parameter as a group stores it, of state that another group's options have stored.
+    """Converts the state of a parameter from the form that another group's options stored to this group's form.
 
     Args:
         spec: of the algorithm itself.
@@ -124,7 +124,7 @@ def _refuse_cut_rows(entry: Stored, parameter: Tensor) -> None:
 def _recode(
     before: Stored, after: Stored, parameter: Tensor, entries: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], float]:
-    """Returns an entry in another form, with its scales if it is codes, and how far it is off."""
+    """Returns an entry in another form, with scales if it is codes, and the largest relative error."""
     shape = view_of(parameter).shape
     result = assemble(parameter, [torch.empty_like(local, dtype=after.dtype) for local in local_tensors(parameter)])
     made = {after.name: result}
@@ -150,7 +150,7 @@ def _recode(
 
 
 def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, values: Tensor) -> Tensor:
-    """Stores a chunk's numbers, rounded to nearest; returns what is stored, as fp32."""
+    """Stores a chunk's numbers, rounded to nearest; returns the stored numbers as fp32."""
     if scales is None:
         chunk.of(matrix).copy_(values[:, chunk.inside])
     else:

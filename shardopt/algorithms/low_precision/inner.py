@@ -1,4 +1,4 @@
-"""Steps of an algorithm's own class on scratch memory: a tensor at a time, with state handed over and taken back."""
+"""Runs an algorithm's own class on scratch memory: one tensor at a time, with its state passed in and out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_
 
 
 class Stepped(NamedTuple):
-    """What a step leaves: the state of the tensor, and the options that it has changed."""
+    """What a step returns: the state of the tensor, and the options that it changed."""
 
     state: dict[str, Any]
     changed: dict[str, Any]
 
 
 class InnerSteps:
-    """An optimizer of the algorithm's class, without parameters of its own.
+    """An optimizer of the algorithm's class that owns no parameters.
 
     Args:
         spec: of the algorithm.
@@ -45,7 +45,7 @@ class InnerSteps:
         self._step = step_without_hooks(spec.optimizer)
 
     def initial(self, options: Options) -> dict[str, Any]:
-        """Returns the state of a tensor of one element before its first step, fp32, on the CPU."""
+        """Returns the state of a one-element tensor before its first step, fp32, on the CPU."""
         return initial_state(self.spec, self._optimizer, self._own(options), torch.zeros(1, device="cpu"))
 
     def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Stepped:
@@ -66,6 +66,6 @@ class InnerSteps:
         return Stepped(self._optimizer.state[tensor], changed)
 
     def _own(self, options: Options) -> dict[str, Any]:
-        """Returns the options that are the algorithm's, with its for-loop for an implementation."""
+        """Returns the algorithm's own options, with the for-loop as implementation."""
         own = {name: value for name, value in options.items() if name not in STORAGE_OPTIONS and name != PARAMS}
         return {**own, **{name: False for name in IMPLEMENTATION_OPTIONS if name in own}}

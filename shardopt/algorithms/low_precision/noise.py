@@ -1,4 +1,4 @@
-"""Random bits that belong to an element: the same on any mesh, in any order, and after any resume.
+"""Random bits that depend on the element alone: the same on any mesh, in any order, and after any resume.
 
 A 32-bit hash of the element's index in the flattened global tensor, keyed by the parameter's name, the entry and the
 step. The mix is x ^= x >> 16, x *= a, x ^= x >> 15, x *= b, x ^= x >> 16, of which every output bit depends on every
@@ -25,7 +25,7 @@ class NoiseKey(NamedTuple):
 
 
 def noise_key(name: str, entry: str, step: int) -> NoiseKey:
-    """Makes the key of one entry of a parameter's state, or of the parameter itself ("param"), in one step."""
+    """Makes the key for one step of an entry of a parameter's state, or of the parameter itself ("param")."""
     digest = blake2b(f"{name}\0{entry}\0{step}".encode(), digest_size=8).digest()
     before, between = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
     return NoiseKey(before, between)
@@ -53,5 +53,5 @@ def random_bits(index: Tensor, most: int, key: NoiseKey) -> Tensor:
 
 
 def _fold(bits: Tensor, shift: int) -> Tensor:
-    """x ^= x >> shift, of unsigned numbers; torch's shift copies the sign."""
+    """Computes x ^= x >> shift for unsigned numbers; torch's shift copies the sign."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))

@@ -1,4 +1,4 @@
-"""The optimizer that runs an elementwise algorithm on state, and parameters, which are stored in fewer bits."""
+"""The optimizer that runs an elementwise algorithm on state, and parameters, stored in fewer bits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from shardopt.state.param_groups import STORAGE_OPTIONS
 
 
 class _Variant(type):
-    """The class of the classes here."""
+    """The metaclass of the classes here."""
 
 
 class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
@@ -83,12 +83,12 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
         warn_of_lost_changes(self.algorithm, self.param_groups[-1])
 
     def step_alone(self, group: Options, parameter: Tensor) -> None:
-        """Takes one step on a single parameter, of those that need nothing of other ranks."""
+        """Takes one step on a single parameter that needs nothing from other ranks."""
         with torch.no_grad():
             self._take([self._make_step(group, parameter)])
 
     def initial_state(self, group: Options, parameter: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter that has none; changes nothing."""
+        """Makes the state of a parameter without state; changes nothing."""
         view = view_of(parameter)
         form, initial = form_of(self.algorithm, group, view.shape, view.dtype), self.inner.initial(group)
         made = {entry.name: initial[entry.name] for entry in self.algorithm.entries(group) if entry.name in initial}
@@ -110,7 +110,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
         return state
 
     def refuse_parameters(self, group: Options, names: Mapping[Tensor, str]) -> None:
-        """Raises AlgorithmError where a parameter cannot be stored as its group says."""
+        """Raises AlgorithmError if a parameter cannot be stored as its group says."""
         refuse_bad_values(group, self.algorithm)
         problems: list[Problem] = []
         for parameter, name in names.items():
@@ -135,7 +135,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     @torch.no_grad()
     def state_loaded(self, parameter: Tensor) -> None:
-        """Makes a parameter of its master, which was loaded; not of one that was never stepped."""
+        """Sets a parameter from its master after a load, if it was ever stepped."""
         state = self.state.get(parameter, {})
         if MASTER in state and state[STEP] > 0:
             for local, master in zip(local_tensors(parameter), local_tensors(state[MASTER]), strict=True):
@@ -143,11 +143,11 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     @property
     def settles_late(self) -> bool:
-        """Whether the first step makes again what state was made before it."""
+        """Whether the first step replaces the state that was made before it."""
         return self.algorithm.settled_at_first_step
 
     def is_unstepped(self, group: Options, parameter: Tensor) -> bool:
-        """Whether the parameter never had a step, and its state is as good as none.
+        """Whether the parameter was never stepped, and its state is still initial.
 
         Not compared is the master: the first step makes it of what the parameter is then.
         """
@@ -159,7 +159,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     @property
     def inner(self) -> InnerSteps:
-        """The algorithm's own class, which a copy makes again."""
+        """The optimizer of the algorithm's own class; a copy makes it again."""
         if self._inner is None:
             self._inner = InnerSteps(self.algorithm, self.defaults)
         return self._inner
@@ -191,7 +191,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
 @lru_cache
 def low_precision(spec: AlgorithmSpec) -> AlgorithmSpec:
-    """Returns the variant of an algorithm that takes the options of `STORAGE_OPTIONS`; under the algorithm's name.
+    """Returns the variant of an algorithm that takes the options of `STORAGE_OPTIONS`, under the algorithm's name.
 
     Raises:
         AlgorithmError: the algorithm is not elementwise.
@@ -232,7 +232,7 @@ def _counter() -> StateEntry:
 
 
 def _settled(entry: StateEntry) -> StateEntry:
-    """Returns an entry whose first value is known: of state whose step is 0 nothing is taken."""
+    """Returns the entry with initial value 0 in place of one that only the first step knows."""
     if not isinstance(entry.initial, AtFirstStep):
         return entry
     return replace(entry, initial=0.0)

@@ -1,4 +1,4 @@
-"""The options that say how parameters and state are stored, and what follows from them for a parameter.
+"""The options for storing parameters and state, and the form that they imply for each parameter.
 
     state_dtype    None: as the tensor that is stepped; "bfloat16"; or "uint8", 8-bit codes
     master_dtype   None; or "float32": bf16 and fp16 parameters get a master in fp32, which is stepped in their place
@@ -38,7 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rounding": (None, NEAREST, STOCHASTIC),
 }
 _HALF_A_STEP = {"bfloat16": 2.0**-8, CODES: 2.0**-4}
-"""Half of what lies between two neighbours, of the lower one, where that is most."""
+"""Half the distance between neighbouring stored numbers, relative to the lower one, at its largest."""
 _COMPOUNDS_REMEDY = (
     'write one of them; rounding="nearest" beside it loads state that was saved in 8 bits, to be converted by '
     "load_state_dict(..., convert_state=True) of another"
@@ -51,7 +51,7 @@ _UNFIT |= {"capturable": "counters stay on the CPU", "differentiable": "chunks t
 
 
 def as_texts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options with dtypes as their names: torch.bfloat16 as "bfloat16"."""
+    """Returns options with dtypes as names: torch.bfloat16 as "bfloat16"."""
     return {
         name: str(value).removeprefix("torch.") if name in STORAGE_OPTIONS and isinstance(value, torch.dtype) else value
         for name, value in options.items()
@@ -59,22 +59,22 @@ def as_texts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asks_for_less(options: Mapping[str, Any]) -> bool:
-    """Whether options name another way to store than torch's."""
+    """Whether options store differently from torch."""
     return any(not is_torchs(name, options.get(name, default)) for name, default in STORAGE_OPTIONS.items())
 
 
 def is_torchs(name: str, value: Any) -> bool:
-    """Whether an option here has the value by which torch stores."""
+    """Whether an option has the value by which torch stores."""
     return value is None or (name, value) == ("rounding", NEAREST)
 
 
 def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options without those that ask for torch's way to store, which its own classes do not know."""
+    """Returns options without those that store as torch does, since torch's own classes do not know them."""
     return {name: value for name, value in options.items() if name not in STORAGE_OPTIONS or not is_torchs(name, value)}
 
 
 def refuse_bad_values(options: Mapping[str, Any], spec: AlgorithmSpec) -> None:
-    """Raises AlgorithmError where one of the options here has a value that there is not, or goes with none of them."""
+    """Raises AlgorithmError if an option here has an unknown value, or does not go with another option."""
     problems = [
         Problem(name, repr(options[name]), " or ".join(map(repr, choices)), "write one of them, or the dtype itself")
         for name, choices in _CHOICES.items()
@@ -91,7 +91,7 @@ def refuse_bad_values(options: Mapping[str, Any], spec: AlgorithmSpec) -> None:
 
 
 def warn_of_lost_changes(spec: AlgorithmSpec, options: Options) -> None:
-    """Logs, once for each way, that state rounded to nearest does not follow gradients as slowly as options ask."""
+    """Logs, once per way to store, that state rounded to nearest loses changes as small as the options imply."""
     stored = options["state_dtype"]
     if options["rounding"] != NEAREST or stored is None:
         return
@@ -101,7 +101,7 @@ def warn_of_lost_changes(spec: AlgorithmSpec, options: Options) -> None:
 
 
 def _least_change(options: Options) -> float:
-    """Returns the share of state that a step replaces where it replaces least: 1 - β; 0 of a sum."""
+    """Returns the smallest share of state that a step replaces: 1 − β; 0 for a sum."""
     decays = [float(beta) for beta in options.get("betas", ())]
     decays += [float(options.get(name) or 0.0) for name in ("alpha", "rho", "momentum")]
     if "initial_accumulator_value" in options:
@@ -122,8 +122,7 @@ def _log_lost_changes(algorithm: str, stored: str, slowest: float) -> None:
 
 
 def refuse_algorithm(spec: AlgorithmSpec) -> None:
-    """Raises AlgorithmError where an algorithm computes more of an element than from that element, or makes parameters
-    of its state between steps too."""
+    """Raises AlgorithmError unless an algorithm is elementwise, and sets parameters only in a step."""
     averages = any(entry.initial is AtFirstStep.PARAMETER for entry in spec.state)
     like = all(entry.kind in (Kind.PARAMETER, Kind.SCALAR) for entry in spec.state)
     if spec.elementwise and spec.takes_dense and like and not averages:
@@ -144,7 +143,7 @@ def refuse_algorithm(spec: AlgorithmSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How one entry of state that lies like the parameter is stored.
+    """How one entry of state that has the parameter's shape is stored.
 
     Args:
         name: of the entry.
@@ -162,7 +161,7 @@ class Stored:
 
     @property
     def scale_name(self) -> str:
-        """The name of the entry with the scales of codes."""
+        """The name of the entry with the scales of this entry's codes."""
         return f"{self.name}_scale"
 
 
@@ -183,7 +182,7 @@ class Form:
 
     @property
     def coded(self) -> bool:
-        """Whether some entry is codes."""
+        """Whether any entry is stored as codes."""
         return any(entry.coded for entry in self.entries)
 
 
@@ -228,7 +227,7 @@ def _form_of(
 
 
 def unfit(name: str, options: Options, dtype: torch.dtype) -> Iterator[Problem]:
-    """Yields what of the options of its group does not go with a parameter of a dtype.
+    """Yields the problems of a group's options with a parameter of this dtype.
 
     A group that asks for nothing is computed in fp32 too, where another of the algorithm asks: fp64 would lose half of
     its bits, and a complex number its imaginary part.

@@ -1,4 +1,4 @@
-"""Scales of blocks that lie on several ranks: the largest values of whole rows, found before anything is stored."""
+"""Scales of blocks that span several ranks: the largest values of whole rows, found before anything is stored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(scales: Tensor, box: Box) -> Tensor:
 
 
 class SharedScales(SharedRows):
-    """The scales of one parameter's new state, over all ranks that have parts of its rows.
+    """The scales of one parameter's new state, over all ranks that hold parts of its rows.
 
     Args:
         parameter: whose rows are cut.
@@ -44,6 +44,6 @@ class SharedScales(SharedRows):
         self.scales = {e.name: blocks_like(parameter, count, torch.float32) for e in form.entries if e.coded}
 
     def terms(self) -> Iterator[Term]:
-        """Yields the numbers whose maxima over the ranks are wanted."""
+        """Yields the numbers to reduce to their maxima over the ranks."""
         memory = (each for scales in self.scales.values() for each in local_tensors(scales))
         yield from ((each, self.cuts) for each in (self.flag, self.lacks, *memory))

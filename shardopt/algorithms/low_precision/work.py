@@ -1,4 +1,4 @@
-"""The step of one parameter on this rank: chunk by chunk loaded, computed and stored."""
+"""The step of one parameter on this rank: loads, computes and stores chunk by chunk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GRADIENT = "grad"
 
 
 class _Piece(NamedTuple):
-    """The matrices of one box: of the parameter (""), its gradient ("grad") and state; and [rows, blocks] of scales."""
+    """The matrices of one box: the parameter (""), its gradient ("grad"), its state, and scales [rows, blocks]."""
 
     box: Box
     matrices: dict[str, Tensor]
@@ -54,14 +54,14 @@ class LowPrecisionStep(RowSharingStep):
         self._form = form_of(inner.spec, group, self.view.shape, self.view.dtype)
         self._block = block_size(self.view.shape) if self._form.coded else 0
         self.changed: dict[str, Any] = {}
-        """The options that the step has changed."""
+        """The options that the step changed."""
         self.fault = self._unlike_form() or self.fault
         cuts = cuts_of_rows(parameter) if self._form.coded else ()
         if cuts and (self.gradients is not None or requires_gradient(parameter)):
             self.shared = SharedScales(parameter, self._form, cuts)
 
     def _unlike_form(self) -> StateError | None:
-        """Returns what to raise where state was made under other options than the group has now."""
+        """Returns the error to raise if state was made under other options than the group has now."""
         if not self.state:
             return None
         wanted: dict[str, torch.dtype | None] = {entry.name: entry.dtype for entry in self._form.entries}
@@ -80,7 +80,7 @@ class LowPrecisionStep(RowSharingStep):
         )
 
     def find_scales(self) -> None:
-        """Finds the largest values of the new state of this rank's elements, where ranks share rows."""
+        """Finds the largest values of this rank's new state, if ranks share rows."""
         assert self.shared is not None
         if self.gradients is not None:
             self.shared.flag.fill_(1)
@@ -96,7 +96,7 @@ class LowPrecisionStep(RowSharingStep):
         self.changed = self._walk(self.state, store=True)
 
     def _walk(self, state: dict[str, Any], store: bool) -> dict[str, Any]:
-        """Computes all chunks, and stores them, or only finds the largest values in blocks.
+        """Computes all chunks; stores them, or only finds the largest values of their blocks.
 
         Returns:
             The options that the step has changed.
@@ -137,7 +137,7 @@ class LowPrecisionStep(RowSharingStep):
         return {entry.name: state[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
 
     def _compute(self, chunk: Chunk, piece: _Piece, state: Mapping[str, Any], steps: int, store: bool) -> Stepped:
-        """Takes the step of a chunk; stores the result, or only the largest values in it."""
+        """Takes the step of a chunk; stores the result, or only its largest values."""
         source = MASTER if self._form.master and steps else _PARAMETER
         tensor, gradient = (load(chunk, piece.matrices[name]) for name in (source, _GRADIENT))
         entries = {
@@ -155,7 +155,7 @@ class LowPrecisionStep(RowSharingStep):
         return stepped
 
     def _scales(self, chunk: Chunk, entry: Stored, flat: Tensor) -> Tensor:
-        """Returns the scales of a chunk's new values, [rows, blocks]; as far as this rank has them."""
+        """Returns the scales of a chunk's new values, [rows, blocks], as far as this rank knows them."""
         scratch = chunk.of_scratch(flat)
         chunk.clear_outside(scratch)
         return scales_for(scratch.view(scratch.shape[0], -1, chunk.block), entry.maximum)
@@ -187,7 +187,7 @@ class LowPrecisionStep(RowSharingStep):
                 put(entry.name, values)
 
     def _encode(self, chunk: Chunk, piece: _Piece, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns codes of a chunk's new values; stores their scales where no other rank has a part in them."""
+        """Returns codes of a chunk's new values; stores their scales unless other ranks share them."""
         scales = self._scales(chunk, entry, flat)
         if self.shared is None:
             piece.scales[entry.name][chunk.rows, chunk.blocks] = as_stored(scales)
@@ -198,7 +198,7 @@ class LowPrecisionStep(RowSharingStep):
         return codes.view(scratch.shape)
 
     def _pieces(self, state: Mapping[str, Any]) -> Iterator[_Piece]:
-        """Yields the boxes that this rank has, with the memory of all that belongs to them."""
+        """Yields this rank's boxes, with the memory of all matrices that belong to them."""
         parameter, names = self.parameter, [entry.name for entry in self._form.entries]
         gradients = self.gradients or [torch.zeros_like(local) for local in local_tensors(parameter)]
         tensors = {_PARAMETER: parameter, _GRADIENT: assemble(parameter, gradients)}
@@ -219,7 +219,7 @@ class LowPrecisionStep(RowSharingStep):
             )
 
     def _put_back(self, piece: _Piece, state: Mapping[str, Any]) -> None:
-        """Writes matrices that are copies back to the memory that they are of."""
+        """Copies matrices that are copies back to their original memory."""
         for name, matrix in piece.matrices.items():
             if name == _GRADIENT:
                 continue

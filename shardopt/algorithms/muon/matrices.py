@@ -1,4 +1,4 @@
-"""The matrices that a parameter holds. Each is orthogonalised by itself.
+"""The matrices in a parameter, each of which is orthogonalised by itself.
 
 [M, N]                 one matrix
 [E, M, N]              E of them, such as the experts of a layer
@@ -19,7 +19,7 @@ Split = int | tuple[int, ...] | None
 
 
 def split_of(option: Any) -> Split:
-    """Returns the option `split` as it can be compared. Raises ValueError where it is none."""
+    """Returns the option `split` in a form that can be compared. Raises ValueError if it is invalid."""
     split = tuple(option) if isinstance(option, list | tuple) else option
     numbers = split if isinstance(split, tuple) else (split,)
     if split is None or (numbers and all(type(number) is int and number >= 1 for number in numbers)):
@@ -28,7 +28,7 @@ def split_of(option: Any) -> Split:
 
 
 def matrices_in(name: str, shape: tuple[int, ...], split: Split) -> tuple[Box, ...]:
-    """Returns where the matrices lie in a parameter, in ascending order; without empty ones.
+    """Returns the boxes of a parameter's matrices, in ascending order, without empty ones.
 
     Raises:
         AlgorithmError: its rows cannot be split so.
@@ -59,7 +59,7 @@ def _boxes(shape: tuple[int, ...], split: Split) -> tuple[Box, ...] | None:
 
 
 def cost_of(sizes: tuple[int, ...], steps: int) -> int:
-    """Returns how much work a matrix, or a stack of one, is in so many steps of the Newton-Schulz iteration."""
+    """Returns the cost of a matrix, or a stack of matrices, for so many steps of the Newton-Schulz iteration."""
     short, long = sorted(sizes[-2:])
     # Two products of [short, long] matrices and one of [short, short] in each step.
     return steps * (4 * short * short * long + 2 * short**3) + short * long

@@ -41,7 +41,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torc
 
 
 class _MuonStep(GatheredStep):
-    """One parameter in one step: a matrix, or several."""
+    """The step of one parameter: one matrix, or several."""
 
     def __init__(self, optimizer: Muon, group: Options, parameter: Tensor) -> None:
         super().__init__(optimizer, group, parameter)
@@ -53,7 +53,7 @@ class _MuonStep(GatheredStep):
         return job_of(self.layout, self.parts[number], cost_of(self.parts[number].sizes, self.group["ns_steps"]))
 
     def begin(self) -> tuple[Sequence[Tensor], ...]:
-        """B ← μ B + (1 − μ) G on the local tensors; returns those of B and G."""
+        """Updates B ← μ B + (1 − μ) G on the local tensors; returns B and G."""
         gradients = self.gradients or []
         momentum = local_tensors(self.counted_state()["momentum_buffer"])
         have, want = ([tuple(each.shape) for each in local] for local in (momentum, gradients))
@@ -79,7 +79,7 @@ class _MuonStep(GatheredStep):
         return result if whole.ndim == 2 else result[None]
 
     def move(self, number: int, weight: Tensor, result: Tensor) -> None:
-        """θ ← (1 − lr weight_decay) θ − lr s O."""
+        """Updates θ ← (1 − lr weight_decay) θ − lr s O."""
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         scale = adjustment(self.group["adjust_lr_fn"], *self.parts[number].sizes[-2:])
@@ -136,7 +136,7 @@ class Muon(GatheringOptimizer):
 
 
 def unsuitable_for_muon(view: View) -> str:
-    """Returns why a parameter cannot be orthogonalised; "" where it can."""
+    """Returns why a parameter cannot be orthogonalised; "" if it can."""
     if len(view.shape) not in (2, 3):
         return f"shape {view.shape}, which is no matrix's, and no stack of matrices"
     if not view.dtype.is_floating_point:

@@ -34,7 +34,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 
 
 def adjustment(how: str | None, rows: int, columns: int) -> float:
-    """Returns the factor of the learning rate of a matrix of this shape."""
+    """Returns the factor by which the learning rate of a matrix of this shape is scaled."""
     if how == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
     return sqrt(max(1, rows / columns))

@@ -1,1 +1,1 @@
-"""Optimizers of tables, by their rows."""
+"""Optimizers of embedding tables with one second moment per row."""

@@ -1,4 +1,4 @@
-"""Gradients by rows: sparse ones of embeddings, and dense ones, which have every row."""
+"""Gradients by rows: sparse ones of embeddings, and dense ones, which contain every row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class RowGradient:
 
     @staticmethod
     def nothing(local: Tensor) -> RowGradient:
-        """Makes a gradient without rows."""
+        """Makes a gradient without any rows."""
         index = torch.empty(0, dtype=torch.int64, device=local.device)
         return RowGradient(index, local.new_empty((0, *local.shape[1:])))
 
     def at(self, index: Tensor) -> Tensor:
-        """Returns the gradient of the rows at `index`, ascending, its own among them; zeros where it has none."""
+        """Returns the gradient of the rows at `index`, ascending, which include its own; zeros for the others."""
         if self.index is None:
             return self.values.index_select(0, index)
         if len(self.index) == len(index):
@@ -39,7 +39,7 @@ class RowGradient:
 
 
 def by_rows(gradient: Tensor) -> RowGradient:
-    """Converts a strided or sparse gradient, [N, ...], to rows; nothing of its dense size is made."""
+    """Converts a strided or sparse gradient, [N, ...], to rows, without a copy of its dense size."""
     if not gradient.is_sparse:
         return RowGradient(None, gradient)
     gradient = gradient.coalesce()
@@ -54,7 +54,7 @@ def by_rows(gradient: Tensor) -> RowGradient:
 
 
 def refuse_decay_of_sparse(gradients: list[RowGradient], weight_decay: float, name: str) -> None:
-    """Raises where weight decay would have to change rows that a sparse gradient does not have.
+    """Raises if weight decay would change rows that a sparse gradient lacks.
 
     Raises:
         GradientError: a gradient is sparse, and the weight decay is not 0.

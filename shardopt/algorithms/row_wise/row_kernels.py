@@ -1,4 +1,4 @@
-"""The row-wise updates as one Triton kernel: a row, found by its index or in order, its mean square and its moment.
+"""The row-wise updates as one Triton kernel: it finds each row, its mean square and its moment, and moves it.
 
 k touched rows of D elements, or all rows. A program has some; it runs over their columns twice, for the mean square and
 to move them, so that of a row of usual width the second reading of the gradient comes out of the cache.
@@ -21,12 +21,12 @@ except ImportError:  # torch for CPUs has none
     triton = None
 
 _MOST_COLUMNS, _ELEMENTS = 1024, 2048
-"""Columns that a program holds at once, and elements."""
+"""The largest number of columns that a program holds at once, and its number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of one step of a rule, which `row_rules` computes from options. Without betas it is Adagrad's.
+    """The numbers of one step, which `row_rules` computes from options. Without betas the rule is Adagrad's.
 
     Args:
         rate: with which rows are moved.
@@ -46,7 +46,7 @@ class Numbers:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the kernel can work on a table, its gradients and its state."""
+    """Whether the kernel supports a table, its gradients and its state."""
     return triton is not None and all(
         tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
         for tensor in tensors
@@ -56,7 +56,7 @@ def fits(*tensors: Tensor) -> bool:
 def update(
     table: Tensor, index: Tensor | None, gradients: Tensor, moments: Tensor, averages: Tensor | None, numbers: Numbers
 ) -> None:
-    """Moves rows and their state in place. Works in fp32, and waits for nothing.
+    """Moves rows and their state in place. Works in fp32, and waits for no device.
 
     Args:
         table: [N, ...], contiguous.
@@ -102,7 +102,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton is untyped
     def _gradient(gradients, given, table, here, mask, sign, decay, DECAYS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's own types
-        """G, with weight decay, in fp32."""
+        """Computes G, with weight decay, in fp32."""
         gradient = tl.load(gradients + given, mask=mask, other=0.0).to(tl.float32) * sign
         if DECAYS:
             gradient += decay * tl.load(table + here, mask=mask, other=0.0).to(tl.float32)

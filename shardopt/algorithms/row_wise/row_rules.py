@@ -1,4 +1,4 @@
-"""Update rules with one moment for each row of a table, as functions of rows; no parameter, rank or optimizer is known.
+"""Update rules with one moment per table row, as functions of rows; they know no parameter, rank or optimizer.
 
 A table is [N rows, ...]. Some of these are touched: k rows with gradients G of the same shape, θ their values, and one
 number for each row, [k, 1, ...]. Where a row is shared out by columns, a rank has the columns it holds, and a (which
@@ -30,12 +30,12 @@ from shardopt.algorithms.row_wise.row_kernels import Numbers
 State = Mapping[str, Tensor]
 
 CHUNK_ELEMENTS = 1 << 19
-"""The number of elements of a table that are worked on at once (one row at least), which bounds temporary memory."""
+"""The number of table elements updated at once (one row at least), which bounds temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """An update rule.
+    """An update rule for rows.
 
     Args:
         moments: the name of the state that has one number for each row.
@@ -61,7 +61,7 @@ def adam_numbers(options: Options, step: float) -> Numbers:
 
 
 def _common_numbers(options: Options) -> tuple[float, float, float]:
-    """ε, weight decay, and the sign of the gradient."""
+    """Returns ε, weight decay, and the sign of the gradient."""
     return float(options["eps"]), float(options["weight_decay"]), -1.0 if options["maximize"] else 1.0
 
 
@@ -70,7 +70,7 @@ ADAM = RowRule("exp_avg_sq", adam_numbers, others=("exp_avg",))
 
 
 def move_moments(moments: Tensor, squares: Tensor, numbers: Numbers) -> None:
-    """S ← S + a, or V ← β₂ V + (1 − β₂) a; of some rows, in place."""
+    """Updates S ← S + a, or V ← β₂ V + (1 − β₂) a, for some rows, in place."""
     if numbers.betas is None:
         moments.add_(squares)
     else:
@@ -78,7 +78,7 @@ def move_moments(moments: Tensor, squares: Tensor, numbers: Numbers) -> None:
 
 
 def _move_rows(rows: Tensor, gradients: Tensor, moments: Tensor, averages: Tensor | None, numbers: Numbers) -> None:
-    """θ ← θ − rate · G / (√S + ε), or M ← β₁ M + (1 − β₁) G, then θ ← θ − rate · M / (√(V / (1 − β₂ᵗ)) + ε)."""
+    """Updates θ ← θ − rate · G / (√S + ε), or M ← β₁ M + (1 − β₁) G, then θ ← θ − rate · M / (√(V / (1 − β₂ᵗ)) + ε)."""
     root = moments if averages is None else moments.div(numbers.correction)
     root = root.sqrt().add_(numbers.eps)
     if averages is not None and numbers.betas is not None:
@@ -87,7 +87,7 @@ def _move_rows(rows: Tensor, gradients: Tensor, moments: Tensor, averages: Tenso
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the moments of a table, and of computation on its rows: fp32, or fp64 of an fp64 table."""
+    """Returns the dtype of a table's moments, and of computation on its rows: fp64 for an fp64 table, else fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -101,7 +101,7 @@ def update_rows(
     numbers: Numbers,
     moments_moved: bool = False,
 ) -> None:
-    """Moves rows of a table, and the state of these rows, by their gradients. Local, and not recorded by autograd.
+    """Moves rows of a table, and their state, by their gradients. Local; not recorded by autograd.
 
     Nothing of the size of the table is made; with an index, no other row is read or written. On a GPU with Triton one
     kernel does it, which rounds in another order.
@@ -134,14 +134,14 @@ def update_rows(
 
 
 def chunks(gradients: Tensor) -> list[slice]:
-    """Splits rows into runs that are worked on at once."""
+    """Splits rows into runs that are processed at once."""
     count = len(gradients)
     length = max(CHUNK_ELEMENTS * count // max(gradients.numel(), 1), 1)
     return [slice(start, start + length) for start in range(0, count if gradients.numel() else 0, length)]
 
 
 def prepared(gradients: Tensor, rows: Tensor, numbers: Numbers) -> Tensor:
-    """Converts gradients to descent directions with weight decay, in the dtype of computation; not always a copy.
+    """Converts gradients to descent directions with weight decay, in the dtype of computation; copies only if it must.
 
     Args:
         gradients: of some rows.
@@ -165,13 +165,13 @@ def mean_squares(gradients: Tensor) -> Tensor:
 
 
 def _gather(tensor: Tensor, index: Tensor | None, at: slice) -> Tensor:
-    """Returns some rows in the dtype of computation: the memory itself, or a copy to be scattered back."""
+    """Returns some rows in the dtype of computation: their own memory, or a copy to be scattered back."""
     rows = tensor[at] if index is None else tensor.index_select(0, index[at])
     return rows.to(moment_dtype(tensor.dtype))
 
 
 def _scatter(tensor: Tensor, index: Tensor | None, at: slice, rows: Tensor) -> None:
-    """Writes back rows from `_gather`."""
+    """Writes back the rows from `_gather`."""
     if index is not None:
         tensor.index_copy_(0, index[at], rows.to(tensor.dtype))
     elif rows.dtype != tensor.dtype:

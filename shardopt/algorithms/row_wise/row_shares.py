@@ -1,4 +1,4 @@
-"""Steps rows that are cut over several ranks: adds up their squares over these, and moves rows by the sums.
+"""Steps rows that are cut over several ranks: adds up their squares over these ranks, then moves the rows.
 
 N rows on this rank, k of them touched on any rank. A rank's memory for sums is [N, 1, ...], one number for each row.
 """
@@ -30,7 +30,7 @@ from shardopt.sharding.view import local_tensors, view_of
 
 
 class RowShares(SharedRows):
-    """The step of one parameter whose rows are cut.
+    """The step of one parameter whose rows are cut over ranks.
 
     Args:
         parameter: of at least two dimensions.
@@ -46,7 +46,7 @@ class RowShares(SharedRows):
         self._counts = sum_memory(parameter, self._dims, dtype)
 
     def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
-        """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it has touched."""
+        """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it touched."""
         if gradients is not None:
             self.flag += 1
             sums = local_views(self.parameter, self._dims, self._sums)
@@ -64,7 +64,7 @@ class RowShares(SharedRows):
         state: Mapping[str, Any],
         numbers: Numbers,
     ) -> None:
-        """Updates state and parameter. Rows that another rank has touched are touched here too, with zeros.
+        """Updates state and parameter. Rows that only another rank touched are touched here with zeros.
 
         The moments are moved by themselves, since local tensors may share them.
         """
@@ -100,5 +100,5 @@ def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Ten
 
 
 def _touched(counts: Tensor) -> Tensor:
-    """Returns the rows that some rank has a gradient of, ascending."""
+    """Returns the rows that any rank has a gradient for, ascending."""
     return counts.flatten().nonzero().flatten()

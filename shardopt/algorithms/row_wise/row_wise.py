@@ -1,4 +1,4 @@
-"""Adagrad and Adam with one second moment for each row of a table, for tables that are plain or sharded in any way.
+"""Adagrad and Adam with one second moment per table row, for tables that are plain or sharded in any way.
 
 A parameter is [N rows, ...]; a row is all elements with one index of the first dimension, on any ranks. Its
 moment, [N, 1, ...], is cut as the parameter is along the rows, and is the same on all ranks that share a row. The rules
@@ -49,7 +49,7 @@ class _RowStep(RowSharingStep):
 
     @cached_property
     def rule_numbers(self) -> Numbers:
-        """The numbers of this step; to be asked before it is counted."""
+        """The numbers of this step; must be read before the step is counted."""
         return self.optimizer.rule.numbers(self.group, float(self.state["step"]) + 1 if self.state else 1.0)
 
     def _read_gradients(self) -> list[Tensor] | None:
@@ -61,8 +61,11 @@ class _RowStep(RowSharingStep):
 
 
 class _RowWise(RowSharingOptimizer):
-    """The base of the row-wise optimizers. Where rows are cut, a step makes one all-reduce for each process group among
-    which they are; gradients may be on some of its ranks alone, and are zeros on the others."""
+    """The base of the row-wise optimizers.
+
+    If rows are cut, a step makes one all-reduce per process group that cuts them. Ranks without a gradient then count
+    as having zeros.
+    """
 
     rule: ClassVar[RowRule]
     step_type = _RowStep
@@ -83,17 +86,17 @@ class _RowWise(RowSharingOptimizer):
 
 
 class RowWiseAdagrad(_RowWise):
-    """Adagrad with one accumulator for each row: the sum over steps of the mean of the squared gradients of the row.
+    """Adagrad with one accumulator per row: the sum over steps of the row's mean squared gradient.
 
     Gradients may be dense or sparse; with the same values they give the same result, as a row without a gradient is
-    not moved. Groups, defaults and names are those of torchrec.optim's class; that one moves all elements of a row by
-    the mean of their gradients, while here each is moved by its own, as by FBGEMM's exact row-wise Adagrad.
+    not moved. Groups, defaults and names are those of torchrec.optim's class. That one moves all elements of a row by
+    the mean of their gradients; here each moves by its own, as in FBGEMM's exact row-wise Adagrad.
 
-    Sources: Duchi, Hazan, Singer, Adaptive Subgradient Methods (2011); the mean over a row as in Mudigere et al.,
+    Sources: Duchi, Hazan, Singer, Adaptive Subgradient Methods (2011). The mean over a row: Mudigere et al.,
     Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models (2022).
 
-    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
-    `sum`, [N, 1, ...], float32 whatever the parameter's dtype (float64 of a float64 parameter).
+    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 if that is torch's default dtype);
+    `sum`, [N, 1, ...], float32 (float64 for a float64 parameter).
 
     Args:
         params: of at least one dimension, not complex; plain or sharded, or groups of them.
@@ -133,15 +136,14 @@ class RowWiseAdagrad(_RowWise):
 
 
 class RowWiseAdam(_RowWise):
-    """Adam with one second moment for each row: an average over steps of the mean of the squared gradients of the row.
+    """Adam with one second moment per row: an average over steps of the row's mean squared gradient.
 
     With a sparse gradient only its rows are moved, and only their moments decay, as with torch's SparseAdam.
 
     Sources: Kingma, Ba, Adam: A Method for Stochastic Optimization (2015); the mean over a row as in RowWiseAdagrad.
 
-    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
-    `exp_avg`, like the parameter; `exp_avg_sq`, [N, 1, ...], float32 whatever the parameter's dtype (float64 of a
-    float64 parameter).
+    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 if that is torch's default dtype);
+    `exp_avg`, like the parameter; `exp_avg_sq`, [N, 1, ...], float32 (float64 for a float64 parameter).
 
     Args:
         params: of at least one dimension, not complex; plain or sharded, or groups of them.
@@ -173,7 +175,7 @@ class RowWiseAdam(_RowWise):
 
 
 def unsuitable_for_row_wise(view: View) -> str:
-    """Returns why a parameter cannot be optimized row by row; "" where it can."""
+    """Returns why a parameter cannot be optimized row by row; "" if it can."""
     if not view.shape:
         return "no dimensions, and so no rows"
     if not view.dtype.is_floating_point:

@@ -1,1 +1,1 @@
-"""Writes checkpoints in the formats of others, and again in our own: streamed, collective, resumable, atomic."""
+"""Converts checkpoints to other formats, or to our own again: streamed, collective, resumable, atomic."""

@@ -1,4 +1,4 @@
-"""Averages of weights in a checkpoint: which there are, and of which tensors.
+"""Finds averages of weights in a checkpoint, and the tensors that they are averages of.
 
 ema.state.layers.0.weight.ema, ema.state.__averaging.n_averaged      of EMA and SWA: "ema"
 swa.module.layers.0.weight, swa.n_averaged                           of torch's AveragedModel: "swa"
@@ -34,7 +34,7 @@ class Averages:
 
 
 def averages_in(tensors: StoredTensors) -> dict[str, Averages]:
-    """Returns the averages of a checkpoint, by the key that the app has them under.
+    """Returns the averages in a checkpoint, by the app's key for them.
 
     An AveragedModel without the model that it is of is taken for a model.
     """
@@ -62,7 +62,7 @@ def averages_in(tensors: StoredTensors) -> dict[str, Averages]:
 
 
 def _models(names: Collection[str], keys: Collection[str]) -> Iterator[str]:
-    """Yields what stands before the names in keys, wherever all of them are."""
+    """Yields each prefix under which keys have all of these names."""
     name = max(names, key=len)
     for key in sorted(keys):
         before = key.removesuffix(name)
@@ -71,7 +71,7 @@ def _models(names: Collection[str], keys: Collection[str]) -> Iterator[str]:
 
 
 def with_averages(tensors: StoredTensors, weights: str) -> tuple[StoredTensors, dict[str, str]]:
-    """Returns the tensors with averages in the place of the weights, and their own keys by those of the weights.
+    """Returns the tensors with averages in place of the weights, and the averages' own keys by the weights' keys.
 
     What has no average is as it is. Without the model the averages have the names that its parameters have.
 
@@ -107,5 +107,5 @@ def with_averages(tensors: StoredTensors, weights: str) -> tuple[StoredTensors, 
 
 
 def _stored(tensors: StoredTensors, key: str) -> str:
-    """Returns the key of which the others that are one memory with it are told."""
+    """Returns the key that stores the memory of a tied tensor."""
     return tensors[key].tied_to or key

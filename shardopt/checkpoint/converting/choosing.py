@@ -1,4 +1,4 @@
-"""What of a checkpoint is converted, under which names and in which dtypes: `select`, `skip`, `rename` and `dtype`."""
+"""Chooses what a conversion writes, with names and dtypes: `select`, `skip`, `rename` and `dtype`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class ChosenTensor(NamedTuple):
-    """A tensor that is converted.
+    """A tensor that a conversion writes.
 
     Args:
         key, path: its new name, and its place in nested state.
@@ -47,7 +47,7 @@ class ChosenTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is converted, by new name; `left_out` has the stored keys of all else."""
+    """What a conversion writes, by new name; `left_out` has the stored keys of everything else."""
 
     reader: CheckpointReader
     tensors: Mapping[str, ChosenTensor]
@@ -59,7 +59,7 @@ class Choice:
 
     @property
     def written(self) -> list[ChosenTensor]:
-        """The tensors whose bytes are written: all but those that another stands for."""
+        """The tensors whose bytes are written: all except those tied to another."""
         return [tensor for tensor in self.tensors.values() if tensor.tied_to is None]
 
 
@@ -72,7 +72,7 @@ def choose(
     tensors_of_models_alone: bool = False,
     weights: str | None = None,
 ) -> Choice:
-    """Leaves out the stored keys of `skip`, renames the others, and selects among the new ones; see `convert`.
+    """Drops the stored keys of `skip`, renames the others, and selects among the new names; see `convert`.
 
     Args:
         tensors_of_models_alone: leave out plain values, and the state of optimizers and averages where there is no
@@ -144,7 +144,7 @@ def choose(
 
 
 def whole_choice(reader: CheckpointReader) -> Choice:
-    """Returns the choice of all that a checkpoint has, as it is; of nothing, too.
+    """Returns the choice of everything in a checkpoint, unchanged, even if that is nothing.
 
     Raises:
         FormatError: something is stored in a way that is not known.
@@ -159,7 +159,7 @@ def whole_choice(reader: CheckpointReader) -> Choice:
 
 
 def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:
-    """Returns the places of optimizers: those under which there are options of groups, "param_groups"."""
+    """Returns the paths of optimizers: those with options of groups, "param_groups", below them."""
     roots = set()
     for key in keys:
         segments = key.split(".")
@@ -169,20 +169,20 @@ def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:
 
 
 def _roots_without_groups(paths: Sequence[Path]) -> set[tuple[str, ...]]:
-    """Returns the places of optimizers whose groups are not saved: they have state under the names of parameters."""
+    """Returns the paths of optimizers saved without groups, found by state under the names of parameters."""
     names = {path[-1] for path in paths}
     state = [path for path in paths if len(path) > 3 and path[-3] == _STATE and path[-2] in names]
     return {tuple(join(path[:-3]).split(".")) for path in state}
 
 
 def is_optimizer_state(key: str, roots: set[tuple[str, ...]]) -> bool:
-    """Whether a key is of an optimizer: its state, or the options of its groups."""
+    """Whether a key belongs to an optimizer: its state, or the options of its groups."""
     segments = key.split(".")
     return any(segment in (_STATE, PARAM_GROUPS) and tuple(segments[:i]) in roots for i, segment in enumerate(segments))
 
 
 def _warn_of_training_weights(url: str, values: Iterable[tuple[Path, Any]]) -> None:
-    """Logs where a model was saved with the weights that Schedule-Free trains, and not with their averages."""
+    """Logs a warning if a model was saved with the weights that Schedule-Free trains instead of their averages."""
     if any(
         PARAM_GROUPS in path and isinstance(value, dict) and value.get("train_mode") is True for path, value in values
     ):
@@ -194,7 +194,7 @@ def _warn_of_training_weights(url: str, values: Iterable[tuple[Path, Any]]) -> N
 
 
 def _renamed_value(key: str, path: Path, renamed: Rename) -> str:
-    """Returns the new key of a plain value: that of the options of a parameter goes with its state's."""
+    """Returns the new key of a plain value; the options of a parameter are renamed like its state."""
     if len(path) < 2 or path[-2] != PARAM_GROUPS:
         return renamed(key)
     state = renamed(join((*path[:-2], _STATE, path[-1])))
@@ -207,8 +207,11 @@ def _renamed_value(key: str, path: Path, renamed: Rename) -> str:
 
 
 def renamed_path(path: Path, new_key: str) -> Path:
-    """Returns the path of a key that was renamed: parts that are in the new one too stay parts, first and last ones
-    above all, and what stands between two of them is one part."""
+    """Returns the path of a renamed key.
+
+    Parts that also occur in the new key stay parts, the first and last ones above all. The text between two of them
+    becomes one part.
+    """
     if join(path) == new_key:
         return path
     first, rest, end = 0, new_key.split("."), len(path)
@@ -235,7 +238,7 @@ def _segments(part: str | int) -> list[str]:
 
 
 def _tied_among(tensors: StoredTensors, keys: Sequence[str]) -> dict[str, str]:
-    """Maps chosen keys to the chosen one that is one memory with them: the one that is stored, or the first."""
+    """Maps chosen keys to the chosen key tied with them: the one that is stored, or the first."""
     first: dict[str, str] = {}
     for key in sorted(keys, key=lambda key: tensors[key].tied_to is not None):  # stable: those that are stored first
         first.setdefault(tensors[key].tied_to or key, key)

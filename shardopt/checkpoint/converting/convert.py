@@ -1,4 +1,4 @@
-"""Converts a checkpoint to the format of others, or again to our own:
+"""Converts a checkpoint to another format, or to our own again:
 
     open → choose → plan → write → commit → check
 
@@ -80,7 +80,7 @@ class ConvertReport(OfUrl):
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What is converted, and how; the options of `convert`."""
+    """The options of `convert`: what is converted, and how."""
 
     rearrange: Sequence[AnyRule] = ()
     rename: Mapping[str, str] | None = None
@@ -115,7 +115,7 @@ def convert(
     deadline_seconds: float = DEADLINE_SECONDS,
     process_group: Group | None = None,
 ) -> ConvertReport:
-    """Writes the checkpoint at `src` to `dst` in another format. Collective where torch.distributed is initialized.
+    """Writes the checkpoint at `src` to `dst` in another format. Collective if torch.distributed is initialized.
 
     Tensors are streamed: some 40 MiB of them are in a process's memory at a time, more where they are cast. Processes
     share the files, by bytes. Nothing at `dst` is a checkpoint before all of it is durable; if a process fails, all
@@ -130,7 +130,7 @@ def convert(
             - "dcp": a directory that `torch.distributed.checkpoint.load` reads, with the boxes that are stored.
             - "huggingface": `model.safetensors`, or several such files and their index, which `from_pretrained` reads.
               Tied tensors are written once. Plain values are left out, and so are the state of optimizers and averages
-              of weights (EMA, SWA, AveragedModel) where there is no `select`.
+              of weights (EMA, SWA, AveragedModel) without `select`.
             - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes
               it.
         rearrange: rules by which tensors are joined, split, stacked, … on their way (as for `load`); first.
@@ -146,8 +146,8 @@ def convert(
         drop_per_rank: leave out values per rank, which only "shardopt" has, for the number of ranks that saved them.
         check: read all that was written, and compare its digests.
         durable: whether local files are flushed to the disk.
-        weights: the key that the app has averages under, such as "ema": they are written in the place of the weights,
-            under the model's keys, in the dtype of the averages; what has no average is the model's own.
+        weights: the app's key of averages, such as "ema". They are written in place of the weights, under the model's
+            keys, in the averages' dtype. A weight without an average is written itself.
         progress: called with the bytes that this process has written, and those that it is to write.
         deadline_seconds: how long a process may show no sign of life before the others give up and name it.
         process_group: the processes that convert, where they are not all of the job.
@@ -185,7 +185,7 @@ def convert_on(
     options: ConvertOptions,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Converts a checkpoint by some ranks, which all call, or by a process for itself; see `convert`."""
+    """Converts a checkpoint on the ranks that call, or in one process alone; see `convert`."""
     begin = world().monotonic()
     dst = absolute_url(dst)
     _refuse_options(to, options.max_file_bytes, options.world_size)
@@ -237,7 +237,7 @@ def convert_on(
 
 
 def plan_for(to: Format, choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
-    """Plans the files of a format."""
+    """Plans the files of the chosen format."""
     if to == "shardopt":
         tensors = choice.tensors
 
@@ -252,7 +252,7 @@ _PLANS = {"dcp": plan_dcp, "huggingface": plan_huggingface, "torch": plan_torch}
 
 
 class Writing:
-    """The share of a conversion that one process does.
+    """One process's share of a conversion.
 
     Args:
         plan: the same in every process.
@@ -268,7 +268,7 @@ class Writing:
         self._digests: dict[str, str] = {}
 
     def write(self, progress: Progress | None) -> dict[str, Written]:
-        """Writes this process's files, but those that are whole already; returns all of them by name."""
+        """Writes this process's files, except those that are already whole; returns all of them by name."""
         plan, written = self.plan, dict[str, Written]()
         total = sum(file.nbytes for file in self._files)
         done = Counter(total, progress)
@@ -292,11 +292,11 @@ class Writing:
         return written
 
     def report(self, written: Mapping[str, Written]) -> Any:
-        """Returns what rank 0 must know, as JSON."""
+        """Returns what rank 0 needs to know, as JSON."""
         return [[asdict(file) for file in written.values()], self._digests]
 
     def check(self, digests: Mapping[str, str]) -> None:
-        """Reads this process's share of what was written, and compares it. Raises CorruptionError."""
+        """Reads and compares this process's share of the written files. Raises CorruptionError."""
         plan = self.plan
         with open_checkpoint(plan.url) as reader:
             mine = self._share(plan.choice.written)

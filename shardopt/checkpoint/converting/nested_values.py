@@ -1,4 +1,4 @@
-"""Chosen state as others have it: options of parameters as a list of groups, and values in nested dicts."""
+"""Converts chosen values to other libraries' form: options as a list of groups, values in nested dicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Values = Mapping[str, tuple[Path, Any]]
 
 
 def split_options(values: Values) -> tuple[dict[Path, Any], dict[Path, dict[str, Mapping[str, Any]]]]:
-    """Splits plain values: those that are no options by path; options as place of the optimizer → name → options."""
+    """Splits plain values into two dicts: other values by path; options as optimizer's path → name → options."""
     others: dict[Path, Any] = {}
     options: dict[Path, dict[str, Mapping[str, Any]]] = {}
     for path, value in values.values():
@@ -29,8 +29,10 @@ def split_options(values: Values) -> tuple[dict[Path, Any], dict[Path, dict[str,
 
 
 _UNSAID = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-"""Options of torch's optimizers of how they compute, with their defaults: a keyed optimizer chooses that for itself,
-and does not save them, while `dcp.load` into a torch optimizer asks for each."""
+"""Options that say how torch's optimizers compute, with their defaults.
+
+A keyed optimizer chooses these itself and does not save them, but `dcp.load` into a torch optimizer asks for each.
+"""
 
 
 def _unsaid(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def _unsaid(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of_equal(options: OptionsByMember, keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Returns groups, one for all parameters with equal options, with their names under "params".
+    """Returns one group for all parameters with equal options, with their names under "params".
 
     Args:
         keys: of tensors; parameters stand in the order of theirs, which a model's are in that of the model, since

@@ -1,4 +1,4 @@
-"""Files of a conversion: what stands in each, who writes it, and how it is written, or found to be whole already."""
+"""The files of a conversion: their contents and writers; writes them, or finds that they are already whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AddBytes = Callable[[int], object]
 
 
 class OutFile(ABC):
-    """A file that is to be written.
+    """A file to write.
 
     Args:
         name: in the destination.
@@ -41,14 +41,14 @@ class OutFile(ABC):
 
     @abstractmethod
     def body(self, take: Take) -> Iterator[memoryview]:
-        """Yields all bytes; `take` gives those of the next part."""
+        """Yields all bytes; `take` yields those of the next part."""
 
     def note(self) -> Any:
-        """Returns what a commit must know of a file that was written, as JSON."""
+        """Returns, as JSON, what the commit needs to know of a written file."""
         return None
 
     def fingerprint(self, source: str) -> str:
-        """Returns a text that is equal where equal bytes will be written from a source of this digest."""
+        """Returns a text that is equal if a source of this digest gives equal bytes."""
         parts = [(part.key, part.stored, part.dtype.name, part.box.offsets, part.box.sizes) for part in self.parts]
         text = json.dumps([source, self.name, self.nbytes, parts]).encode()
         return xxhash.xxh3_128_hexdigest(text + self._known)
@@ -56,7 +56,7 @@ class OutFile(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file that was written: the xxh3-128 of all its bytes, its note, and the digests of the tensors in it."""
+    """A written file: the xxh3-128 of all its bytes, its note, and the digests of the tensors in it."""
 
     name: str
     nbytes: int
@@ -67,7 +67,7 @@ class Written:
 
 
 class _Body:
-    """All bytes of a file; can be iterated again, as storage does that has lost a file."""
+    """All bytes of a file; can be iterated again if storage has lost the file."""
 
     def __init__(
         self, file: OutFile, reader: CheckpointReader, shapes: dict[str, tuple[int, ...]], progress: AddBytes
@@ -91,7 +91,7 @@ def write_file(
     shapes: dict[str, tuple[int, ...]],
     progress: AddBytes = lambda nbytes: None,
 ) -> Written:
-    """Writes a file, durable on return; never half of it under its name.
+    """Writes a file, durable on return; it never has its name while it is incomplete.
 
     Args:
         shapes: of tensors, by key.
@@ -103,13 +103,13 @@ def write_file(
 
 
 def keep_receipt(storage: Storage, written: Written, fingerprint: str) -> None:
-    """Notes that a file is whole, for a conversion that goes on after this one was killed."""
+    """Records that a file is whole, for a conversion that resumes after this one was killed."""
     text = json.dumps({**asdict(written), "fingerprint": fingerprint})
     storage.publish(receipt_name(written.name), text.encode())
 
 
 def find_written(storage: Storage, file: OutFile, fingerprint: str, progress: AddBytes) -> Written | None:
-    """Returns a file that an earlier conversion wrote, if it is what is to be written; reads it to the last byte."""
+    """Finds a file from an earlier conversion and reads all of it; returns it if it equals the planned one."""
     name, nbytes = file.name, file.nbytes
     try:
         receipt = json.loads(storage.read(receipt_name(name)))
@@ -131,17 +131,17 @@ def find_written(storage: Storage, file: OutFile, fingerprint: str, progress: Ad
 
 
 def receipt_name(name: str) -> str:
-    """Returns the name of the note that a file is whole, which stands beside it until the conversion is committed."""
+    """Returns the name of a file's receipt, which stands beside the file until the conversion is committed."""
     return f".{name}{_RECEIPT_SUFFIX}"
 
 
 def begin_journal(storage: Storage, names: Sequence[str]) -> None:
-    """Notes the files that are going to be written, by which what is left of them is known as such."""
+    """Records the names of the files to be written, so that leftovers can be recognised."""
     storage.publish(JOURNAL_NAME, json.dumps([*names]).encode())
 
 
 def files_of_earlier(storage: Storage) -> list[str]:
-    """Returns the names of the files that a conversion to this place, which was not committed, was to write."""
+    """Returns the names of the files that an uncommitted conversion to this place planned to write."""
     try:
         names = json.loads(storage.read(JOURNAL_NAME))
     except (FileNotFoundError, ValueError):
@@ -150,14 +150,14 @@ def files_of_earlier(storage: Storage) -> list[str]:
 
 
 def remove_notes(storage: Storage) -> None:
-    """Removes journal and receipts of a conversion that is committed: they are of no use any more, and do no harm."""
+    """Removes journal and receipts of a committed conversion. They are of no more use, but harmless."""
     with suppress(OSError):
         for name in [*map(receipt_name, files_of_earlier(storage)), JOURNAL_NAME]:
             storage.remove(name)
 
 
 def pack(tensors: Sequence[ChosenTensor], most_bytes: int) -> list[list[ChosenTensor]]:
-    """Deals tensors in their order into groups of about equal bytes, none of more than `most_bytes` unless of one."""
+    """Packs tensors, in order, into groups of about equal bytes, at most `most_bytes` unless one tensor has more."""
     total = sum(map(nbytes_of, tensors))
     count = max(-(-total // most_bytes), 1)
     groups: list[list[ChosenTensor]] = [[]]
@@ -174,12 +174,12 @@ def pack(tensors: Sequence[ChosenTensor], most_bytes: int) -> list[list[ChosenTe
 
 
 def nbytes_of(tensor: ChosenTensor) -> int:
-    """Returns the bytes of a whole tensor as it is written."""
+    """Returns the bytes of a whole tensor as written."""
     return sum(box.numel for box in tensor.boxes) * tensor.dtype.itemsize
 
 
 def deal(files: Sequence[OutFile], workers: int) -> list[int]:
-    """Returns the worker that writes each file: the largest first, each to the one with the fewest bytes so far."""
+    """Assigns each file to a worker: the largest first, each to the worker with the fewest bytes so far."""
     load, owners = [0] * workers, [0] * len(files)
     for i in sorted(range(len(files)), key=lambda i: -files[i].nbytes):
         owners[i] = load.index(min(load))

@@ -1,4 +1,4 @@
-"""Adapters between checkpoints and PEFT's folders, which are `adapter_model.safetensors` and `adapter_config.json`.
+"""Converts adapters between checkpoints and PEFT's folders (`adapter_model.safetensors`, `adapter_config.json`).
 
 model.layers.0.q_proj.weight                                      in a Hugging Face folder
 base_model.model.model.layers.0.q_proj.base_layer.weight          the same in a model of PEFT's
@@ -49,7 +49,7 @@ class _Tensor(NamedTuple):
 
 
 def peft_rename(model: torch.nn.Module, *, key: str = "model", adapter: str = "default") -> dict[str, str]:
-    """Returns the rules of `load(rename=)` that give stored weights the names they have in a model of PEFT's. Local.
+    """Returns rules for `load(rename=)` that give stored weights their names in a PEFT model. Local.
 
     They are for the folder of the base model, and for a folder of PEFT's that has its adapter:
 
@@ -90,7 +90,7 @@ def export_peft(
     adapter: str | None = None,
     base_root: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Writes the low-rank adapters of a checkpoint as a folder that PEFT's `from_pretrained` takes. Local.
+    """Writes the low-rank adapters of a checkpoint as a folder for PEFT's `from_pretrained`. Local.
 
     They are the tensors of the model whose names have a part `lora_A` or `lora_B`: `layers.0.q_proj.lora_A.weight`, or
     as PEFT's own modules have them, `base_model.model.layers.0.q_proj.lora_A.default.weight`. A [r, in], B [out, r].
@@ -99,8 +99,8 @@ def export_peft(
     Args:
         src: of a committed checkpoint.
         dst: a directory without such files.
-        config: entries of `adapter_config.json`, of which "lora_alpha" is needed. "peft_type", "r", "rank_pattern" and
-            "target_modules" are those that the tensors tell of, unless they are given.
+        config: entries of `adapter_config.json`; "lora_alpha" is needed. "peft_type", "r", "rank_pattern" and
+            "target_modules" follow from the tensors, unless they are given.
         model: the key of the model in the app that was saved.
         adapter: the name of the adapter, where the model has several.
         base_root: as for `open`.
@@ -124,7 +124,7 @@ def export_peft(
 
 
 def _adapter_of(reader: CheckpointReader, model: str, adapter: str | None) -> dict[str, _Tensor]:
-    """Returns the tensors of an adapter by their keys in PEFT's file, in the order of these."""
+    """Returns the tensors of an adapter by their keys in PEFT's file, those with the largest items first."""
     found: dict[str, _Tensor] = {}
     adapters: set[str] = set()
     for stored, tensor in reader.manifest.tensors.items():
@@ -178,7 +178,7 @@ def _config_of(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> dic
 
 
 class _File:
-    """The bytes of a safetensors file, read from a checkpoint a piece at a time. Iterable again."""
+    """The bytes of a safetensors file, read from a checkpoint a piece at a time. Can be iterated again."""
 
     def __init__(self, reader: CheckpointReader, tensors: Mapping[str, _Tensor]) -> None:
         self._reader, self._tensors = reader, tensors

@@ -1,4 +1,4 @@
-"""Pickles of plain values, written opcode by opcode: what `torch.load(weights_only=True)` takes, and nothing else.
+"""Writes pickles of plain values opcode by opcode: only what `torch.load(weights_only=True)` accepts.
 
 Nothing here can run or be told to run anything: there are plain values, tensors, and what other formats write for their
 own records (`Global`, `Call`, `Instance`), which this package never makes itself. Protocol 2, as torch writes.
@@ -25,7 +25,7 @@ _LEGACY_STORAGES = {
     **{"int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte"},
     **{"complex128": "ComplexDouble", "complex64": "ComplexFloat"},
 }
-"""Dtypes whose storages have a class in torch's pickles; all others are of bytes, and name the dtype beside."""
+"""Dtypes whose storages have their own class in torch's pickles. All others use byte storage, and name the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a function returns for these arguments."""
+    """The call of a function with these arguments."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object of a class, made without its `__init__`: its attributes, or what its `__setstate__` takes."""
+    """An object made without `__init__`: its class, and its attributes or the argument of its `__setstate__`."""
 
     kind: Global
     state: Mapping[str, Any] | tuple[Any, ...] = ()
@@ -54,14 +54,14 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A dict of such objects, which cannot be keys of one here."""
+    """A dict as pairs, for keys that cannot be dict keys here."""
 
     items: Sequence[tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredElsewhere:
-    """A contiguous tensor whose bytes are a record of the archive that the pickle is in.
+    """A contiguous tensor whose bytes are a record of the pickle's archive.
 
     Args:
         record: name of the record, under "data/".
@@ -88,7 +88,7 @@ def pickle_of(value: Any, key: str, record_of: Callable[[Tensor], str]) -> bytes
 
 
 def size_of(numbers: tuple[int, ...]) -> Call:
-    """Returns the form of a torch.Size."""
+    """Returns the pickled form of a torch.Size."""
     return Call(Global("torch", "Size"), (tuple(numbers),))
 
 
@@ -198,7 +198,7 @@ _PUT: dict[type, Callable[[_Writer, Any, str, int], None]] = {
     Call: lambda writer, value, *at: writer._call(value.function, value.arguments, *at),
     Instance: _Writer._instance,
 }
-"""How a value of each type is written; of no other type one is."""
+"""Writes a value, by its type; values of other types cannot be written."""
 
 
 def _stored(tensor: Tensor, record: str) -> StoredElsewhere:
@@ -212,7 +212,7 @@ def _text(value: str) -> bytes:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor, as torch has them."""
+    """Returns the strides of a contiguous tensor, as torch computes them."""
     strides: list[int] = []
     stride = 1
     for size in reversed(shape):

@@ -1,4 +1,4 @@
-"""What a conversion is to write, whatever the format: files, and the step after which they are a checkpoint."""
+"""What a conversion writes, in any format: the files, and the last step, which makes them a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TEMPORARY_SUFFIX_LENGTH = len(".0123456789ab.tmp")
 
 @dataclass(frozen=True, slots=True)
 class OutOptions:
-    """Options of what is written.
+    """Options of the written files.
 
     Args:
         most_bytes: of tensors in a file.
@@ -57,7 +57,7 @@ class OutPlan(ABC):
     """
 
     taken_by: tuple[str, ...] = TORCH_SUFFIXES
-    """How files of torch are called that make the directory a checkpoint of theirs."""
+    """Suffixes of torch's files that would make the directory a checkpoint of theirs."""
 
     def __init__(self, storage: Storage, choice: Choice, files: Sequence[OutFile], commits: Sequence[str]) -> None:
         self.storage, self.choice, self.files, self.commits = storage, choice, files, commits
@@ -72,15 +72,15 @@ class OutPlan(ABC):
 
     @property
     def resumes(self) -> bool:
-        """Whether a file that is whole is of use without the others."""
+        """Whether one whole file is of use without the others."""
         return [file.name for file in self.files] != [*self.commits]
 
     @abstractmethod
     def commit(self, written: Sequence[Written]) -> None:
-        """Makes the files a checkpoint. On rank 0, once all are there."""
+        """Makes the files a checkpoint, on rank 0, once all files exist."""
 
     def refuse_taken(self) -> None:
-        """Raises CheckpointExistsError where there is a checkpoint, or a file that no conversion was to write."""
+        """Raises CheckpointExistsError if there is a checkpoint, or a file that no conversion planned to write."""
         earlier = set(files_of_earlier(self.storage))
         for name in [*self.commits, *(file.name for file in self.files if file.name not in earlier)]:
             if self.storage.exists(name):
@@ -88,7 +88,7 @@ class OutPlan(ABC):
         refuse_checkpoints(self.storage, earlier, self.taken_by)
 
     def begin(self) -> None:
-        """Makes the directory, and removes what is left there of a conversion and of no use to this one. On rank 0."""
+        """Makes the directory; removes leftovers of an earlier conversion that this one cannot use. On rank 0."""
         self.storage.make()
         own, earlier = {file.name for file in self.files}, files_of_earlier(self.storage)
         for name in earlier:
@@ -107,7 +107,7 @@ class OutPlan(ABC):
 def refuse_checkpoints(
     storage: Storage, known: Collection[str] = (), suffixes_of_torch: tuple[str, ...] = TORCH_SUFFIXES
 ) -> None:
-    """Raises CheckpointExistsError where a directory is a checkpoint of any format: one of the two would be hidden.
+    """Raises CheckpointExistsError if a directory is a checkpoint of any format, as one of the two would be hidden.
 
     Args:
         known: names of files that are known to be none.
@@ -124,6 +124,6 @@ def refuse_checkpoints(
 
 
 def refuse_file(storage: Storage, name: str) -> NoReturn:
-    """Raises CheckpointExistsError for a file that is there."""
+    """Raises CheckpointExistsError for an existing file."""
     problem = Problem(f"{storage.url}/{name}", "a file of another", "none", "give another path, or remove it")
     raise CheckpointExistsError("the path is taken", [problem])

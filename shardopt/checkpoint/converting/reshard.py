@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint as other ranks would have written it; offline, in one process, a piece at a time."""
+"""Rewrites a checkpoint as other ranks would have written it: offline, in one process, a piece at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardopt.sharding.layout import Layout
 from shardopt.world import world
 
 ChooseLayout = Callable[[str, StoredLayout], Layout]
-"""Maps a key and its stored layout to a layout, whose holders are ranks of the job to be."""
+"""Maps a key and its stored layout to a layout whose holders are the ranks of the new job."""
 
 
 def reshard(
@@ -40,9 +40,9 @@ def reshard(
 
     Args:
         src: of a committed checkpoint.
-        dst: a directory that holds no checkpoint, of whatever format.
-        world_size: of ranks that hold each tensor sharded along the dimension that is stored in the most shards now, in
-            this many chunks; a tensor that is stored as one box is whole on every rank, and they share the writing.
+        dst: a directory that holds no checkpoint of any format.
+        world_size: the number of new ranks. Each tensor is cut into so many chunks along the dimension that has the
+            most shards now. A tensor stored as one box is whole on every rank, and they share the writing.
         layout: instead of `world_size`, chooses the layout of each tensor.
         drop_per_rank: leave out values per rank; they cannot be kept where the number of ranks changes.
         progress: called with the bytes that are written and those there are.
@@ -83,5 +83,5 @@ def reshard(
 
 
 def chunks_over(world_size: int) -> ChooseLayout:
-    """Returns the choice of `reshard(world_size=)`: chunks of the dimension that is stored in the most shards now."""
+    """Returns the layouts for `reshard(world_size=)`: chunks along the dimension that has the most shards now."""
     return lambda key, stored: chunked_layout(stored.shape, stored.boxes, world_size)

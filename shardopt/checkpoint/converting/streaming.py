@@ -1,4 +1,4 @@
-"""Streams tensors of a source through a bounded window of memory, a window ahead of the writer.
+"""Streams tensors of a source through a bounded window of memory, reading one window ahead of the writer.
 
 windows   one after the other of at most 8 MiB: as many pieces of tensors as go in, read with one call
 memory    a window that is read, one that is being taken, what storage holds back, and scratch of the reading
@@ -36,7 +36,7 @@ _CAST_AT_ONCE = 128 * 1024  # elements
 
 
 class Part(NamedTuple):
-    """A box of a tensor whose bytes, in C order, stand in a file that is written.
+    """A box of a tensor whose bytes are written to a file in C order.
 
     Args:
         key: under which it is written.
@@ -61,7 +61,7 @@ class _PiecePlace(NamedTuple):
 
 
 def read_parts(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[tuple[int, memoryview]]:
-    """Yields the bytes of parts, one after the other in C order: the number of the part, and a chunk of it.
+    """Yields the bytes of parts one after the other, in C order, as (number of the part, chunk).
 
     Chunks stay as they are; but who keeps many keeps their windows. Not to be used beside other reads of this reader.
 
@@ -98,11 +98,11 @@ def _windows(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[list[_
 
 _Block = ctypes.Array[ctypes.c_ubyte]
 _BLOCK_TYPE: Any = type("Block", (ctypes.c_ubyte * WINDOW_BYTES,), {})
-"""Memory of a window; a class of its own, since only objects of such tell when nobody uses them any more."""
+"""Memory of a window; a class of its own, so that a weak reference tells when nobody uses it any more."""
 
 
 class _Blocks:
-    """Memory that is used again once all views of it are gone.
+    """Reuses blocks of memory once all views of them are gone.
 
     Not the allocator's: what passes through that from thread to thread stays with it, several times over.
     """
@@ -150,7 +150,7 @@ def _tensor_over(block: _Block, begin: int, dtype: Dtype, box: Box) -> Tensor:
 
 
 def _cast(key: str, target: Tensor, source: Tensor) -> None:
-    """Casts contiguous elements, a few at a time: they are still in the cache when they are copied."""
+    """Casts contiguous elements, a few at a time, so that they are still in the cache when they are copied."""
     sources, targets = (torch.split(tensor.reshape(-1), _CAST_AT_ONCE) for tensor in (source, target))
     for some, into in zip(sources, targets, strict=True):
         lost = lost_in_cast(some, target.dtype)
@@ -162,7 +162,7 @@ def _cast(key: str, target: Tensor, source: Tensor) -> None:
 
 
 class PartReader:
-    """Hands out parts one after the other, and computes the digests of tensors on the way.
+    """Yields parts one after the other, and computes the digests of tensors on the way.
 
     Args:
         shapes: by key; a tensor has a digest where its parts follow one another and make up the whole in C order.
@@ -188,12 +188,12 @@ class PartReader:
             self._waiting = next(self._chunks, None)
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of tensors by key, once all parts were taken."""
+        """Returns the digests of tensors by key; valid once all parts were taken."""
         return {key: digest.hexdigest() for key, digest in self._hashes.items()}
 
 
 def keys_in_order(parts: Sequence[Part], shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Returns the keys of tensors whose parts, as they follow one another, are the whole tensor in C order."""
+    """Returns the keys of tensors whose parts, in their order, are the whole tensor in C order."""
     rows: dict[str, int] = {}  # that have come, of the first dimension; all of a tensor without dimensions is one
     broken: set[str] = set()
     for i, (key, _, _, box) in enumerate(parts):
@@ -207,7 +207,7 @@ def keys_in_order(parts: Sequence[Part], shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def digests_of(reader: CheckpointReader, tensors: Sequence[ChosenTensor], stored: bool) -> dict[str, str]:
-    """Reads whole tensors; returns the xxh3-128 of the bytes of each in C order, in hexadecimal digits, by new key.
+    """Reads whole tensors; returns each one's xxh3-128 over its bytes in C order, in hexadecimal, by new key.
 
     Args:
         stored: whether the reader has them under the keys of the source, and not under the new ones.

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of torch.distributed.checkpoint: archives of boxes, and what is where in ".metadata", the last.
+"""Writes a checkpoint of torch.distributed.checkpoint: archives of boxes, then their index in ".metadata".
 
     __<n>_0.distcp     archives one behind the other: one for each box of a tensor, one for each distinct plain value
     .metadata          a pickle of torch's own records, made without torch's classes: by name alone
@@ -60,7 +60,7 @@ def plan_dcp(choice: Choice, dst: str, durable: bool, options: OutOptions) -> Ou
 
 
 class DcpPlan(OutPlan):
-    """Archives that `dcp.load` reads, once ".metadata" is there."""
+    """Archives that `dcp.load` reads once ".metadata" exists."""
 
     def __init__(self, storage: Storage, choice: Choice, files: Sequence[DcpFile], values: Mapping[Path, Any]) -> None:
         super().__init__(storage, choice, files, [_METADATA])
@@ -98,7 +98,7 @@ Place = tuple[str, int, int]
 
 
 class DcpFile(OutFile):
-    """Archives of boxes, one behind the other, and before them those of plain values: one for all that are equal."""
+    """Archives in one file: first those of plain values, one per distinct value, then those of boxes."""
 
     def __init__(self, name: str, tensors: Sequence[ChosenTensor], values: Mapping[Path, Any]) -> None:
         self._archives: list[ZipArchive] = []
@@ -145,7 +145,7 @@ def _archive_of_value(value: Any, key: str) -> ZipArchive:
 
 
 def _flattened(choice: Choice) -> dict[Path, Any]:
-    """Returns plain values by path as torch flattens them: dicts are descended, and lists that hold dicts or tensors.
+    """Returns plain values by path as torch flattens them: it descends dicts, and lists that hold dicts or tensors.
 
     Raises:
         MismatchError: two values get one key.
@@ -193,7 +193,7 @@ def _has_branches(value: Any) -> bool:
 
 
 def _plain(path: Path) -> tuple[str | int, ...]:
-    """Returns a path as torch has it: positions in lists are ints, and all keys of dicts are str."""
+    """Returns a path as torch writes it: positions in lists are ints, all keys of dicts are str."""
     return tuple(int(part) if isinstance(part, Index) else str(part) for part in path)
 
 

@@ -1,4 +1,4 @@
-"""Writes the layout of Hugging Face: whole tensors in safetensors files, and an index where these are several."""
+"""Writes the layout of Hugging Face: whole tensors in safetensors files, with an index if there are several."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan_huggingface(choice: Choice, dst: str, durable: bool, options: OutOption
 
 
 class HuggingFacePlan(OutPlan):
-    """A folder that `transformers` reads, once its index is there, or its only file."""
+    """A folder that `transformers` reads once its index, or its only file, exists."""
 
     taken_by = ()  # beside models there are files of torch with other things in them
 
@@ -62,7 +62,7 @@ class HuggingFacePlan(OutPlan):
 
 
 class SafetensorsFile(OutFile):
-    """A file of whole tensors, those with the largest items first, by which all are aligned."""
+    """A file of whole tensors, ordered by descending item size, so that all are aligned."""
 
     def __init__(self, name: str, tensors: Sequence[ChosenTensor]) -> None:
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # else in the order that they came in
@@ -91,7 +91,7 @@ class SafetensorsFile(OutFile):
 
 
 def natural_order(key: str) -> list[tuple[int, str]]:
-    """Returns what sorts keys as people do: "layers.2" before "layers.10"."""
+    """Returns a sort key that orders names as people do: "layers.2" before "layers.10"."""
     return [(int(text), "") if text.isdecimal() else (-1, text) for text in re.split(r"(\d+)", key)]
 
 

@@ -62,7 +62,7 @@ def plan_own(
 
 
 class OwnPlan(OutPlan):
-    """A checkpoint, once its manifest is there."""
+    """A checkpoint that is whole once its manifest exists."""
 
     def __init__(
         self, storage: Storage, choice: Choice, plan: SavePlan, save_id: str, values: Mapping[int, bytes]
@@ -129,12 +129,12 @@ class OwnFile(OutFile):
         yield memoryview(sums)
 
     def note(self) -> str:
-        """Returns the digest of header and checksums, which the manifest has."""
+        """Returns the digest of header and checksums, which the manifest stores."""
         return self._digest
 
 
 class SegmentSums:
-    """The checksums of the segments of an entry whose bytes come in chunks of any size."""
+    """Computes the checksums of the segments of an entry whose bytes come in chunks of any size."""
 
     def __init__(self) -> None:
         self._sums: list[bytes] = []
@@ -150,7 +150,7 @@ class SegmentSums:
                 self._end()
 
     def all(self) -> bytes:
-        """Returns the checksums, one after the other."""
+        """Returns the checksums, concatenated."""
         if self._room < SEGMENT_BYTES:
             self._end()
         return b"".join(self._sums)
@@ -161,8 +161,10 @@ class SegmentSums:
 
 
 def chunked_layout(shape: tuple[int, ...], boxes: Sequence[Box], world_size: int) -> Layout:
-    """Returns the layout of a tensor sharded along the dimension that it is stored in the most shards along now; of one
-    that is stored as one box that of a tensor that is whole on every rank."""
+    """Returns a layout sharded along the dimension that the tensor is stored in the most shards along now.
+
+    A tensor that is stored as one box gets the layout of a tensor that is whole on every rank.
+    """
     cut_counts = [len({box.offsets[dim] for box in boxes}) for dim in range(len(shape))]
     if max(cut_counts, default=1) <= 1:
         return Layout.replicated(shape)

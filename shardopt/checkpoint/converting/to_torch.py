@@ -1,4 +1,4 @@
-"""Writes one file as `torch.save` does, nested as the app was, which `torch.load(weights_only=True)` reads."""
+"""Writes one file as `torch.save` does, nested like the app, for `torch.load(weights_only=True)`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> 
 
 
 class TorchPlan(OutPlan):
-    """A file, which is whole as soon as it has its name."""
+    """One file, which is whole as soon as it has its name."""
 
     @property
     def url(self) -> str:
@@ -54,7 +54,7 @@ class TorchPlan(OutPlan):
 
 
 class TorchFile(OutFile):
-    """An archive with one pickle, and a record for each tensor; tied tensors have one together."""
+    """An archive with one pickle, and one record per tensor; tied tensors share one."""
 
     def __init__(self, name: str, choice: Choice) -> None:
         numbers = {tensor.key: str(i) for i, tensor in enumerate(choice.written)}
@@ -94,7 +94,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def refuse_per_rank(choice: Choice, options: OutOptions) -> None:
-    """Raises MismatchError where there are values per rank, which others do not know, unless they are dropped."""
+    """Raises MismatchError if there are values per rank, which other formats lack, unless they are dropped."""
     if choice.per_rank and not options.drop_per_rank:
         found = f"values of each of {choice.reader.manifest.world_size} ranks"
         problem = Problem(", ".join(choice.per_rank), found, "values of the whole job", "drop_per_rank=True, or skip=")

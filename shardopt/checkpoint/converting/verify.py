@@ -11,7 +11,7 @@ from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, 
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.reading.checking import damaged_segments, threads_for
 from shardopt.checkpoint.sources.reading.open_file import form_of
 from shardopt.checkpoint.sources.referred import referred_in
@@ -53,7 +53,7 @@ class VerifyReport(OfUrl):
         return not self.problems
 
     def raise_if_damaged(self) -> None:
-        """Raises CorruptionError with all problems, if there are any."""
+        """Raises CorruptionError with all problems, if any."""
         if self.problems:
             raise CorruptionError(f"the checkpoint at {self.url} is damaged", self.problems)
 
@@ -63,7 +63,7 @@ def verify(
 ) -> VerifyReport:
     """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
 
-    It goes on after damage, and reports all of it. At most a few pieces of 8 MiB are in memory. What the checkpoint
+    It continues after damage, and reports all of it. At most a few pieces of 8 MiB are in memory. What the checkpoint
     refers to is a part of it; what else is in the same files is not.
 
     Args:
@@ -123,11 +123,11 @@ def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
 
 
 Members = Mapping[str, tuple[StoredTensor, Box]]
-"""What a manifest takes from one of its files: by the key there the tensor, and the box of it that the file has."""
+"""What a manifest takes from one file: by key in the file, the tensor and the box of it that the file holds."""
 
 
 class _MembersByFile:
-    """The members of each file, listed when they are asked for: many tensors may share a layout of many files."""
+    """The members of each file, computed on request: many tensors may share one layout of many files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._layouts: dict[int, tuple[StoredLayout, list[tuple[str, StoredTensor]]]] = {}

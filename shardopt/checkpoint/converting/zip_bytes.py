@@ -1,4 +1,4 @@
-"""The archives that torch.save writes, laid out before a byte of them is there: a zip of members stored as they are.
+"""Lays out the archives of torch.save, zips of uncompressed members, before any byte is written.
 
     local header, name, padding, bytes, descriptor         of each member; bytes begin at a multiple of 64
     central directory                                      name, size, CRC32 and place of each
@@ -29,7 +29,7 @@ _DOS_DATE = 1 << 5 | 1  # 1980-01-01: equal contents are equal bytes
 
 
 class Member(NamedTuple):
-    """One record: its bytes, or how many will be there when it is written."""
+    """One record: its bytes, or how many there will be."""
 
     name: str
     data: bytes | None
@@ -41,7 +41,7 @@ Take = Callable[[], Iterator[memoryview]]
 
 
 def torch_members(data_pkl: bytes, records: Sequence[tuple[str, bytes | int]]) -> list[Member]:
-    """Returns the members of an archive of torch.save, in torch's order.
+    """Returns the members of a torch.save archive, in torch's order.
 
     Args:
         records: name, and the bytes or how many, of each storage.
@@ -80,7 +80,7 @@ class ZipArchive:
         self.nbytes = at + len(self._directory([0] * len(members)))
 
     def body(self, take: Take) -> Iterator[memoryview]:
-        """Yields all of its bytes; `take` gives those of members that lack them, in their order."""
+        """Yields all bytes of the archive; `take` yields those of members without bytes, in order."""
         sums = []
         for member, at in zip(self.members, self._headers, strict=True):
             yield memoryview(_local_header(member, at))

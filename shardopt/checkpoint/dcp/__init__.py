@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on this library's format: for programs that change one line."""
+"""torch.distributed.checkpoint on shardopt's format, for programs that change one line."""
 
 from shardopt.checkpoint.dcp.reader import StorageReader as StorageReader
 from shardopt.checkpoint.dcp.writer import StorageWriter as StorageWriter

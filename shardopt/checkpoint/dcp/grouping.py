@@ -1,4 +1,4 @@
-"""Plain values of torch.distributed.checkpoint (DCP), which takes containers apart to the last value, and those here.
+"""Converts plain values between shardopt and torch.distributed.checkpoint (DCP), which splits containers.
 
     optim.param_groups.0.params, optim.param_groups.0.lr        DCP, of groups in a list
     optim.param_groups.layers.0.weight.lr                       DCP, of flattened optimizer state
@@ -26,12 +26,12 @@ _NOTES = ("algorithm", "given")  # that keyed optimizers add to the options of a
 
 
 def parts_of(path: Path) -> tuple[str | int, ...]:
-    """Returns a path as DCP has it, in which every key of a dict is a str."""
+    """Returns a path in DCP's form, in which every dict key is a str."""
     return tuple(int(part) if isinstance(part, Index) else str(part) for part in path)
 
 
 def in_parts(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """Yields a plain value in the parts that DCP takes it apart into, with their paths; none of empty dicts."""
+    """Yields the parts that DCP splits a plain value into, with their paths; nothing for empty dicts."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from in_parts((*path, str(name)), inner)
@@ -47,7 +47,7 @@ def _is_one_value(value: Any) -> bool:
 
 
 class StoredOptions:
-    """The options of optimizers' parameters in a checkpoint, as DCP asks for them.
+    """The options of optimizers' parameters in a checkpoint, by the keys that DCP asks for.
 
     Args:
         values: of the checkpoint.
@@ -62,12 +62,12 @@ class StoredOptions:
         self._pattern = re.compile(rf"({sections})\.(.+)") if sections else None
 
     def has(self, key: str) -> bool:
-        """Whether a key is one of groups in a list, or of an option that says how to compute and is not stored."""
+        """Whether a key is of listed groups, or of an option of how to compute, which is not stored."""
         found = self._split(key)
         return found is not None and (found[1] is not None or found[2].rpartition(".")[2] in IMPLEMENTATION_OPTIONS)
 
     def read(self, key: str, given: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Returns whether a key of those that `has` names is stored, and its value; of groups those of their members.
+        """Returns whether a key that `has` accepts is stored, and its value; groups are built from their members.
 
         Args:
             given: by key, the values of the state that is loaded into: the members of its groups.
@@ -109,7 +109,7 @@ class StoredOptions:
         return first is not _NOTHING, None if first is _NOTHING else first
 
     def _split(self, key: str) -> tuple[str, int | None, str] | None:
-        """Returns section, position of the group (None by member) and option of a key; None for one of none."""
+        """Returns a key's section, position of the group (None if by member) and option; None for other keys."""
         found = self._pattern.fullmatch(key) if self._pattern else None
         if found is None:
             return None
@@ -134,7 +134,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _within(options: Mapping[str, Any], option: str) -> Any:
-    """Returns an option, or an entry of one that is a dict ("given.lr"); _NOTHING where there is none."""
+    """Returns an option, or an entry of one that is a dict ("given.lr"); _NOTHING if it does not exist."""
     value: Any = options
     for part in option.split("."):
         if not isinstance(value, Mapping) or part not in value:

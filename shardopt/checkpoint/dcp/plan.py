@@ -1,4 +1,4 @@
-"""The plan of a save as torch.distributed.checkpoint (DCP) makes it, as one of this library."""
+"""Converts a save plan of torch.distributed.checkpoint (DCP) to one of shardopt."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardopt.sharding.layout import Layout
 
 
 def box_of(item: WriteItem) -> Box:
-    """Returns the box of a tensor that an item is about."""
+    """Returns the box of a tensor that an item covers."""
     data = item.tensor_data
     assert data is not None
     return Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
 def without_nothing(plans: Iterable[DcpSavePlan]) -> list[DcpSavePlan]:
-    """Returns plans without boxes of no elements; of a tensor without any the first rank that has it stores it."""
+    """Returns plans without empty boxes; the first rank that has a tensor without elements stores it."""
     seen: set[str] = set()
 
     def is_something(item: WriteItem) -> bool:
@@ -41,7 +41,7 @@ def without_nothing(plans: Iterable[DcpSavePlan]) -> list[DcpSavePlan]:
 
 
 def plan_of(plans: Sequence[DcpSavePlan], first_rank: int | None = None) -> SavePlan:
-    """Returns the plan of a save from those of its ranks.
+    """Returns the plan of a save from the plans of its ranks.
 
     Args:
         plans: by rank; or that of one rank, whose number is `first_rank`: then it is the plan of what that rank writes.

@@ -1,4 +1,4 @@
-"""The reader that torch.distributed.checkpoint (DCP) loads through, from this library's format.
+"""The reader by which torch.distributed.checkpoint (DCP) loads shardopt's format.
 
 DCP's planner says which memory is to be filled with which boxes; bytes are read and verified as in `checkpoint.load`.
 Each tensor is shown to DCP as one box, whatever boxes it is stored in: they are found here.
@@ -40,7 +40,7 @@ from shardopt.state.paths import join
 
 
 class StorageReader(DcpStorageReader):
-    """Gives `torch.distributed.checkpoint.load` what a checkpoint of this library has, by whatever it was saved.
+    """Gives `torch.distributed.checkpoint.load` the contents of a shardopt checkpoint, saved by either library.
 
         dcp.load(state_dict, storage_reader=StorageReader(url))
 
@@ -65,22 +65,22 @@ class StorageReader(DcpStorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """Where it loads from."""
+        """The URL that it loads from."""
         return self._url
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a load, from another path if one is given."""
+        """Begins a load; from another path, if one is given."""
         if checkpoint_id is not None:
             self._url = absolute_url(checkpoint_id)
         self._reader = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path or URL by its kind."""
+        """Whether the value is a path or URL, by its type."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def read_metadata(self) -> Metadata:
-        """Opens the checkpoint; returns what is in it, as DCP has it."""
+        """Opens the checkpoint; returns its contents as DCP's metadata."""
         if self._url is None:
             remedy = "pass one to StorageReader, or checkpoint_id to the load"
             raise OptionError("there is no place to load from", [Problem("url", "None", "a path or URL", remedy)])
@@ -105,11 +105,11 @@ class StorageReader(DcpStorageReader):
         """Called by DCP on every rank."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds to this rank's plan which checkpoint it sees."""
+        """Adds to this rank's plan a digest of the checkpoint that it sees."""
         return dataclasses.replace(plan, storage_data=self._opened().digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuses a path at which ranks see different checkpoints; on the first rank."""
+        """Raises if ranks see different checkpoints at the path; on the first rank."""
         other = next((rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data), None)
         if other is not None:
             seen = f"another checkpoint on rank {other} than on rank 0"
@@ -118,7 +118,7 @@ class StorageReader(DcpStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan says into memory that the planner gives."""
+        """Reads what the plan asks for into memory from the planner."""
         reader = self._opened()
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         with reading(str(self._url)), reader:
@@ -139,7 +139,7 @@ class StorageReader(DcpStorageReader):
         return done
 
     def _plain_values(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[tuple[str, Any]]:
-        """Yields the plain values that a plan asks for, by the key that they go to; those not stored are left out."""
+        """Yields the plain values that a plan asks for, by destination key; skips those not stored."""
         given = getattr(planner, "state_dict", {})
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -154,7 +154,7 @@ class StorageReader(DcpStorageReader):
 
 
 class _Keys(dict[str, Any]):
-    """The metadata of a checkpoint by key, with the keys that options have when they are asked for by group."""
+    """The metadata of a checkpoint by key, including the keys of options by group."""
 
     def __init__(self, options: StoredOptions) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _requests(reader: CheckpointReader, item: ReadItem, target: Tensor) -> Itera
 
 
 def _refuse_unfit(reader: CheckpointReader, items: list[ReadItem], targets: list[Tensor]) -> None:
-    """Raises MismatchError where memory cannot take what is stored."""
+    """Raises MismatchError if memory cannot take what is stored."""
     problems = []
     for item, target in zip(items, targets, strict=True):
         key, sizes = item.dest_index.fqn, tuple(item.lengths)
@@ -191,7 +191,7 @@ def _refuse_unfit(reader: CheckpointReader, items: list[ReadItem], targets: list
 
 
 def _as_torch_saves(value: Any) -> io.BytesIO:
-    """Returns a value as DCP's planners take it, in memory alone: they know no other form."""
+    """Returns a value in the form that DCP's planners need, in memory only."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -1,4 +1,4 @@
-"""The writer that torch.distributed.checkpoint (DCP) saves through, onto this library's format.
+"""The writer by which torch.distributed.checkpoint (DCP) saves in shardopt's format.
 
 DCP's planner says which rank writes which boxes; data files, manifest and commit are those of `checkpoint.save`.
 
@@ -35,7 +35,7 @@ from shardopt.checkpoint.saving.removal import discard
 from shardopt.checkpoint.saving.writing.write import write_files
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.checkpoint.storage import Storage, absolute_url, storage_of, wrap_os_errors
-from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state.flatten import holds_tensors
@@ -44,7 +44,7 @@ from shardopt.world import world
 
 
 class _Task(NamedTuple):
-    """The part of a rank in a save, as the first rank sends it with the plan.
+    """A rank's part of a save, which the first rank sends with the plan.
 
     Args:
         save_id: the unique name of the save, under which its ranks meet, too.
@@ -56,14 +56,14 @@ class _Task(NamedTuple):
 
 
 class _Reported(NamedTuple):
-    """The reports of all ranks on the files that they have written, on the first rank."""
+    """The reports of all ranks on their written files, held by the first rank."""
 
     files: list[list[list[Any]]]
     values: dict[str, Any]  # typed JSON by key
 
 
 class StorageWriter(DcpStorageWriter):
-    """Saves what `torch.distributed.checkpoint.save` and `async_save` are given as a checkpoint of this library.
+    """Saves the state given to `torch.distributed.checkpoint.save` or `async_save` as a shardopt checkpoint.
 
         dcp.save({"model": model, "optim": optimizer}, storage_writer=StorageWriter(url))
 
@@ -101,17 +101,17 @@ class StorageWriter(DcpStorageWriter):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """Where it saves to."""
+        """The URL that it saves to."""
         return self._url
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a save, to another path if one is given."""
+        """Begins a save; to another path, if one is given."""
         if checkpoint_id is not None:
             self._url = absolute_url(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path or URL by its kind."""
+        """Whether the value is a path or URL, by its type."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ class StorageWriter(DcpStorageWriter):
         return dataclasses.replace(plan, storage_data=ranks_of().members[ranks_of().rank])
 
     def prepare_global_plan(self, plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
-        """Refuses a path that is taken, and names the save; on the first rank."""
+        """Raises if the path is taken, and names the save; on the first rank."""
         if not all(plan.usable for plan in plans):
             found, required = "plans that DCP has kept from an earlier save", "those of this save"
             problem = Problem("planner", found, required, "pass DefaultSavePlanner(enable_plan_caching=False)")
@@ -221,7 +221,7 @@ def _ranks_of(task: _Task) -> Ranks:
 def _write(
     storage: Storage, task: _Task, rank: int, items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[list[DataFile], dict[str, Any]]:
-    """Writes the data files of a rank; returns them, and the plain values that it is to store, as typed JSON by key."""
+    """Writes a rank's data files; returns them, and the plain values that it stores, as typed JSON by key."""
     item_of = {(item.index.fqn, box_of(item)): item for item in items if item.type != WriteItemType.BYTE_IO}
     writes = RankWrites(plan_of([DcpSavePlan(list(items))], rank), rank)
 
@@ -248,7 +248,7 @@ def _resolved(planner: SavePlanner, item: WriteItem, request: WriteRequest) -> T
 
 
 def _encoded(planner: SavePlanner, item: WriteItem) -> Any:
-    """Returns a plain value as typed JSON: the value itself, and not the pickle that DCP would write."""
+    """Returns a plain value as typed JSON instead of the pickle that DCP would write."""
     key = item.index.fqn
     look_up = getattr(planner, "lookup_object", None)
     if look_up is None:

@@ -1,4 +1,4 @@
-"""Assigns boxes to the ranks that write them: arithmetic on layouts, the same on every rank. No I/O, no communication.
+"""Assigns boxes to the ranks that write them: pure arithmetic on layouts, the same on every rank.
 
     R ranks, H holders of a box, L bytes that a rank is to write
 
@@ -26,7 +26,7 @@ BytesByRank = npt.NDArray[np.float64]
 """Bytes to write, by rank."""
 
 Cuts = tuple[tuple[float, int], ...]
-"""Where a box is cut: up to which fraction of the rows it goes to the holder at which position, ascending."""
+"""The cuts of a box: up to which fraction of its rows it goes to the holder at which position, ascending."""
 
 _CUT_BYTES = 512 << 10  # a share is not cut to win less than this: a cut makes one more layout for the manifest
 _TO_FIRST: Cuts = ((1.0, 0),)
@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """The rank that writes each box of a tensor, and into which of its files: one file has one box of a key.
+    """The rank that writes each box of a tensor, and the number of its file: a file has one box of a key.
 
     Tensors that are written alike share one object, which is compared by identity.
     """
@@ -61,7 +61,7 @@ class Assignment:
 
 
 def check_covers(members: Mapping[str, Member]) -> None:
-    """Raises LayoutError, naming holes and overlaps, unless the boxes of every tensor make up the whole of it."""
+    """Raises LayoutError, naming holes and overlaps, unless the boxes of every tensor cover all of it."""
     checked: dict[Layout, list[str]] = {}
     problems = []
     for key, member in members.items():
@@ -78,7 +78,7 @@ def check_covers(members: Mapping[str, Member]) -> None:
 
 
 def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, Assignment]:
-    """Assigns each box to one of the ranks that hold it, so that all write about the same number of bytes.
+    """Assigns each box to one of its holders, so that all ranks write about the same number of bytes.
 
     Args:
         cut_plain: whether plain tensors, which every rank that has the key holds, are known to be equal on all of
@@ -127,14 +127,14 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The ranks that hold each box of a layout; H, the number of positions, is the least number of holders of a box."""
+    """The ranks that hold each box of a layout; H, the number of positions, is the least number of a box's holders."""
 
     ranks: tuple[tuple[int, ...], ...]
     positions: int
 
 
 class _HoldersCache:
-    """One `Holders` object for equal holders, so that thousands of tensors are grouped without comparing ranks."""
+    """Returns one `Holders` object for equal holders, so that tensors are grouped without comparing ranks."""
 
     def __init__(self) -> None:
         self._of_layout: dict[tuple[Layout, int], Holders] = {}
@@ -151,7 +151,7 @@ class _HoldersCache:
 
 
 class _Line:
-    """The bytes of a group's tensors end to end, and where each position's piece of it ends.
+    """The bytes of a group's tensors end to end, and where each position's share of them ends.
 
     Args:
         boxes: of each layout the boxes that this line is of; all of them, or one.
@@ -194,7 +194,7 @@ _ALL = slice(None)
 
 
 def _lines(holders: Holders, load: BytesByRank, members: Sequence[Member]) -> list[_Line]:
-    """Makes one line for all boxes, so that they are cut alike and a grid stays one.
+    """Makes one line for all boxes, so that all are cut alike and a grid stays a grid.
 
     Where ranks at one position have unlike loads, which uneven shards of other tensors leave behind, it is one line for
     each box.
@@ -206,7 +206,7 @@ def _lines(holders: Holders, load: BytesByRank, members: Sequence[Member]) -> li
 
 
 def _level(before: list[float], amount: float) -> float:
-    """Returns the level that `amount` reaches when it is poured over steps of these heights (water filling)."""
+    """Returns the level that `amount` reaches when poured over steps of these heights (water filling)."""
     steps = sorted(before)
     poured = 0.0
     for i, step in enumerate(steps):
@@ -219,7 +219,7 @@ def _level(before: list[float], amount: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Split:
-    """An assignment, and the number of elements that it gives to each rank."""
+    """An assignment, and the number of elements that it gives each rank."""
 
     assignment: Assignment
     ranks: npt.NDArray[np.int64]  # distinct
@@ -227,7 +227,7 @@ class _Split:
 
 
 def _split(layout: Layout, holders: Holders, cuts: tuple[Cuts, ...]) -> _Split:
-    """Cuts each box at fractions of its rows, and assigns each piece to the holder at the position of its cut.
+    """Cuts each box at fractions of its rows, and assigns each piece to the holder at that position.
 
     Args:
         cuts: of each box, or one for all of them.

@@ -24,7 +24,7 @@ from shardopt.sharding.box import Box
 
 
 class Entry(NamedTuple):
-    """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` its first checksum's number."""
+    """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` numbers its first checksum."""
 
     key: str
     dtype: str
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
-    """Builds the header of a data file; the checksum tensor comes last.
+    """Builds the header of a data file, with the checksum tensor last.
 
     Args:
         stem: of the file's name (`file_stem`), such as "r00003"; makes the checksum tensor's key unique.
@@ -70,7 +70,7 @@ def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
 
 
 def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
-    """Returns the length in bytes of the whole header, of which `first_bytes` are the first eight.
+    """Returns the length in bytes of the whole header, from its first eight bytes.
 
     Raises:
         CorruptionError: the file cannot have a header of that length.

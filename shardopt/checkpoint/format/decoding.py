@@ -1,4 +1,4 @@
-"""Decodes manifests from untrusted bytes, and refuses what contradicts itself. No I/O, no torch."""
+"""Decodes manifests from untrusted bytes, and refuses inconsistent ones. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def references_in(data: bytes, where: str) -> frozenset[tuple[str, str]]:
-    """Returns directory and name of each file of other directories that a manifest names; reads nothing else of it.
+    """Returns directory and name of each file in other directories that a manifest names; decodes nothing else.
 
     Raises:
         CorruptionError: the bytes are no manifest.
@@ -126,7 +126,7 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
 
 
 _Grids = dict[tuple[tuple[int, ...], ...], tuple[Box, ...]]
-"""The boxes of grids by their cuts: layouts of many files are few grids, that differ in which file has which cell."""
+"""The boxes of grids by their cuts: layouts over many files are few grids that differ in which file has which cell."""
 
 
 def _decode_layout(wire: Mapping[str, Any], file_count: int, grids: _Grids) -> StoredLayout:
@@ -197,7 +197,7 @@ def _add_tied(tensors: StoredTensors, wire: Mapping[str, Any]) -> None:
 
 
 def _under(new_keys: Mapping[str, Path], tensors: StoredTensors) -> StoredTensors:
-    """Returns the tensors with other keys for some of them."""
+    """Returns the tensors with some keys replaced."""
     if not new_keys:
         return tensors
     return StoredTensors(

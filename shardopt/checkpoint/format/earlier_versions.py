@@ -1,4 +1,4 @@
-"""Checkpoints of formats 1 and 2 in the form of the present one: the options of each parameter under a key of its own.
+"""Converts checkpoints of formats 1 and 2 to the present form: each parameter's options under a key of its own.
 
     "optimizer.param_groups": {"a": {"params": ["a", "b"], "lr": 0.1}}      one value, groups by the least name in each
     "optimizer.param_groups.a": {"lr": 0.1}, "optimizer.param_groups.b": {"lr": 0.1}            what becomes of it
@@ -25,7 +25,7 @@ _GLOBAL = re.compile(r"(?<![^.])global\.")
 def with_options_by_member(
     values: Values, tensors: Mapping[str, tuple[Any, ...]]
 ) -> tuple[dict[str, tuple[Path, Any]], dict[str, Path]]:
-    """Returns plain values in which groups of parameters are options by member; all others stay.
+    """Returns plain values with groups of parameters split into options by parameter; all other values stay.
 
     State of no parameter, which had the least name of a group in its own, gets the name that it has now.
 
@@ -60,7 +60,7 @@ def with_options_by_member(
 
 
 def _without_name(path: Path, members: Mapping[Path, Collection[str]]) -> Path | None:
-    """Returns the path of state of no parameter without the name of one; None of other paths."""
+    """Returns a path with the parameter's name removed, if the state belongs to no parameter; None for other paths."""
     at = path.index(_STATE) if _STATE in path else 0
     while at and path[:at] not in members:
         at = path.index(_STATE, at + 1) if _STATE in path[at + 1 :] else 0
@@ -75,7 +75,7 @@ def _without_name(path: Path, members: Mapping[Path, Collection[str]]) -> Path |
 
 
 def _spread(values: Values) -> Iterator[tuple[str, tuple[Path, Any]]]:
-    """Yields the values, those of whole optimizers by the outermost keys of their state."""
+    """Yields the values; splits those of whole optimizers by the outermost keys of their state."""
     for key, (path, value) in values.items():
         if not isinstance(value, dict) or not are_named_mapping(value.get(PARAM_GROUPS)):
             yield key, (path, value)
@@ -89,7 +89,7 @@ def _spread(values: Values) -> Iterator[tuple[str, tuple[Path, Any]]]:
 
 
 def _sections(values: Values) -> dict[Path, list[str]]:
-    """Returns the path of each "param_groups", and the keys of the values at or below it."""
+    """Returns the path of each "param_groups", with the keys of the values at or below it."""
     sections: dict[Path, list[str]] = {}
     for key, (path, _) in values.items():
         if PARAM_GROUPS in path:

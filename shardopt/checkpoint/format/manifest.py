@@ -1,4 +1,4 @@
-"""The manifest: the contents of a checkpoint and their places, as sealed JSON. No I/O, no torch."""
+"""The manifest: the contents of a checkpoint and where they are stored, as sealed JSON. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
 
 RenameRules = tuple[tuple[str, str], ...]
-"""Rules of `rename`, each a regex and its replacement, in the order in which names have been through them."""
+"""The rules of `rename` that names were saved through, in order, each a regex and its replacement."""
 
 BESIDE = "../"  # begins the names of files in other directories under the root of a run
 _HALF_KNOWN = b'{"any":'  # begins the form of an `OnAnyRank`, which is stored as a bool
 
 
 class StoredEntry(NamedTuple):
-    """What a data file has that a box is taken from: a box that contains it, under the tensor's key or as a patch."""
+    """The stored entry that a box is read from: a box that contains it, under the tensor's key or as a patch."""
 
     box: Box
     is_patch: bool
 
     def key(self, key: str) -> str:
-        """Returns the key in the file, of a tensor that data files have under `key`."""
+        """Returns the key in the file of a tensor that data files store under `key`."""
         return patch_key(key, self.box.offsets[0]) if self.is_patch else key
 
 
@@ -56,12 +56,12 @@ class StoredLayout:
     entries: tuple[StoredEntry, ...] = ()
 
     def entry(self, number: int) -> StoredEntry:
-        """Returns the entry that a box, by its number, is taken from."""
+        """Returns the entry that a box, by its number, is read from."""
         return self.entries[number] if self.entries else StoredEntry(self.boxes[number], False)
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie.
+    """One tensor of a checkpoint: its path in the nested state, how its elements are stored, and where its boxes are.
 
     `tied_to` is the key under which the data files have it, where that is another: both keys were one memory.
     `stored_as` is the key under which they have it where its own has changed since (`earlier_versions`).
@@ -75,11 +75,11 @@ class StoredTensor(NamedTuple):
 
 
 class StoredTensors(dict[str, StoredTensor]):
-    """Tensors by key. Not changed once it is made: saves of one geometry share it, and with it its JSON."""
+    """Tensors by key; immutable, as saves of one geometry share it together with its JSON."""
 
     @cached_property
     def min_reader_version(self) -> int:
-        """The least version of the format that can express these tensors."""
+        """The lowest version of the format that can express these tensors."""
         return 2 if any(tensor.tied_to is not None for tensor in self.values()) else 1
 
     @cached_property
@@ -107,7 +107,7 @@ class StoredTensors(dict[str, StoredTensor]):
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One data file: its whole size, and the hash of its header and its checksum tensor.
+    """One data file: its size, and the hash of its header and checksum tensor.
 
     `directory` is None for a file of the checkpoint's own; else the name of the directory beside it that has the file.
     """
@@ -119,14 +119,13 @@ class DataFile:
 
     @property
     def path(self) -> str:
-        """The path of the file, from the checkpoint's own directory."""
+        """The path of the file, relative to the checkpoint's own directory."""
         return self.name if self.directory is None else f"{BESIDE}{self.directory}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a checkpoint. `values` are decoded; `per_rank` gives the paths of the values that each
-    rank has for itself.
+    """The contents of a checkpoint: `values` are decoded, `per_rank` has the paths of values stored by each rank.
 
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
     measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.
@@ -147,12 +146,12 @@ class Manifest:
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
-        """The files that lie in the checkpoint's own directory."""
+        """The files in the checkpoint's own directory."""
         return tuple(file for file in self.files if file.directory is None)
 
     @property
     def referred_files(self) -> tuple[DataFile, ...]:
-        """The files that lie in directories beside it, which earlier saves wrote."""
+        """The files in directories beside it, which earlier saves wrote."""
         return tuple(file for file in self.files if file.directory is not None)
 
 
@@ -218,7 +217,7 @@ def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
 
 
 def limit_exceeded(sizes: Sequence[tuple[int, int]]) -> str:
-    """Returns a text that names the limit that layouts of so many boxes and dimensions exceed; "" if none."""
+    """Returns a text naming the limit that layouts of so many boxes and dimensions exceed; "" if none."""
     dimensions = max((dimensions for _, dimensions in sizes), default=0)
     if dimensions > MOST_DIMENSIONS:
         return f"a layout of {dimensions} dimensions, more than the limit of {MOST_DIMENSIONS}"

@@ -9,7 +9,7 @@ from shardopt.errors import Problem, StateError
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns metrics as numbers.
+    """Checks metrics and returns them as floats.
 
     Raises:
         StateError: some are no numbers; names each of them.

@@ -1,4 +1,4 @@
-"""A tensor's memory as bytes, and tensors over bytes. Nothing is copied here."""
+"""Views a tensor's memory as bytes, and bytes as tensors. Copies nothing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from shardopt.checkpoint.format.constants import DTYPES, Dtype
 from shardopt.errors import Problem, StateError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-"""torch's dtype by the name of a stored one; for loops over all tensors, where `torch_dtype` is a call too many."""
+"""torch's dtype by the name of the stored one; for loops over all tensors, in which `torch_dtype` is too slow."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns torch's name of a dtype, without the prefix "torch."."""
+    """Returns torch's name of a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 STORED_DTYPES: dict[torch.dtype, Dtype] = {TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
-"""The stored form of each dtype that has one."""
+"""The stored form of each dtype that can be stored."""
 
 
 def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
-    """Returns the stored form of a dtype. Raises StateError for one that has no form, such as a quantized one."""
+    """Returns the stored form of a dtype. Raises StateError for one without, such as a quantized dtype."""
     known = STORED_DTYPES.get(dtype)
     if known is None:
         problem = Problem(key, f"dtype {dtype}", f"one of {', '.join(DTYPES)}", "convert it before saving")
@@ -34,26 +34,26 @@ def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Returns torch's dtype of a stored one."""
+    """Returns torch's dtype for a stored one."""
     return TORCH_DTYPES[dtype.name]
 
 
 GIVEN_BACK = "a tensor whose memory was given back"
-"""As with `storage.resize_(0)`, by which sharded modules free what they have gathered."""
+"""Memory freed as by `storage.resize_(0)`, with which sharded modules free what they have gathered."""
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor have no memory, so that touching them would end the process."""
+    """Whether a tensor has elements without memory, so that touching them would end the process."""
     return not tensor.data_ptr() and tensor.numel() > 0
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's elements are bytes of this process, one after the other in C order."""
+    """Whether the tensor's elements are contiguous bytes of this process, in C order."""
     return tensor.is_cpu and tensor.is_contiguous()  # views that conjugate or negate lazily have no boxes
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a tensor for which `is_plain_memory` holds as writable bytes, which keep the tensor alive.
+    """Returns the memory of a tensor for which `is_plain_memory` holds, as writable bytes that keep the tensor alive.
 
     Through ctypes, because NumPy has no bfloat16 and no float8, and because for 10,000 small tensors the way through
     `Tensor.view` costs several times more.
@@ -68,10 +68,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 # Not `ctypes.memmove`, which releases the interpreter's lock: threads that copy a few bytes would wait for one another.
 move_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
-"""Copies bytes: destination address, source address, number of bytes. The caller answers for both addresses."""
+"""Copies bytes: destination address, source address, number of bytes. The caller guarantees both addresses."""
 
 
 def tensor_over(buffer: memoryview, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
-    """Returns a tensor whose memory is `buffer` from byte `begin` on."""
+    """Returns a tensor whose memory is `buffer`, from byte `begin` on."""
     flat = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=prod(shape) * dtype.itemsize)
     return flat.view(torch_dtype(dtype)).reshape(shape)

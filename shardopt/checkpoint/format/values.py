@@ -1,4 +1,4 @@
-"""Paths and plain values as members of a JSON object; a value that many keys share, such as a group's options, once.
+"""Encodes paths and plain values as members of a JSON object; a value that many keys share, once.
 
     {"values": {key: [path, value]}, "shared_values": [value, ...], "shared": {key: [path, number]}}
 
@@ -22,14 +22,14 @@ _SHARED = {"dict", "counter"}  # the forms of values that are stored once for al
 
 
 def encode_path(key: str, path: Path) -> Any:
-    """Encodes a path as JSON: null where it is the key split at its dots; else its parts, a list's index as [index]."""
+    """Encodes a path as JSON: null if it is the key split at its dots, else its parts, with list indices as [index]."""
     if list(path) == key.split("."):
         return None
     return [[int(part)] if isinstance(part, Index) else part for part in path]
 
 
 def decode_path(key: str, wire: Any) -> Path:
-    """Decodes a path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
+    """Decodes a path that `encode_path` wrote. Raises ValueError if it does not belong to this key."""
     if wire is None:
         return tuple(key.split("."))
     path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
@@ -39,12 +39,12 @@ def decode_path(key: str, wire: Any) -> Path:
 
 
 def encode_each(values: Values) -> dict[str, tuple[Path, Any]]:
-    """Encodes values as typed JSON, one object only once. Raises StateError as `encode_value`."""
+    """Encodes values as typed JSON, each object only once. Raises StateError as `encode_value`."""
     return _each(values, encode_value)
 
 
 def decode_each(wires: Values) -> dict[str, tuple[Path, Any]]:
-    """Decodes values from typed JSON, one form only once, which its keys then share. Raises StateError."""
+    """Decodes values from typed JSON, each form only once; its keys then share the value. Raises StateError."""
     return _each(wires, lambda wire, _: decode_value(wire))
 
 
@@ -62,7 +62,7 @@ def _each(values: Values, convert: Callable[[Any, str], Any]) -> dict[str, tuple
 
 
 def pack(wires: Values) -> dict[str, Any]:
-    """Returns values that are in typed JSON as members of a JSON object."""
+    """Returns values in typed JSON as members of a JSON object."""
     uses = Counter(id(wire) for _, wire in wires.values() if type(wire) is dict and not _SHARED.isdisjoint(wire))
     numbers: dict[int, int] = {}
     packed: dict[str, Any] = {"values": {}}
@@ -81,7 +81,7 @@ def pack(wires: Values) -> dict[str, Any]:
 
 
 def unpack(members: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
-    """Returns the values that `pack` put into the members, one object for those that share one.
+    """Returns the values that `pack` put into the members; keys with equal values share one object.
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError: they are malformed.

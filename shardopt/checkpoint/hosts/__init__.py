@@ -1,4 +1,4 @@
-"""Checkpoints that lie on several hosts, each of which has a directory of its own for its share.
+"""Checkpoints on several hosts, each with a directory of its own for its share.
 
 Each file imports only those before it: directory (a host's directory, and who may use it), spare (files that are to be
 written over), share (a host's share of one checkpoint), hosts (which ranks share a directory, and how they reach those

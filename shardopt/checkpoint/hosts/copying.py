@@ -1,4 +1,4 @@
-"""Copies of other hosts' files on this host: a checkpoint then survives the loss of hosts.
+"""Copies other hosts' files to this host, so that a checkpoint survives the loss of hosts.
 
 Files are fetched one after the other, in chunks of some MiB that are verified before they are written. A copy has its
 name once it is whole; nothing else says that it is there.
@@ -25,7 +25,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, max_bytes_per_second: float | None) -> bool:
-    """Fetches what this host is to have of a checkpoint, so that each file is on `copies` hosts. On its leader.
+    """Fetches this host's copies of a checkpoint, so that each file is on `copies` hosts. On its leader.
 
     Args:
         max_bytes_per_second: bytes that are fetched at most; None for no limit.
@@ -50,7 +50,7 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, max_bytes_pe
 
 
 def damaged_files(hosts: Hosts, whole: WholeCheckpoint) -> list[str]:
-    """Verifies what this host has of a checkpoint; returns the names of what is damaged. On its leader.
+    """Verifies this host's files of a checkpoint; returns the names of damaged ones. On its leader.
 
     Only what is known to be: a file that cannot be opened now, for want of a descriptor say, is not.
     """
@@ -69,7 +69,7 @@ def damaged_files(hosts: Hosts, whole: WholeCheckpoint) -> list[str]:
 
 
 def replace_damaged(hosts: Hosts, whole: WholeCheckpoint, damaged: Sequence[Sequence[str]]) -> None:
-    """Fetches what is damaged on this host from one where it is not; what is there stays until then. On its leader.
+    """Replaces damaged files on this host by intact ones from other hosts; keeps them until then. On its leader.
 
     Args:
         damaged: by host, the names of files.
@@ -86,7 +86,7 @@ def replace_damaged(hosts: Hosts, whole: WholeCheckpoint, damaged: Sequence[Sequ
 
 
 def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, max_bytes_per_second: float | None = None) -> None:
-    """Copies a file of a checkpoint from the first host of which the copy is intact.
+    """Copies a file of a checkpoint from the first host with an intact copy.
 
     Raises:
         CheckpointError: there is none. OSError: it cannot be written.
@@ -104,7 +104,7 @@ def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, max_bytes_p
 
 
 def _slowed(chunks: Iterable[memoryview], max_bytes_per_second: float) -> Iterator[memoryview]:
-    """Yields chunks, no faster than so many bytes a second."""
+    """Yields chunks, at most so many bytes per second."""
     begin, nbytes = world().monotonic(), 0
     for chunk in chunks:
         yield chunk

@@ -1,4 +1,4 @@
-"""The directory that a host has for its shares of checkpoints: nobody else's, and told from those of other hosts.
+"""The directory in which a host keeps its shares of checkpoints: private, and distinguishable from other hosts'.
 
 Such directories lie where everybody may write, as /dev/shm is: one that a stranger has made, or can change, is refused.
 """
@@ -15,7 +15,7 @@ from shardopt.errors import CheckpointError, NoSpaceError, Problem
 from shardopt.world import world
 
 PREFIX = "hosts://"
-"""Begins the URL of a checkpoint on hosts."""
+"""The prefix of URLs of checkpoints on hosts."""
 
 _IDENTITY_NAME = ".host"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -25,12 +25,12 @@ _LIMIT_BYTES = 1 << 16  # of a small file
 
 
 def is_host_directory(path: str) -> bool:
-    """Whether there is a directory that some `HostDirectory` has made. Changes nothing."""
+    """Whether a `HostDirectory` has made this directory. Changes nothing."""
     return os.path.isfile(os.path.join(path, _IDENTITY_NAME))
 
 
 class HostDirectory:
-    """A directory of mode 0700 that belongs to this user, held open.
+    """A directory of mode 0700 that belongs to this user; keeps it open.
 
     Processes that see the same one find the same `identity` in it, a random name that stays for as long as it does; on
     other hosts, or in containers with file systems of their own, the same path has another.
@@ -64,7 +64,7 @@ class HostDirectory:
             raise
 
     def refuse_replaced(self) -> None:
-        """Raises NoSpaceError where the path has another directory by now, or none: nobody knows whose that is."""
+        """Raises NoSpaceError if the path now has another directory, or none, since its owner is unknown."""
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except OSError:
@@ -87,7 +87,7 @@ class HostDirectory:
             self.close()
 
     def open_file(self, directory: str, name: str) -> int:
-        """Opens a regular file in a directory within this one; follows no link. Raises OSError."""
+        """Opens a regular file in a subdirectory, without following links. Raises OSError."""
         if not DIRECTORY_NAME.fullmatch(directory) or os.sep in name or name in ("", ".", ".."):
             raise FileNotFoundError("no name of a file here")
         within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
@@ -102,7 +102,7 @@ class HostDirectory:
         return fd
 
     def keep_once(self, name: str, data: bytes) -> bytes:
-        """Writes a small file in this directory, unless it is there; returns what it has then.
+        """Writes a small file in this directory, unless it exists; returns the file's contents.
 
         Of those who write one at the same time, one succeeds. Raises CheckpointError.
         """
@@ -138,7 +138,7 @@ class HostDirectory:
             raise _refused(self.path, f"a directory of mode {stat.S_IMODE(status.st_mode):04o}")
 
     def _refuse_ways_of_strangers(self) -> None:
-        """Raises CheckpointError where others could have the path lead elsewhere: before it is made, and afterwards.
+        """Raises CheckpointError if other users could redirect the path; called before it is made, and afterwards.
 
         A link is followed that root or this user has made, to where the same holds of all that is above.
         """
@@ -170,7 +170,7 @@ class HostDirectory:
             left[:0] = [each for each in target.split(os.sep) if each not in ("", os.curdir)]
 
     def _identity(self) -> str:
-        """Returns the directory's identity, made where there is none."""
+        """Returns the directory's identity; makes it if there is none."""
         identity = self.keep_once(_IDENTITY_NAME, world().random_name(_IDENTITY_BYTES).encode()).decode(
             errors="replace"
         )

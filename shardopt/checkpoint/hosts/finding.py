@@ -1,4 +1,4 @@
-"""Finds a checkpoint over all hosts of a job: its record on any of them, and each of its files on some."""
+"""Finds a checkpoint over all hosts of a job: its record on any of them, and each file on at least one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardopt.ranks import Ranks
 
 
 def opener_on_hosts(ranks: Ranks, what: str, url: str | os.PathLike[str]) -> Callable[[], CheckpointReader]:
-    """Makes a function by which each rank opens a checkpoint that lies on the hosts of a job. Collective.
+    """Returns a function by which each rank opens a checkpoint on the hosts of a job. Collective.
 
     The function is local, to be called in a round of the caller's.
 
@@ -38,7 +38,7 @@ def opener_on_hosts(ranks: Ranks, what: str, url: str | os.PathLike[str]) -> Cal
 
 
 def find(ranks: Ranks, hosts: Hosts, name: str, what: str) -> WholeCheckpoint:
-    """Finds a checkpoint that is whole over the hosts together. Collective.
+    """Finds a checkpoint that all hosts together hold completely. Collective.
 
     Args:
         ranks: those of the hosts, or a side channel of theirs.
@@ -67,7 +67,7 @@ def find(ranks: Ranks, hosts: Hosts, name: str, what: str) -> WholeCheckpoint:
 
 
 def whole_on(ranks: Ranks, hosts: Hosts) -> dict[str, int]:
-    """Returns the names of all checkpoints that are whole over the hosts together. Collective.
+    """Returns the names of all checkpoints that all hosts together hold completely. Collective.
 
     With each is the number of hosts, whichever they are, without which it would still be whole.
     """
@@ -99,7 +99,7 @@ def whole_on(ranks: Ranks, hosts: Hosts) -> dict[str, int]:
 
 
 def _share_of(hosts: Hosts, name: str) -> list[Any]:
-    """Returns the digest of the record that this host has (or None) and its bytes, and the host's files."""
+    """Returns this host's record, as digest (or None) and bytes, and its files."""
     share = hosts.share(name)
     record = share.record()
     if record is None:
@@ -108,7 +108,7 @@ def _share_of(hosts: Hosts, name: str) -> list[Any]:
 
 
 def _choose(hosts: Hosts, name: str, shares: Sequence[Sequence[Any]]) -> tuple[bytes, dict[str, list[int]]]:
-    """On rank 0: the record of the save that is whole, and who has its files; of two, of that which was saved later."""
+    """Chooses the record of the whole save, the later one of two, and who has its files; on rank 0."""
     files = [share[2] for share in shares]
     found: list[tuple[float, bytes, dict[str, list[int]]]] = []
     lacking: list[Problem] = []
@@ -134,7 +134,7 @@ def _choose(hosts: Hosts, name: str, shares: Sequence[Sequence[Any]]) -> tuple[b
 
 
 def _read_record(hosts: Hosts, name: str, have: Sequence[int], digest: str, nbytes: int) -> bytes | None:
-    """Reads a record from the first of these hosts that gives it; None where none does."""
+    """Reads a record from the first of these hosts that has it; None if none has."""
     for host in sorted(have, key=lambda each: each != hosts.number):
         data: bytes | None = None
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which hosts have which files of a checkpoint, what makes it whole, and which copies are lacking. Pure."""
+"""Computes which hosts have which files of a checkpoint, whether it is whole, and which copies are missing. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Holders = Mapping[str, Sequence[int]]
 
 
 def holders_of(manifest: Manifest, files_of_hosts: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
-    """Returns who has each of the manifest's files in its full length.
+    """Returns the hosts that have each of the manifest's files in full length.
 
     Args:
         files_of_hosts: of each host, its files and their bytes.
@@ -29,14 +29,14 @@ def missing(holders: Holders) -> list[str]:
 
 
 class Fetch(NamedTuple):
-    """A file that a host is to fetch, and those that have it."""
+    """A file for a host to fetch, and the hosts that have it."""
 
     name: str
     sources: Sequence[int]
 
 
 def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copies: int) -> list[Fetch]:
-    """Returns what a host is to fetch, so that each file is on `copies` hosts, or on all if there are fewer.
+    """Returns the files for a host to fetch, so that each file is on `copies` hosts, or on all if there are fewer.
 
     A file goes from its first holder to those that follow it in a ring: so each of n alike hosts sends and receives as
     much as it has written, and talks to `copies - 1` others. Hosts of other failure domains than the holders' come
@@ -53,7 +53,7 @@ def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copie
 
 
 def _chosen(have: Sequence[int], domains: Sequence[str | None], count: int) -> list[int]:
-    """Returns the hosts that get a file which these have: so many, or all others."""
+    """Returns the hosts that get a file, beside those that have it: this many, or all others."""
     chosen: list[int] = []
     taken = {domains[each] for each in have} - {None}
     for of_other_domains in (True, False):
@@ -69,5 +69,5 @@ def _chosen(have: Sequence[int], domains: Sequence[str | None], count: int) -> l
 
 
 def survives(holders: Holders) -> int:
-    """Returns how many hosts, whichever they are, may be lost without the loss of a file."""
+    """Returns how many hosts, in any combination, can be lost without losing a file."""
     return min((len(hosts) for hosts in holders.values()), default=1) - 1

@@ -1,4 +1,4 @@
-"""The hosts of a job: which ranks share a directory, who serves its files to the others, and how they are reached."""
+"""The hosts of a job: which ranks share a directory, who serves its files, and how to reach them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ At = Sequence[tuple[str, int]]
 
 
 def is_on_hosts(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL is of a checkpoint that lies on the hosts' own directories: "hosts:///dev/shm/run/step-7"."""
+    """Whether a URL is of a checkpoint in the hosts' own directories: "hosts:///dev/shm/run/step-7"."""
     return os.fspath(url).startswith(PREFIX)
 
 
 def split(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Splits the URL of a checkpoint on hosts into the path of the directory on each host, and the name in there.
+    """Splits the URL of a checkpoint on hosts into the directory's path on each host, and the checkpoint's name.
 
     Raises:
         OptionError: it has no such name.
@@ -38,7 +38,7 @@ def split(url: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 class Hosts:
-    """The directories of a path on all hosts of some ranks.
+    """The directories at one path on all hosts of some ranks.
 
     The first rank of each host is its leader: it serves the host's files, and fetches copies.
 
@@ -68,7 +68,7 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return len(self.leaders)
 
     @property
@@ -77,7 +77,7 @@ class Hosts:
         return self.leaders[self.number] == self._rank
 
     def url(self, name: str) -> str:
-        """Returns the URL of a checkpoint."""
+        """Returns the URL of a checkpoint by name."""
         return f"{PREFIX}{self.root}/{name}"
 
     def share(self, name: str, durable: bool = True) -> Share:
@@ -85,7 +85,7 @@ class Hosts:
         return Share(self.directory, name, durable)
 
     def client(self, host: int) -> FileClient:
-        """Returns what asks the leader of another host for files. Raises ConnectionError: the job has ended."""
+        """Returns the client that asks another host's leader for files. Raises ConnectionError: the job has ended."""
         if host not in self._clients:
             ranks = self._ranks()
             if ranks is None:
@@ -95,18 +95,18 @@ class Hosts:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process group of its ranks was destroyed."""
+        """Whether the process group of the ranks was destroyed."""
         ranks = self._ranks()
         return ranks is None or ranks.is_gone
 
     def serve(self, ranks: Ranks) -> At | None:
-        """Has the leader of a host serve its files, where there are other hosts; returns where it listens."""
+        """Starts to serve files on the leader of a host, if there are other hosts; returns its address."""
         if self.is_leader and self.count > 1:
             self._server = ranks.file_server(self._open)
         return None if self._server is None else self._server.at
 
     def know(self, at: list[At]) -> None:
-        """Notes where the leaders listen."""
+        """Stores the addresses of the leaders."""
         self._at = at
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ _met: list[Hosts] = []
 
 
 def hosts_of(ranks: Ranks, root: str, domain: str | None = None) -> Hosts:
-    """Returns the hosts of these ranks at a path; has them meet the first time. Collective.
+    """Returns the hosts of these ranks at a path; the first call connects them. Collective.
 
     Args:
         root: of the directory on each host; ranks may give other paths for it.

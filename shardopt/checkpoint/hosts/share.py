@@ -1,4 +1,4 @@
-"""A host's share of one checkpoint: the data files that its ranks wrote, copies of others', and a record.
+"""A host's share of one checkpoint: its ranks' data files, copies of other hosts' files, and a record.
 
 The record is the manifest of the whole checkpoint, under another name: what reads this directory alone finds no
 checkpoint in it. Every host has it; it is written once all ranks have written their files, and has their digests. So
@@ -33,7 +33,7 @@ class Share(LocalStorage):
         self._directory = directory
 
     def make(self) -> None:
-        """Makes the directory, in the one that this host has held since the hosts met."""
+        """Makes the directory, in the one that this host keeps open."""
         self._directory.refuse_replaced()
         with suppress(FileExistsError):
             os.mkdir(self.url, 0o700)
@@ -41,7 +41,7 @@ class Share(LocalStorage):
         self.sync_names_above(self._directory.path)
 
     def begin(self) -> None:
-        """Makes the directory, without what a dead save has left.
+        """Makes the directory, and removes leftovers of a dead save.
 
         Raises:
             CheckpointExistsError: it has a record, or is a checkpoint.
@@ -57,7 +57,7 @@ class Share(LocalStorage):
                 self.remove(name)
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        """Writes a data file, over one of a removed checkpoint where one is kept; it has its name once it is whole."""
+        """Writes a data file, over a kept one of a removed checkpoint if possible; names it once it is whole."""
         temporary = f"{self.url}/.{name}.{world().random_name(6)}.tmp"
         try:
             fd = take_spare(self._directory.path, name, temporary)
@@ -81,7 +81,7 @@ class Share(LocalStorage):
         return self.write(name, buffers)
 
     def keep_record(self, data: bytes, own: Mapping[str, int]) -> None:
-        """Writes the record, durably, once this host's files are seen to be there.
+        """Writes the record, durably, after checking that this host's files exist.
 
         Args:
             own: names of the files that this host's ranks wrote, and their bytes.
@@ -95,14 +95,14 @@ class Share(LocalStorage):
         self.publish(RECORD_NAME, data)
 
     def record(self) -> bytes | None:
-        """Returns the record; None where there is none, or it is damaged."""
+        """Returns the record; None if it is missing or damaged."""
         with suppress(FileNotFoundError):
             data = self.read(RECORD_NAME, 0, MANIFEST_LIMIT_BYTES)
             return data if is_sealed(data) else None
         return None
 
     def files(self) -> dict[str, int]:
-        """Returns the data files that are here, and their bytes."""
+        """Returns the data files of this share, with their sizes in bytes."""
         found = {}
         for name in self.names():
             if FILE_NAME.fullmatch(name):
@@ -111,7 +111,7 @@ class Share(LocalStorage):
         return found
 
     def clear(self) -> None:
-        """Removes the share; the record first. Its data files are kept to be written over.
+        """Removes the share, the record first. Keeps its data files to be overwritten.
 
         A directory with a manifest is a checkpoint that somebody has put there, and no share: it stays.
         """
@@ -126,7 +126,7 @@ class Share(LocalStorage):
         self.remove_if_empty()
 
     def discard(self, save_id: str) -> None:
-        """Removes the files of a save that has failed, unless this host has its record."""
+        """Removes the files of a failed save, unless this host has its record."""
         if not self.exists(RECORD_NAME):
             for name in self.names():
                 if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-"):

@@ -1,4 +1,4 @@
-"""Files of removed checkpoints on a host, kept to be written over by the next save.
+"""Keeps files of removed checkpoints on a host, for the next save to overwrite.
 
 In a file system in memory a new file costs three times as much as one that is written over: each of its pages is found,
 cleared and charged to somebody first. So of each file of a checkpoint one that was removed is kept under a name that no
@@ -20,7 +20,7 @@ FILE_MODE = 0o600
 
 
 def keep_spare(root: str, path: str) -> None:
-    """Takes a data file out of a checkpoint that has no record any more, and keeps it in the place of an earlier one.
+    """Moves a data file out of a checkpoint without record; keeps it in place of an earlier spare.
 
     Args:
         root: the host's directory.
@@ -31,7 +31,7 @@ def keep_spare(root: str, path: str) -> None:
 
 
 def take_spare(root: str, name: str, path: str) -> int | None:
-    """Moves the file that is kept for a data file to `path`, and opens it for writing.
+    """Moves the spare file for a data file to `path`, and opens it for writing.
 
     Of several who try, one gets it. A file that has another name too is somebody's, and is not written over.
 
@@ -64,7 +64,7 @@ def take_spare(root: str, name: str, path: str) -> int | None:
 
 
 def remove_spares(root: str) -> None:
-    """Removes all files that are kept in a host's directory."""
+    """Removes all spare files in a host's directory."""
     with suppress(FileNotFoundError):
         for name in os.listdir(root):
             if name.startswith(_PREFIX):
@@ -73,5 +73,5 @@ def remove_spares(root: str) -> None:
 
 
 def _spare_of(root: str, name: str) -> str:
-    """Returns the path for what is kept for a data file: by the rank that writes it, whichever the save."""
+    """Returns the path of a data file's spare, which depends on the rank that writes it, not on the save."""
     return os.path.join(root, _PREFIX + name.partition("-")[2])

@@ -1,4 +1,4 @@
-"""All shares of a checkpoint as one storage: each file is read on this host if it is here, else from another."""
+"""All shares of a checkpoint as one storage: reads each file on this host if it is here, else from another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class WholeCheckpoint(Storage):
-    """A checkpoint on hosts, for reading.
+    """A checkpoint on hosts, for reading only.
 
     Of a file that several hosts have, this host's copy comes first, then the others' in the order of the ring behind
     this one, so that not all ask the same. A copy that is damaged, or cannot be had, is passed over for the next one

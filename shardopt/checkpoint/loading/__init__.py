@@ -1,1 +1,1 @@
-"""Matching a checkpoint with an app, before a byte has changed: names, strictness, comparison."""
+"""Loads checkpoints into apps: matches names, checks strictness and compares before any byte changes."""

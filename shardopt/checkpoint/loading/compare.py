@@ -1,4 +1,4 @@
-"""Compares a checkpoint with an app by key: every difference, before a byte of the app has changed."""
+"""Compares a checkpoint with an app by key, and lists every difference before any byte of the app changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES_ALONE = {str}  # the types of the parts of most paths
 
 @dataclass(slots=True)
 class Match:
-    """The outcome of a comparison: the keys to be loaded, those of one side only, and the differences."""
+    """The outcome of a comparison: the keys to load, the keys of one side only, and the differences."""
 
     tensors: dict[str, tuple[View, StoredTensor]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -46,13 +46,13 @@ class Match:
     warnings: list[Problem] = field(default_factory=list)  # differences that are to be reported, not refused
 
     def objects(self, flat: FlatState) -> list[RestoreTarget]:
-        """Returns the objects at or below which anything is loaded, on this rank or of other ranks' parameters."""
+        """Returns the objects at or below which something is loaded, here or for other ranks' parameters."""
         loaded = {key: flat.leaves[key].path for key in (*self.tensors, *self.values, *self.per_rank)}
         below = keys_below(loaded, [each.path for each in flat.targets])
         return [each for each in flat.targets if each.elsewhere or below[each.path]]
 
     def note(self, problem: Problem, choice: Choice) -> None:
-        """Adds a difference to the problems or to the warnings, or to neither."""
+        """Adds a difference to the problems, to the warnings, or to neither."""
         if choice == "raise":
             self.problems.append(problem)
         elif choice == "warn":
@@ -60,7 +60,7 @@ class Match:
 
 
 def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
-    """Matches an app with a checkpoint, by key, on one rank.
+    """Matches an app with a checkpoint by key, on one rank.
 
     Every difference that `strictness` does not let pass is in `problems` of the result. Shapes and kinds always have
     to fit. Whether an `unexpected` key is one depends on the other ranks, which may have a place for it.
@@ -110,7 +110,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
 def _match_objects(
     flat: FlatState, names: Names, stored: Mapping[str, Path], strictness: Strictness, match: Match
 ) -> set[Path]:
-    """Notes what does not fit objects as a whole; returns their paths: it stands for what their single keys lack."""
+    """Notes what does not fit objects as a whole; returns their paths, whose single missing keys are not reported."""
     roots = [each.path for each in flat.targets]
     here = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
     there = keys_below(stored, roots)
@@ -136,7 +136,7 @@ def _match_objects(
 def _missing(
     absent: Iterable[str], flat: FlatState, views: Mapping[str, View], stored: Mapping[str, Path], names: Names
 ) -> list[str]:
-    """Returns those of the app's keys without a stored one that lack something.
+    """Returns the app's keys that lack a stored value and need one.
 
     An empty container of which the checkpoint has something lacks nothing: that is for other ranks. Nor does a tensor
     that is filled under another name: both are one memory here.
@@ -165,7 +165,7 @@ def _match_leaf(
     strictness: Strictness,
     world_size: int,
 ) -> Problem | None:
-    """Adds what both sides have under a key to `match`; returns the problem with it, if there is one."""
+    """Compares what both sides have under a key; returns the problem with it, if any."""
     if (path != leaf.path or {*map(type, path)} != _NAMES_ALONE) and kinds_differ(path, leaf.path):
         remedy = "nest it in the app as it was when it was saved"
         return Problem(key, tell_path(path), tell_path(leaf.path), remedy)
@@ -195,7 +195,7 @@ def _match_leaf(
 def _match_value(
     key: str, leaf: Leaf, flat: FlatState, view: View | None, manifest: Manifest, match: Match, world_size: int
 ) -> Problem | None:
-    """As `_match_leaf`, of a plain value or a value per rank, on one side at least."""
+    """Compares a plain value or a value per rank, like `_match_leaf`; one side may lack it."""
     value = leaf.value
     if key in manifest.per_rank and isinstance(value, PerRank):
         if world_size == manifest.world_size:
@@ -220,7 +220,7 @@ def _match_value(
 
 
 def _number_for(leaf: Leaf, view: View | None, flat: FlatState, stored: Any) -> Tensor | None:
-    """Returns a stored number as the tensor that an optimizer has for it; None where it is none, or is not for one.
+    """Returns a stored number as the tensor in which an optimizer holds it; None if it is not for a tensor.
 
     torch before 1.12 had counters and rates in the state of optimizers as numbers.
     """
@@ -233,7 +233,7 @@ def _number_for(leaf: Leaf, view: View | None, flat: FlatState, stored: Any) -> 
 
 
 def kind_of_stored(manifest: Manifest, key: str) -> str:
-    """Returns what is stored under a key, for messages."""
+    """Returns the kind of what is stored under a key, for messages."""
     if key in manifest.tensors:
         tensor = manifest.tensors[key]
         return describe_tensor(tensor.layout.shape, torch_dtype(tensor.dtype))

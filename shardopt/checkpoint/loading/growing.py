@@ -1,4 +1,4 @@
-"""Plain containers of an app that hold no place for a tensor: what is stored takes their place whole.
+"""Replaces plain containers of an app by stored ones, if they have no place for a stored tensor.
 
 A record that is empty when a program begins, and is filled as it goes, has other entries in a checkpoint than in the
 app, maybe with tensors. No place of the app says what these have to be: they are made as they are stored, on the CPU.
@@ -27,7 +27,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A plain container of the app, or None, and what takes its place.
+    """A plain container of the app, or None, and its replacement.
 
     Args:
         node: what the app has.
@@ -42,7 +42,7 @@ class Growing:
     gone: Sequence[str]
 
     def put(self) -> None:
-        """Puts what is loaded into the app: into the dict that is there, where both are dicts."""
+        """Puts the loaded value into the app: into the existing dict, if both are dicts."""
         inner = _inner(self.parts)  # empty on one rank, filled on another
         whole = nest({path: value for path, value in self.parts.items() if path not in inner})
         if isinstance(self.node, MutableMapping) and isinstance(whole, dict):
@@ -53,7 +53,7 @@ class Growing:
 
 
 def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
-    """Returns the keys of this rank's plain containers that have other entries in the checkpoint; the outermost ones.
+    """Returns the keys of this rank's outermost plain containers whose entries differ from the checkpoint's.
 
     Args:
         select: as for `load`; a container is taken whole, where its own key is found.
@@ -75,7 +75,7 @@ def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
 
 
 def may_grow(flat: FlatState, names: Names, select: str | None, keys: Collection[str]) -> bool:
-    """Whether each of these keys of the app, of which nothing is stored, is in a container that grows."""
+    """Whether all of these keys, which are not stored, are in containers that will be replaced."""
     if not keys:
         return True
     growing = {*growing_in(flat, names, select)}
@@ -84,7 +84,7 @@ def may_grow(flat: FlatState, names: Names, select: str | None, keys: Collection
 
 
 def own_places(flat: FlatState, keys: Iterable[str]) -> list[str]:
-    """Returns those of the keys of containers, plain on some rank, under which this rank has places of another kind."""
+    """Returns the keys of containers, plain on some rank, under which this rank has places of another kind."""
     plain = {join(path) for path in flat.plain}
     return [
         key
@@ -96,7 +96,7 @@ def own_places(flat: FlatState, keys: Iterable[str]) -> list[str]:
 def with_places(
     flat: FlatState, names: Names, keys: Collection[str], strictness: Strictness
 ) -> tuple[FlatState, Names, list[Growing]]:
-    """Returns an app and a checkpoint with places for what is stored, instead of the containers that it replaces.
+    """Returns app and checkpoint with places for what is stored, in place of the containers that it replaces.
 
     Args:
         keys: of containers (`growing_in`).
@@ -128,7 +128,7 @@ def with_places(
 
 
 def warn_of_gone(growing: Iterable[Growing]) -> None:
-    """Logs which entries of containers are gone, as the checkpoint has none."""
+    """Logs which entries of containers are removed because the checkpoint lacks them."""
     gone = [key for each in growing for key in each.gone]
     if gone:
         more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
@@ -140,7 +140,7 @@ def warn_of_gone(growing: Iterable[Growing]) -> None:
 
 
 def _outermost(flat: FlatState, select: str | None) -> list[Path]:
-    """Returns the paths of plain containers, and of None, that are within no other.
+    """Returns the paths of the plain containers, and of None, that are within no other.
 
     A number or a text is no place that waits to be filled: another kind there is a mistake.
     """
@@ -159,11 +159,11 @@ def _below(root: Path, paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _is_one_tree(parts: Mapping[str, Path], values: Mapping[str, tuple[Path, Any]]) -> bool:
-    """Whether only what is empty stands where other parts lead through."""
+    """Whether only empty values stand at paths that lead to other values."""
     inner = _inner(parts.values())
     return not any(path in inner and values.get(key, ((), True))[1] for key, path in parts.items())
 
 
 def _inner(paths: Iterable[Path]) -> set[Path]:
-    """Returns the paths through which others lead."""
+    """Returns the paths that lead to other paths."""
     return {path[:length] for path in paths for length in range(len(path))}

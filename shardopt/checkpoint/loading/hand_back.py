@@ -1,5 +1,6 @@
-"""Hands objects the state that was loaded for them. Until all have it, optimizers refuse to step, and errors say how
-far a load has come.
+"""Hands objects their loaded state.
+
+Until all objects have it, optimizers refuse to step, and errors say how far the load got.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyD
 
 
 def mark_partial_load(optimizers: Iterable[Optimizer], what: str) -> None:
-    """Makes `step` of these optimizers raise PartialLoadError, until they are unmarked."""
+    """Makes `step` of these optimizers raise PartialLoadError, until `unmark_partial_load`."""
 
     def refuse(*unused: Any) -> None:
         raise PartialLoadError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
@@ -38,7 +39,7 @@ def mark_partial_load(optimizers: Iterable[Optimizer], what: str) -> None:
 
 
 def unmark_partial_load(optimizers: Iterable[Optimizer]) -> None:
-    """Lets them step again."""
+    """Lets these optimizers step again."""
     for optimizer in optimizers:
         hook = _hooks.pop(optimizer, None)
         if hook is not None:
@@ -47,7 +48,7 @@ def unmark_partial_load(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def damage_told(state: str) -> Iterator[None]:
-    """Adds to errors about damage in what state it leaves the app: `CHANGED_NOTHING` or `MAY_HAVE_CHANGED`."""
+    """Adds to errors about damage in which state the app is: `CHANGED_NOTHING` or `MAY_HAVE_CHANGED`."""
     try:
         yield
     except CorruptionError as error:

@@ -1,4 +1,4 @@
-"""Converts keys of third parties to those that a save of this library would have written for an app.
+"""Converts keys of other formats to those that shardopt would have written for an app.
 
 Others have the groups of an optimizer as a list, or by parameter and option, and its state maybe by numbers:
 
@@ -50,7 +50,7 @@ from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
 from shardopt.state.state import FlatState, RestoreTarget
 
 ReadTensor = Callable[[str], Tensor]
-"""Returns a stored tensor, by its key in the checkpoint."""
+"""Returns a stored tensor by its key in the checkpoint."""
 
 
 def foreign_under_names_of(
@@ -61,7 +61,7 @@ def foreign_under_names_of(
     read: ReadTensor,
     in_order: bool,
 ) -> Names:
-    """As `under_names_of`, of a checkpoint of another format, or with numbers of parameters.
+    """Does the work of `under_names_of` for a checkpoint of another format, or with numbers of parameters.
 
     Args:
         read: gives a stored tensor.
@@ -112,7 +112,7 @@ def foreign_under_names_of(
 
 
 def _with_names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Sequence[Path]) -> Manifest:
-    """Renames the parameters that groups by number tell the names of."""
+    """Renames the parameters named in groups by number, by the rules of `rename`."""
     values = {}
     for key, (path, value) in manifest.values.items():
         at = path.index(PARAM_GROUPS) if PARAM_GROUPS in path else len(path)
@@ -134,7 +134,7 @@ def _with_names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: S
 
 
 def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
-    """Returns what keys lack to be those of the app's only module; nothing where some are the app's as they are."""
+    """Returns the prefix that maps keys to the app's only module; "" if some keys are already the app's."""
     modules = [join(each.path) for each in flat.targets if isinstance(each.object, Module)]
     if len(modules) != 1 or any(key in flat.leaves for key in keys):
         return ""
@@ -144,7 +144,7 @@ def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
 
 
 def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]:
-    """Yields a value as it is, or what is in it where the app has leaves of their own for that."""
+    """Yields a value as it is, or its entries if the app has leaves for these."""
     below = f"{key}."
     in_app = key not in flat.leaves and any(each.startswith(below) for each in flat.leaves)
     if not in_app or not isinstance(value, dict | list):
@@ -155,7 +155,7 @@ def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]
 
 
 def numbered_roots(manifest: Manifest) -> list[str]:
-    """Returns the stored keys of optimizers that have groups by number, as torch's own save them."""
+    """Returns the stored keys of optimizers with groups by number, as torch's own optimizers save them."""
     roots: dict[str, None] = {}
     for path, value in manifest.values.values():
         if PARAM_GROUPS in path:
@@ -169,7 +169,7 @@ def numbered_roots(manifest: Manifest) -> list[str]:
 
 @dataclass(slots=True)
 class Stored:
-    """What is stored, under keys that become those of the app.
+    """What is stored, under keys that are converted step by step to those of the app.
 
     Args:
         tensors: key → key in the checkpoint.
@@ -194,11 +194,11 @@ class Stored:
         return [key for key in chain(self.tensors, self.values) if key.startswith(f"{root}.")]
 
     def take(self, key: str) -> Any:
-        """Removes a value, or a tensor that is to become one, and returns it."""
+        """Removes and returns a value, or a tensor to be converted to a value."""
         return self.values.pop(key) if key in self.values else self.read(self.tensors.pop(key))
 
     def move(self, new_keys: Mapping[str, str]) -> None:
-        """Gives tensors and values other keys, all at once: one may get the key that another has had."""
+        """Renames tensors and values all at once: one may get the key that another had."""
         sections: tuple[dict[str, Any], ...] = self.tensors, self.values
         for entries in sections:
             moved = {new: entries.pop(key) for key, new in new_keys.items() if key in entries}
@@ -206,7 +206,7 @@ class Stored:
 
 
 def name_parameters(target: RestoreTarget, flat: FlatState, stored: Stored) -> None:
-    """Puts the groups and the state of an optimizer under the names of its parameters."""
+    """Moves the groups and the state of an optimizer to the names of its parameters."""
     root = join(target.path)
     section = f"{root}.{PARAM_GROUPS}"
     known = frozenset(names_in(target.groups))
@@ -239,7 +239,7 @@ def name_parameters(target: RestoreTarget, flat: FlatState, stored: Stored) -> N
 
 
 def _divide(root: str, stored: Stored) -> None:
-    """Takes apart what is stored as one value of one of torch's optimizers: all of it, where no tensor is in it."""
+    """Splits what is stored as one value for one of torch's optimizers: all of its state, if no tensor is in it."""
     whole = stored.values.get(root)
     if not isinstance(whole, dict) or not isinstance(whole.get(PARAM_GROUPS), list):
         return
@@ -252,7 +252,7 @@ def _divide(root: str, stored: Stored) -> None:
 
 
 def _shapes_by_number(root: str, stored: Stored) -> dict[int, frozenset[tuple[int, ...]]]:
-    """Returns the shapes of the tensors in the state of each parameter that has a number."""
+    """Returns the shapes of the tensors in the state of each numbered parameter."""
     shapes: dict[int, set[tuple[int, ...]]] = {}
     before = f"{root}.{STATE}."
     for key, old in () if stored.in_order else stored.tensors.items():
@@ -263,7 +263,7 @@ def _shapes_by_number(root: str, stored: Stored) -> dict[int, frozenset[tuple[in
 
 
 def _name_by_rules(number: int, root: str, stored: Stored) -> str:
-    """Returns the name that the rules of `rename` make of a number; "" where it stays a number."""
+    """Returns the name that the rules of `rename` make of a number; "" if they leave it unchanged."""
     for each in stored.numbered:
         new_key = stored.renamed(f"{each}.{STATE}.{number}.")
         if new_key.startswith(f"{root}.{STATE}."):
@@ -273,7 +273,7 @@ def _name_by_rules(number: int, root: str, stored: Stored) -> str:
 
 
 def _take_groups(section: str, stored: Stored) -> list[dict[str, Any]]:
-    """Takes the groups of an optimizer where they are a list, or its entries by number; else there are none."""
+    """Takes the groups of an optimizer, if they are a list or are stored entry by number; else returns none."""
     whole = stored.values.get(section)
     if isinstance(whole, list) and all(isinstance(group, dict) and PARAMS in group for group in whole):
         del stored.values[section]
@@ -289,7 +289,7 @@ def _take_groups(section: str, stored: Stored) -> list[dict[str, Any]]:
 
 
 def _taken(keys: Mapping[str, str], stored: Stored) -> dict[str, Any]:
-    """Takes the values of some keys and nests them.
+    """Takes the values of some keys, and nests them.
 
     Args:
         keys: name of each value in the result, with dots → its key.
@@ -299,7 +299,7 @@ def _taken(keys: Mapping[str, str], stored: Stored) -> dict[str, Any]:
 
 
 def _join_options(section: str, known: Collection[str], stored: Stored) -> None:
-    """Makes one value for each parameter of options that are stored one by one."""
+    """Joins options that are stored one by one to one value per parameter."""
     options: dict[str, dict[str, str]] = {}
     for key in stored.below(section):
         name, option = owner_of(key.removeprefix(f"{section}."), known)
@@ -312,7 +312,7 @@ def _join_options(section: str, known: Collection[str], stored: Stored) -> None:
 
 
 def _nested(pieces: Mapping[Path, Any]) -> Any:
-    """Nests values by path; lists where the parts are positions."""
+    """Nests values by path; makes lists where parts are positions."""
     if () in pieces:
         return pieces[()]
     branches: dict[str, dict[Path, Any]] = {}

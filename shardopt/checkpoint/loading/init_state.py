@@ -1,4 +1,4 @@
-"""Initializes optimizers: state for just those parameters that a checkpoint has state for, for it to be loaded into.
+"""Initializes optimizers before a load: makes state for exactly the parameters with stored state.
 
 State that was made before the first step and never stepped means the same as none. So state that was made for a
 parameter that the checkpoint has none for is dropped, and what was stepped is left for the comparison to refuse. But
@@ -26,7 +26,7 @@ from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
 
 @dataclass(slots=True)
 class _Change:
-    """The names for which an optimizer lacks state that the checkpoint has, or has state that it lacks.
+    """The names for which an optimizer lacks state that the checkpoint has, or has state that the checkpoint lacks.
 
     Args:
         optimizer: an `UnsteppedStateful`, or another one that has `init_state`; `TorchsState` of torch's own.
@@ -46,7 +46,7 @@ class _Change:
 
     @property
     def is_due(self) -> bool:
-        """Whether anything is to be changed."""
+        """Whether there is anything to change."""
         return self.make is None or bool(self.make or self.drop or self.forget)
 
 
@@ -56,7 +56,7 @@ def init_unstepped(
     look: Callable[[], tuple[Any, FlatState, Names]],
     takes_back: bool = False,
 ) -> Callable[[], None] | None:
-    """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
+    """Makes state where the checkpoint has some, and drops unstepped state where it has none. Collective.
 
     Args:
         what: names the load in errors.
@@ -129,7 +129,7 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
 
 
 def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: bool) -> Iterator[tuple[str, _Change]]:
-    """Yields the key of each optimizer of which something is stored, and the change that it needs."""
+    """Yields the key of each optimizer that has something stored, with the change that it needs."""
     roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
     stored_below = keys_below(stored_paths(manifest), roots)
     here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
@@ -168,7 +168,7 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
 def _known_without_state(
     key: str, names: Iterable[str], parameters: Mapping[str, Tensor], flat: FlatState, manifest: Manifest
 ) -> dict[str, Tensor]:
-    """Returns those of some parameters without stored state that the checkpoint has in the groups of the optimizer."""
+    """Returns the parameters, of these, that have no stored state but are in the stored groups of the optimizer."""
     stored_as = {name: f"{key}.{PARAM_GROUPS}.{flat.tied.get(name, name)}" for name in sorted(names)}
     return {
         name: parameters[name] for name, each in stored_as.items() if name in parameters and each in manifest.values
@@ -176,7 +176,7 @@ def _known_without_state(
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
-    """Yields those of the names known to an optimizer for which a checkpoint has state."""
+    """Yields the names, of those an optimizer knows, for which a checkpoint has state."""
     prefix = f"{key}.state."
     for name in stored:
         if name.startswith(prefix):
@@ -189,7 +189,7 @@ def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Col
 
 
 def _live_names(target: RestoreTarget, flat: FlatState, keys: Iterable[str], chosen: Collection[str]) -> Iterator[str]:
-    """Yields the names for which an optimizer, which has these keys, has state that is to be loaded."""
+    """Yields the names for which an optimizer, with these keys, has state to be loaded."""
     root = target.path
     for key in keys:
         leaf = flat.leaves[key]

@@ -1,4 +1,4 @@
-"""Loading, from a committed checkpoint into an app, in place:
+"""Loads a committed checkpoint into an app, in place:
 
 open → flatten → compare → plan → read in place → hand back to app
 """
@@ -57,12 +57,12 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 Look = Callable[[], tuple[CheckpointReader, FlatState, Names]]
-"""Gives the open checkpoint, the app as it is, and the checkpoint under the app's names; in a round, as it may fail."""
+"""Returns the open checkpoint, the app, and the checkpoint under the app's names; called in a round, as it may fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of one load; those of `load`, with `strict` as a `Strictness`."""
+    """The options of one load: those of `load`, with `strict` as a `Strictness`."""
 
     strictness: Strictness
     select: str | None
@@ -99,12 +99,12 @@ def load(
     base_root: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
+    r"""Loads a checkpoint into `app`, from any ranks, meshes and placements that saved it. Collective.
 
     Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app`; objects get their
-    state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` with
-    no tensor, object or `PerRank` in it on any rank is replaced whole: an empty dict by the records that it got later,
-    with tensors on the CPU in the stored dtype and shape.
+    state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` is
+    replaced whole if it has no tensor, object or `PerRank` in it on any rank. So an empty dict gets the records that
+    were added later, with tensors on the CPU in the stored dtype and shape.
 
     Args:
         url: of a committed checkpoint.
@@ -117,17 +117,17 @@ def load(
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
             Names in groups go with state; those within plain values stay. Two keys must not get one name. Rules that a
             `Manager` has recorded with the names are passed by, and all where the checkpoint fits only without them.
-        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
-            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys. No
+        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded,
+            with their optimizer state (`checkpoint.rearrange`). They come before all else that changes keys. No
             checkpoint records them: they are applied again to one in the new form wherever they fit it.
         skip: a regex; stored keys in which it is found are left out, as if they were not there, or not known.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
-        share_reads: whether a box that several ranks hold is read by one of them, which sends it to the others over
-            the job's process group, whose own timeout holds: "always", "never", or "auto", where storage is remote.
-        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, and lose
-            state that was never stepped where it has none; state that was stepped does not fit. Without it state on one
-            side alone is refused: it may be the wrong app, or the wrong checkpoint. `Manager.restore`, which begins a
-            run with new optimizers, makes what is missing.
+        share_reads: "always", "never", or "auto" for remote storage only: whether one of several ranks with the same
+            box reads it for all. It sends the box over the job's process group, whose own timeout applies.
+        init_state: whether keyed optimizers first get state for exactly the parameters with stored state. State that
+            was never stepped is dropped where the checkpoint has none; state that was stepped does not fit. Without it
+            state on one side alone is refused: it may be the wrong app, or the wrong checkpoint. `Manager.restore`,
+            which begins a run with new optimizers, makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group, storage_options: as for `save`; it need not be the group that saved.
@@ -183,7 +183,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
 
 
 def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) -> tuple[LoadReport, list[Problem]]:
-    """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
+    """Loads; with `init_state`, first makes optimizers' state. Also returns the warnings."""
     what = f"loading {url}"
     select, skip, rules, undo = options.select, options.skip, None, None
     with damage_told(CHANGED_NOTHING):
@@ -225,7 +225,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
 def _load_into(
     ranks: Ranks, what: str, look: Look, rules: RulesDue | None, options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
-    """Loads into the state that `app` has, step by step; returns what to warn of as well."""
+    """Loads into the state that `app` has, step by step. Also returns the warnings."""
     begin = world().monotonic()
     with damage_told(CHANGED_NOTHING):
         plan = _compare(ranks, what, look, options)
@@ -265,7 +265,7 @@ def _load_into(
 
 
 def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
-    """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
+    """Plans this rank's reads, once all ranks know that everything fits; changes nothing."""
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
     decide = partial(compare_plans, what.removeprefix("loading "))
     plan, found = ranks.agree(
@@ -294,7 +294,7 @@ def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankP
 
 
 def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:
-    """Returns those of the keys of plain containers under which no rank has places of another kind. Collective."""
+    """Returns the keys of plain containers under which no rank has places of another kind. Collective."""
     plan.reader.close()
     growing: list[str]
     _, growing = ranks.agree(

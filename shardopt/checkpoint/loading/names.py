@@ -1,4 +1,4 @@
-"""A checkpoint under the names of an app, and the plain case of it: each stored key is a key of the app already."""
+"""A checkpoint under the names of an app; here for the simple case, in which stored keys are the app's keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Names:
 
 
 def names_as_stored(reader: CheckpointReader, flat: FlatState) -> Names | None:
-    """Returns a checkpoint of our own as it is; None where it has a key that is none of the app's.
+    """Returns a checkpoint of our own unchanged; None if a key of it is none of the app's.
 
     Args:
         flat: an app in which no names are declared to stand for others.
@@ -48,7 +48,7 @@ def stored_paths(manifest: Manifest) -> dict[str, Path]:
 
 
 def owner_of(key: str, names: Collection[str]) -> tuple[str, str]:
-    """Returns the longest of some names of parameters with which a key begins, and what follows; ("", "") for none."""
+    """Splits a key into the longest of some parameter names that it begins with, and the rest; ("", "") if none."""
     name = key
     while name and name not in names:
         name = name.rpartition(".")[0]

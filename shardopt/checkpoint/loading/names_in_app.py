@@ -1,4 +1,4 @@
-"""A checkpoint, of whatever format, under the names of an app."""
+"""Finds the names that an app has for a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names_in_app(
     rename: Mapping[str, str] | None,
     skip: str | None,
 ) -> Names:
-    """Returns what is stored, under the names of an app.
+    """Returns the stored contents under the names of an app.
 
     Args:
         select, rename, skip: as for `load`.
@@ -50,7 +50,7 @@ def names_in_app(
 def _under_names_of_averages(
     manifest: Manifest, flat: FlatState, rename: Mapping[str, str] | None
 ) -> tuple[Manifest, dict[str, str]]:
-    """Returns a manifest with our names where averages of torch's `AveragedModel` are stored, and new → stored key.
+    """Returns a manifest with our names for averages of torch's `AveragedModel`, and the mapping new → stored key.
 
         ema.n_averaged                    ema.state.__averaging.n_averaged
         ema.module.layers.0.weight        ema.state.layers.0.weight.ema
@@ -86,7 +86,7 @@ def _under_names_of_averages(
 
 
 def _with_empty_dicts(names: Names, flat: FlatState) -> Names:
-    """Adds the dicts of an app that have nothing in them, and of which nothing is stored."""
+    """Adds the app's empty dicts, if nothing is stored of them."""
     manifest = names.manifest
     empty = {key for key, leaf in flat.leaves.items() if type(leaf.value) is dict and not leaf.value}
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank) if empty else ()
@@ -96,7 +96,7 @@ def _with_empty_dicts(names: Names, flat: FlatState) -> Names:
 
 
 def contents(reader: CheckpointReader, skip: str | None) -> Manifest:
-    """Returns the manifest of a checkpoint without the keys in which the regex `skip` is found.
+    """Returns the manifest of a checkpoint without keys that match the regex `skip`.
 
     Raises:
         FormatError: something is stored in a way that is not known, and not to be skipped.

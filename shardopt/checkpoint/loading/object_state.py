@@ -1,4 +1,4 @@
-"""The state of one object against what is stored of it: what does not fit as a whole, before any of it is read."""
+"""Compares the state of one object with what is stored, and finds what does not fit as a whole, before any read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardopt.state.state import CheckedStateful, FlatState, GroupedStateful, Le
 
 
 class StateOfObject:
-    """One object of the app, and what is stored of it.
+    """One object of the app, and what is stored for it.
 
     Args:
         stored: the path of each key of the checkpoint, under the app's names.
@@ -41,7 +41,7 @@ class StateOfObject:
         self._is_chosen = names.chosen.issuperset(here)
 
     def one_sided(self) -> Problem | None:
-        """Returns the problem of an optimizer that has state in the checkpoint and none in the app, or the reverse."""
+        """Returns the problem of an optimizer with state in the checkpoint and none in the app, or the reverse."""
         target, chosen = self._target, self._names.chosen
         if not isinstance(target.object, torch.optim.Optimizer):
             return None
@@ -67,7 +67,7 @@ class StateOfObject:
         return Problem(target.state_key, found, required, remedy)
 
     def refused(self, strictness: Strictness) -> Iterator[Problem]:
-        """Yields the problems that `check_state_dict` of the object has with what is stored."""
+        """Yields the problems that the object's `check_state_dict` reports for the stored state."""
         target, own, checked = self._target, self._own, self._target.object
         assert isinstance(checked, CheckedStateful)
         if isinstance(checked, GroupedStateful):
@@ -83,7 +83,7 @@ class StateOfObject:
             yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
 
     def _described(self, strictness: Strictness) -> Any:
-        """Returns what is stored as `check_state_dict` gets it: tensors on the meta device, values as they are."""
+        """Returns the stored state for `check_state_dict`: tensors on the meta device, values as they are."""
         target, own, root = self._target, self._own, len(self._target.path)
         keys = [key for key in self.there if key in own]
         if strictness.unexpected == "raise" and len(keys) < len(self.there):
@@ -117,7 +117,7 @@ class StateOfObject:
         return torch.empty(tensor.layout.shape, dtype=dtype, device="meta")
 
     def _groups(self, groups: Groups, may_lack: bool) -> list[Any] | None:
-        """Returns the groups of the object's state with the options that are stored; None if there are none for them.
+        """Returns the groups of the object's state with the stored options; None if none are stored.
 
         Args:
             may_lack: whether parameters for which no options are stored may go with others.
@@ -139,7 +139,7 @@ class StateOfObject:
         return groups_of(options) + elsewhere if options else None
 
     def _options_elsewhere(self) -> dict[str, Mapping[str, Any]]:
-        """Returns the stored options of the object's parameters that are on other ranks alone."""
+        """Returns the stored options of the object's parameters that only other ranks have."""
         section, values, tied = (*self._target.path, PARAM_GROUPS), self._manifest.values, self._flat.tied
         return {
             tied.get(str(path[-1]), str(path[-1])): value
@@ -148,7 +148,7 @@ class StateOfObject:
         }
 
     def _belonging(self, keys: Iterable[str]) -> list[str]:
-        """Returns those of the stored keys that belong on this rank, whether it has a place for them or not."""
+        """Returns the stored keys that belong on this rank, whether or not it has a place for them."""
         names, root = self._target.held_names(), len(self._target.path)
         if names is not None:
             within = ((key, self._path_here(key)[root:]) for key in keys)
@@ -161,14 +161,14 @@ class StateOfObject:
         return [] if isinstance(self._target.object, CheckedStateful) else list(keys)
 
     def _path_here(self, key: str) -> Path:
-        """Returns the path of a stored key on this rank, which may have its parameter under another name."""
+        """Returns the path of a stored key on this rank, which may name the parameter differently."""
         path, at = self._stored[key], len(self._target.path) + 1
         names = self._target.held_names() if self._flat.tied and len(path) > at else None
         return path if names is None else (*path[:at], self._flat.name_here(path[at], names), *path[at + 1 :])
 
 
 def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a conversion loses no more than digits, of numbers that are not too large."""
+    """Whether a conversion loses only digits, for numbers of moderate size."""
     if wanted is torch.float8_e8m0fnu:  # powers of two alone, without a sign or a zero
         return False
     if stored.is_complex:
@@ -179,7 +179,7 @@ def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def with_reason_of_parts(
     problem: Problem, path: Path, stored: Sequence[int], wanted: Sequence[int], manifest: Manifest
 ) -> Problem:
-    """Says why state of rows does not fit, where either side has it for parts of a table's columns.
+    """Explains why state of rows does not fit, if either side has it for parts of a table's columns.
 
     A column-wise sharded table with R rows in P parts has state of rows (row-wise Adagrad's) for each part: shape
     [P · R]. What a row is divided by comes from the gradients of its part, and so neither side follows from the other.

@@ -1,4 +1,4 @@
-"""Maps positional ids of parameters, as torch's own optimizers save them, to names."""
+"""Maps numbers of parameters, as torch's own optimizers save them, to names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class NumberedState:
-    """The stored state of an optimizer whose parameters have numbers.
+    """The stored state of an optimizer whose parameters are numbered.
 
     Args:
         groups: with numbers under "params".
@@ -42,7 +42,7 @@ class NumberedState:
 
 
 def names_of_numbers(stored: NumberedState, target: RestoreTarget, flat: FlatState) -> dict[Any, str]:
-    """Returns the name of each parameter that stored groups have by its number; empty where they have names.
+    """Returns the name of each numbered parameter in stored groups; empty if the groups already have names.
 
     Raises:
         MismatchError: it is not clear which number is which parameter.
@@ -68,7 +68,7 @@ def names_of_numbers(stored: NumberedState, target: RestoreTarget, flat: FlatSta
 def _names_by_order(
     stored: NumberedState, numbers: Sequence[int], target: RestoreTarget, flat: FlatState
 ) -> dict[Any, str]:
-    """Returns the names that the order of the app's parameters gives, in its groups and in its modules."""
+    """Returns the names by the order of the app's parameters, in its groups and in its modules."""
     orders = []
     own = [group for group in _own_order(target) if group]
     if [len(group[PARAMS]) for group in stored.groups if group[PARAMS]] == [len(group) for group in own]:
@@ -95,7 +95,7 @@ def _names_by_order(
 
 
 def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, str]:
-    """Returns the names of the parameters that alone have the shapes of the stored state, and none is left in doubt."""
+    """Returns the names by unique shapes of stored state, if they leave no parameter in doubt."""
     key = join(target.path)
     own = {name: view_of(parameter, name).shape for name, parameter in _parameters_of(target).items()}
     names: dict[Any, str] = {}
@@ -124,7 +124,7 @@ def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, s
 
 
 def _doubt(key: str, found: str, names: Collection[str]) -> MismatchError:
-    """Returns the error of numbers that may be other parameters."""
+    """Returns the error for numbers that could stand for other parameters."""
     state = re.escape(f"{key}.state")
     remedy = (
         "say which is which, in the order in which the optimizer that was saved had them: "
@@ -148,7 +148,7 @@ def _parameters_of(target: RestoreTarget) -> Mapping[str, Tensor]:
 
 
 def _own_order(target: RestoreTarget) -> Iterator[list[str]]:
-    """Yields the names of the parameters in each group of an optimizer, in their order there."""
+    """Yields the names of the parameters in each group of an optimizer, in order."""
     if target.numbered is not None:
         yield from target.numbered.members()
         return
@@ -158,7 +158,7 @@ def _own_order(target: RestoreTarget) -> Iterator[list[str]]:
 
 
 def parameters_of_modules(flat: FlatState) -> Iterator[tuple[str, Parameter]]:
-    """Yields the parameters of the app's modules, by their names within these, in their order."""
+    """Yields the parameters of the app's modules, by name within each module, in order."""
     for target in flat.targets:
         if isinstance(target.object, Module):
             for name, parameter in target.object.named_parameters():
@@ -171,6 +171,6 @@ def names_in(groups: Groups | None) -> list[str]:
 
 
 def listed(names: Collection[str]) -> str:
-    """Lists names for a sentence, the first of them."""
+    """Lists the first names, for a sentence."""
     shown = [repr(name) for name in [*names][:_MOST_NAMES]]
     return ", ".join(shown) + (", ..." if len(names) > _MOST_NAMES else "")

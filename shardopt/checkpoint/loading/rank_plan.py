@@ -1,4 +1,4 @@
-"""One rank's plan of a load, with its reads; and what ranks compare of their plans."""
+"""One rank's plan of a load, with its reads; and the parts of it that ranks compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardopt.state.state import FlatState
 
 @dataclass(slots=True)
 class RankPlan:
-    """One rank's plan of a load. To be made, and changed, within a round: what fails in it reaches all ranks.
+    """One rank's plan of a load. Made and changed within a round, so that its failures reach all ranks.
 
     At first it takes for granted that all ranks hold the same shared tensors, and has open the files of what this one
     then is to read. The round tells whether they do; where they do not, nothing is sent (`read_alone`).
@@ -63,7 +63,7 @@ class RankPlan:
 
     @property
     def bytes_wanted(self) -> int:
-        """The bytes that fill `into`, as they are stored."""
+        """The stored bytes that fill `into`."""
         stored = ((self.match.tensors[key][1], view) for key, view in self.into.items())
         return sum(prod(box.sizes) * tensor.dtype.itemsize for tensor, view in stored for box, _ in view.pieces)
 
@@ -79,13 +79,13 @@ class RankPlan:
         self.requests = [request for key, each in stored for request in self.reader.requests(key, each)]
 
     def read_alone(self) -> None:
-        """Has this rank read all that it holds, and send nothing."""
+        """Makes this rank read everything that it holds, and send nothing."""
         self.reader.close()  # of open files only the entries of this rank's share were kept
         self.broadcast = None
         self.request({key: view.pieces for key, view in self.into.items()})
 
     def report(self) -> list[Any]:
-        """Returns what rank 0 must know of it, as JSON for `compare_plans`."""
+        """Returns what rank 0 needs of the plan, as JSON for `compare_plans`."""
         match = self.match
         return [
             self.reader.digest,
@@ -110,7 +110,7 @@ def plan_rank(
     share_reads: ShareReads,
     grow: Collection[str] | None = None,
 ) -> RankPlan:
-    """Plans what this rank loads; refuses what does not fit, or notes it, to be reconciled with the other ranks.
+    """Plans what this rank loads. Refuses what does not fit, or notes it, to be reconciled with other ranks.
 
     Args:
         select, share_reads: as for `load`.
@@ -153,7 +153,7 @@ def plan_rank(
 def _values_of_rank(
     reader: CheckpointReader, keys: Iterable[str], stored_key: Mapping[str, str], rank: int
 ) -> Mapping[str, Any]:
-    """Returns what a rank has stored for itself, which must have all of these keys of the app."""
+    """Returns the values that a rank stored for itself; raises if one of these keys is missing."""
     stored = reader.per_rank(rank)
     remedy = "pass it on the ranks that saved it"
     problems = [
@@ -167,7 +167,7 @@ def _values_of_rank(
 
 
 def _without_ties(reader: CheckpointReader, into: Mapping[str, View], names: Names) -> dict[str, View]:
-    """Returns the first of the tensors that are one memory; refuses unequal values for it, or for a part of it."""
+    """Returns the first of the tensors that share one memory; raises if stored values for shared memory differ."""
     tied, tensors, old = tied_in(into), names.manifest.tensors, names.renamed
     aliases = {key: first for key, first in names.aliases.items() if key in tensors and first in into}
     refuse_unequal(reader, {**into, **{key: into[first] for key, first in aliases.items()}}, tied | aliases, old)
@@ -177,7 +177,7 @@ def _without_ties(reader: CheckpointReader, into: Mapping[str, View], names: Nam
 
 
 def _meet(views: Iterable[View]) -> bool:
-    """Whether the memory of any tensor may be another's, too, by addresses alone: mostly none is."""
+    """Whether the addresses of any two tensors overlap; mostly none do."""
     memories = [memory for view in views for _, memory in view.pieces]
     ends = [(each.data_ptr(), each.nbytes if each.is_contiguous() else extent(each)) for each in memories]
     ends.sort()
@@ -185,8 +185,7 @@ def _meet(views: Iterable[View]) -> bool:
 
 
 def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
-    """On rank 0: whether all ranks hold the same shared tensors, and which of them have met which differences, or
-    casts to check.
+    """Finds, on rank 0, whether all ranks share the same tensors, and which have differences, or casts to check.
 
     Raises:
         CheckpointError: ranks would load from different checkpoints.

@@ -1,4 +1,4 @@
-"""Reconciles over all ranks what a checkpoint and an app differ in: what is refused, and which stored keys nobody has.
+"""Reconciles the differences between checkpoint and app over all ranks: which are refused, and which keys no rank has.
 
 round   hashes of what each rank differs in         `differences_of` → `compare_differences` on rank 0
 round   only where there is any: what differs, of   `reconcile`
@@ -40,7 +40,7 @@ _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
 
 def differences_of(match: Match, names: Names) -> list[str]:
-    """Returns hashes of this rank's problems, of the keys unexpected to it, and of all stored keys; "" for none."""
+    """Returns hashes of this rank's problems, of its unexpected keys, and of all stored keys; "" for none."""
     problems = [asdict(problem) for problem in match.problems]
     keys = _stored_keys(names) if match.unexpected else []
     return [_hash(problems), _hash(match.unexpected), _hash(keys)]
@@ -57,7 +57,7 @@ def _stored_keys(names: Names) -> list[str]:
 
 
 def compare_differences(reports: Sequence[Sequence[str] | None]) -> dict[str, Any]:
-    """Compares what `differences_of` gave on each rank, None where it differs in nothing: on rank 0, for all."""
+    """Compares, on rank 0, the `differences_of` all ranks; None for a rank without differences."""
     problems, unexpected, keys = zip(*(each or ("", "", "") for each in reports), strict=True)
     return {
         "problems": pack_kinds(kinds_of(problems)),
@@ -75,7 +75,7 @@ def reconcile(
     strictness: Strictness,
     differences: dict[str, Any],
 ) -> None:
-    """Refuses what does not fit on some rank, and stored keys that no rank has a place for. Collective.
+    """Raises for what does not fit on some rank, and for stored keys that no rank has a place for. Collective.
 
     Args:
         match: gets the unexpected keys of the job, and warnings of them.
@@ -133,12 +133,12 @@ def reconcile(
 
 
 def _weights_first(problems: Iterable[Problem]) -> list[Problem]:
-    """Sorts problems: those of weights first, then those of optimizer state; stable."""
+    """Sorts problems: weights first, then optimizer state; stable."""
     return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
 
 
 def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:
-    """Keeps of the unexpected keys those that are expected by no rank; returns a problem for each that is refused."""
+    """Keeps the unexpected keys that no rank expects; returns a problem for each one that is refused."""
     match.unexpected = [key for key in match.unexpected if key in by_none]
     choice = strictness.unexpected
     if choice == "ignore":
@@ -154,14 +154,14 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
 
 
 def _on(having: Sequence[int], size: int, problem: Problem, is_whole: bool) -> Problem:
-    """Adds to a problem the ranks that have it, where they are not all; `is_whole` if ranks have sent all they have."""
+    """Adds to a problem the ranks that have it, unless all do; `is_whole` if ranks have sent all their problems."""
     if len(having) == size or not having:
         return problem
     return replace(problem, found=f"{problem.found} (on {names_of(having)}{'' if is_whole else ', at least'})")
 
 
 def _pack(keys: Iterable[str], stored: Sequence[str] | None) -> list[Any]:
-    """Encodes keys by their places among those stored, as runs: first, count, and so on; as they are without these."""
+    """Encodes keys by their positions among the stored keys, as runs (first, count, …); verbatim if there are none."""
     if stored is None:
         return list(keys)
     wanted = set(keys)
@@ -182,7 +182,7 @@ def _unpack(wire: Sequence[Any], stored: Sequence[str] | None) -> list[str]:
 
 
 def is_met(flat: FlatState, names: Names) -> bool:
-    """Whether this rank's app and the checkpoint have any key in common, or both have none."""
+    """Whether this rank's app and the checkpoint share any key, or both have none."""
     manifest = names.manifest
     if any(key in stored for key in names.chosen for stored in (manifest.tensors, manifest.values, manifest.per_rank)):
         return True
@@ -191,7 +191,7 @@ def is_met(flat: FlatState, names: Names) -> bool:
 
 
 def refuse_nothing(manifest: Manifest, flat: FlatState, select: str | None) -> None:
-    """Raises MismatchError for a load where no rank has a place for any key.
+    """Raises MismatchError for a load in which no rank has a place for any key.
 
     Args:
         manifest: of the checkpoint.

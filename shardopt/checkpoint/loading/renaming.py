@@ -1,4 +1,4 @@
-"""A checkpoint under the names of an app: `rename` and `select`, applied to keys.
+"""Applies `rename` and `select` to stored keys, and so gives a checkpoint the names of an app.
 
 The options of a parameter are renamed as its state is: "optimizer.param_groups.layers.0.weight" becomes
 "optimizer.param_groups.blocks.0.weight" where the rules make "optimizer.state.blocks.0.weight" of
@@ -78,7 +78,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
 
 
 def renamer(rename: Mapping[str, str] | None) -> Rename:
-    """Returns the function that the rules of `rename` (regex → replacement, in turn) are."""
+    """Returns the function that applies the rules of `rename` (regex → replacement, in turn) to a key."""
     rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
 
     @cache
@@ -91,7 +91,7 @@ def renamer(rename: Mapping[str, str] | None) -> Rename:
 
 
 def names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Collection[Path]) -> dict[str, str]:
-    """Returns stored key → new key, for all there are.
+    """Returns stored key → new key, for all stored keys.
 
     Args:
         rename: regex → replacement, in turn.
@@ -105,7 +105,7 @@ def names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Collect
 
 
 def name_by_rules(name: str, root: Path, rename: Mapping[str, str], roots: Collection[Path]) -> str:
-    """Returns the new name of a parameter, as the rules make it of the keys of its state.
+    """Returns the new name of a parameter, as the rules rename the keys of its state.
 
     Args:
         root: the stored path of its optimizer.
@@ -118,8 +118,10 @@ def name_by_rules(name: str, root: Path, rename: Mapping[str, str], roots: Colle
 
 
 def path_with_tail(path: Path, new_key: str) -> Path:
-    """Returns the path of a key that is renamed, with the parts of the old one, positions in lists among them, where
-    both keys end alike."""
+    """Returns the path of a renamed key.
+
+    Where both keys end alike, it keeps the parts of the old path, such as positions in lists.
+    """
     kept: list[str | int] = []
     rest = new_key
     for part in reversed(path):
@@ -131,12 +133,12 @@ def path_with_tail(path: Path, new_key: str) -> Path:
 
 
 def roots_in(flat: FlatState) -> dict[str, tuple[Path, Collection[str]]]:
-    """Returns key of an object → its path, and the names of the parameters in its groups."""
+    """Returns the key of each object → its path, and the names of the parameters in its groups."""
     return {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.targets}
 
 
 def path_in_app(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
-    """Returns the path that a key has in the app, or would have if it were there.
+    """Returns the path that a key has in the app, or would have there.
 
     Args:
         path: of the key outside of optimizers, as far as it is known.
@@ -150,7 +152,7 @@ def path_in_app(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple
 
 
 def _path_within(key: str, known: Collection[str]) -> Path:
-    """Returns the path that a key has within an object: names of parameters have dots in them."""
+    """Returns the path of a key within an object, whose parameters' names contain dots."""
     section, _, rest = key.partition(".")
     name, entry = owner_of(rest, known)
     if name and section in (STATE, PARAM_GROUPS):
@@ -159,7 +161,7 @@ def _path_within(key: str, known: Collection[str]) -> Path:
 
 
 def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Rename) -> str:
-    """Returns the new key of a plain value: of the options of a parameter, the one that goes with its state's."""
+    """Returns the new key of a plain value; the options of a parameter are renamed like its state."""
     if len(path) < 2 or path[-2] != PARAM_GROUPS:
         return renamed(key)
     new_of_state = renamed(join((*path[:-2], STATE, path[-1])))
@@ -171,7 +173,7 @@ def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Ren
 
 
 def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, str]:
-    """Maps stored keys with the names of wrappers in them to the keys that modules of the app have without these.
+    """Maps stored keys that contain names of wrappers to the app's keys without them.
 
     Names in a module's state are plain when they are saved (`shardopt.names`); early checkpoints have all.
     """
@@ -188,7 +190,7 @@ def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, st
 
 
 def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
-    """Maps keys under names that others stand for (`tied`) to the keys of the app, where it has these."""
+    """Maps keys under tied names (`tied`) to the app's keys under the first name, if the app has these."""
     if not flat.tied:
         return {}
     names = "|".join(map(re.escape, sorted(flat.tied, key=len, reverse=True)))
@@ -201,7 +203,7 @@ def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
 
 
 def _spread(values: Values, flat: FlatState) -> Values:
-    """Splits what is stored as one value of what has `held_names`: all of its state, or "state", without a tensor.
+    """Splits a value stored whole, for an object with `held_names`, into one value for each entry of its state.
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
@@ -219,7 +221,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
 
 
 def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
-    """Raises MismatchError where two stored keys get one name.
+    """Raises MismatchError if two stored keys get one name.
 
     Args:
         named: stored key and name.
@@ -235,7 +237,7 @@ def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
 
 
 def regroup_values(flat: FlatState, values: Values) -> Values:
-    """Returns stored values, those of which the app has a whole container put together to that container.
+    """Returns stored values; joins those that the app holds in one container to that container.
 
     torch.distributed.checkpoint takes containers apart to the last value: what it has saved of a schedule whose state
     is one value here stands under `schedule.last_epoch`, `schedule.milestones.3`, and so on.
@@ -271,7 +273,7 @@ def regroup_values(flat: FlatState, values: Values) -> Values:
 
 
 def _is_of_kinds(here: Any, stored: Any) -> bool:
-    """Whether nested parts are lists and dicts where the app has such; what is empty there may become either."""
+    """Whether nested parts are lists and dicts as in the app; where the app's are empty, either will do."""
     if not here or not isinstance(here, Mapping | list) or not isinstance(stored, dict | list):
         return True
     if isinstance(here, list) or isinstance(stored, list):
@@ -282,7 +284,7 @@ def _is_of_kinds(here: Any, stored: Any) -> bool:
 
 
 def _like(here: Any, stored: Any) -> Any:
-    """Returns nested parts with the kinds of containers and of keys that the app has there."""
+    """Returns nested parts with the app's types of containers and keys."""
     if isinstance(stored, list):
         items = here if isinstance(here, list) else []
         return [_like(items[i] if i < len(items) else None, each) for i, each in enumerate(stored)]

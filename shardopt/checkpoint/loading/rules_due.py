@@ -1,4 +1,4 @@
-"""Which rules of `rename` a load applies: not those that the checkpoint's names have been through already.
+"""Finds the rules of `rename` that a load applies: those that the checkpoint's names were not saved through.
 
 Rules stay in scripts, and a run's own checkpoints have the new names: a swap would be swapped back by the next start.
 So checkpoints of a run tell the rules that their names have been through since it began (`Manifest.renamed`). Those of
@@ -23,11 +23,11 @@ from shardopt.state.state import FlatState
 
 
 class LeftInScript(dict[str, str]):
-    """Rules that are given at each start of a run, whether its names have been through them or not."""
+    """Rules that are passed at every start of a run, whether or not its names were saved through them."""
 
 
 class RulesDue(NamedTuple):
-    """The rules that are to be applied, those that are passed by, and all that the names will have been through.
+    """The rules to apply, the rules to skip, and all rules that the names will have been through.
 
     `may_be_due` is whether those passed by would fit as well, and no record says that they are not due.
     """
@@ -47,7 +47,7 @@ def find_rules_due(
     rename: Mapping[str, str],
     skip: str | None,
 ) -> RulesDue:
-    """Finds out, in a round, which rules the checkpoint's names have not been through yet. Collective.
+    """Finds, in a round, the rules that the checkpoint's names were not saved through. Collective.
 
     Args:
         what: names the load in errors.
@@ -107,7 +107,7 @@ def _fits(
 
 
 def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:
-    """Returns a line on what was renamed, and on what was not.
+    """Returns a log line that says what was renamed, and what was not.
 
     Args:
         renamed: key of the app → key of the checkpoint, where they differ.

@@ -1,4 +1,4 @@
-"""Schedules of torch's, which keep rates by the position of groups, against optimizers, whose groups go by name.
+"""Compares torch's schedules, which store rates by position of groups, with optimizers, whose groups go by name.
 
 A schedule that was saved with its groups in another order, or in another number, would give each group another one's
 rate at its next step, or fail there. Which rate a group started from stands with each of its parameters ("initial_lr"
@@ -42,7 +42,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group of the app: the names in it on this rank, and the rates of these by the checkpoint: first and last."""
+    """A group of the app: its names on this rank, and their first and last rates in the checkpoint."""
 
     names: Sequence[str]
     rate: float | None
@@ -56,7 +56,7 @@ class _Group:
 def schedule_problems(
     schedules: Iterable[tuple[RestoreTarget, LRScheduler]], flat: FlatState, names: Names
 ) -> Iterator[tuple[Path, Problem]]:
-    """Yields a problem, and its schedule's path, for each schedule with stored rates of other groups than it has now.
+    """Yields (path, problem) for each schedule whose stored rates belong to other groups than it has now.
 
     Without tensors in it, a schedule is one value of the checkpoint. What tensors have for rates is not known before
     they are read: `warn_of_other_rates` looks at it afterwards.
@@ -74,7 +74,7 @@ def schedule_problems(
 
 
 def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]]) -> None:
-    """Logs where schedules that were loaded have set other rates than the groups of their optimizer have now."""
+    """Logs a warning if loaded schedules have set other rates than the groups of their optimizer have now."""
     by_groups: dict[int, list[tuple[str, LRScheduler]]] = {}
     for target, schedule in loaded:
         if isinstance(getattr(schedule, _LAST, None), list):  # a class of somebody's may differ
@@ -98,7 +98,7 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]]) -> 
 
 
 def _live_groups(schedule: LRScheduler) -> list[dict[str, Any]]:
-    """Returns the groups of a schedule's optimizer; none where its class keeps no optimizer as torch's do."""
+    """Returns the groups of a schedule's optimizer; none if its class does not keep the optimizer as torch's do."""
     groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     return groups if isinstance(groups, list) else []
 
@@ -110,7 +110,7 @@ def _problems(
     started_from: frozenset[float],
     last: Any,
 ) -> Iterator[Problem]:
-    """Yields the first problem of a schedule's stored state; of one made of others, those of each of them.
+    """Yields the first problem of a schedule's stored state; for a composed schedule, that of each part.
 
     Args:
         started_from: the rates from which all groups in the checkpoint started.
@@ -151,14 +151,14 @@ def _problems(
 
 
 def _are_of_groups(saved: Sequence[Any], groups: Sequence[_Group], started_from: frozenset[float]) -> bool:
-    """Whether first rates of a schedule are those of all groups, and of none else but groups without parameters."""
+    """Whether a schedule's first rates are those of all groups, except groups without parameters."""
     if not all(map(_is_number, saved)) or not started_from.issubset(saved):
         return False
     return started_from.issuperset(saved) or any(group.rate is None for group in groups)
 
 
 def _were_changed(saved: Sequence[float], last: Any, groups: Sequence[_Group], other: Mapping[int, _Group]) -> bool:
-    """Whether first rates of a schedule were changed by hand, and are not those of other groups.
+    """Whether a schedule's first rates were changed by hand, rather than belong to other groups.
 
     Then the rates that it has set last are of these groups, and no exchange of groups with one last rate explains the
     first ones.
@@ -178,14 +178,14 @@ def _were_changed(saved: Sequence[float], last: Any, groups: Sequence[_Group], o
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """An optimizer of the app: the names in each of its groups, by identity, and what is stored for these."""
+    """An optimizer of the app: the names in each group, by the group's identity, and the options stored for them."""
 
     names: Mapping[int, Sequence[str]]
     stored: Mapping[str, Mapping[str, Any]]
 
 
 def _owners(flat: FlatState, names: Names) -> dict[int, _Owner]:
-    """Returns the optimizer of each group, by the group's identity, where the app saves groups by name."""
+    """Returns the optimizer of each group, by the group's identity, if the app saves groups by name."""
     stored: dict[Path, dict[str, Mapping[str, Any]]] = {}
     for path, options in names.manifest.values.values():
         if len(path) > 1 and path[-2] == PARAM_GROUPS and isinstance(options, Mapping):
@@ -205,9 +205,7 @@ def _owners(flat: FlatState, names: Names) -> dict[int, _Owner]:
 def _groups_of(
     groups: Sequence[Mapping[str, Any]], flat: FlatState, owners: Mapping[int, _Owner]
 ) -> tuple[list[_Group], frozenset[float]]:
-    """Returns the groups of an optimizer as far as this app has them by name, and the rates that all stored ones had
-    started from.
-    """
+    """Returns an optimizer's groups, as far as this app has them by name, and the first rates of all stored groups."""
     owner = next((owners[id(group)] for group in groups if id(group) in owners), None)
     if owner is None:
         return [_Group((), None, None) for _ in groups], frozenset()
@@ -244,7 +242,7 @@ def other_arguments(schedules: Iterable[tuple[RestoreTarget, LRScheduler]], name
 
 
 def _stored(key: str, schedule: LRScheduler, names: Names) -> Mapping[str, Any]:
-    """Returns what is stored of a schedule: as one value, or where it has tensors, what are none of its entries."""
+    """Returns the stored state of a schedule: one value or, if it has tensors, all entries that are none."""
     values = names.manifest.values
     if key in values:
         whole = values[key][1]
@@ -270,7 +268,7 @@ def _differences(stored: Mapping[str, Any], schedule: LRScheduler) -> Iterator[s
 
 
 def _arguments(schedule: LRScheduler) -> dict[str, Any]:
-    """Returns the arguments that a schedule keeps, and what its constructor has made of others: plain values alone."""
+    """Returns the plain arguments that a schedule keeps, and what its constructor made of others."""
     named = [name for name in inspect.signature(type(schedule).__init__).parameters if name not in _NO_ARGUMENTS]
     own = vars(schedule)
     return {name: own[name] for name in (*named, *_MADE_OF_ARGUMENTS) if name in own and _is_plain(own[name])}

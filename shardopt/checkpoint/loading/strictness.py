@@ -1,4 +1,4 @@
-"""Strictness: which differences between a checkpoint and an app a load refuses, and what is passed over."""
+"""Strictness: which differences between a checkpoint and an app a load refuses, and which it ignores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardopt.state.state import FlatState
 
 _MOST_KEYS = 5
 _KEPT = frozenset({ALGORITHM, GIVEN, UNTOUCHED, *STORAGE_OPTIONS, *IMPLEMENTATION_OPTIONS})
-"""Options of groups that are never passed over."""
+"""Options of groups that are never ignored."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -40,11 +40,11 @@ class Strictness:
             compiled regex lets those pass in which it is found, and no others: `re.compile(r"\.lora_[AB]\.")` for
             adapters that begin on a stored model. One that is found in no key of the app, on any rank, is refused.
         unexpected: keys of the checkpoint, and options of its groups, that the app has not; they are left out. A
-            schedule such as OneCycleLR adds options, of which another one knows nothing.
+            schedule such as OneCycleLR adds options that another one does not know.
         dtype: "cast" converts floating point and complex values to the dtype that the app has. Numbers that it cannot
-            hold are an error: what goes to a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from
-            fp64) is read twice for it, before anything is changed; of what does not, as bf16 from fp32, only numbers
-            next to the largest can be lost, and are found as they are read.
+            hold are an error. For a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from fp64) values
+            are read twice, and checked before anything is changed. Otherwise, as for bf16 from fp32, only numbers next
+            to the largest can be lost, and they are found as they are read.
         uninitialized: an optimizer that has state on one side only; it stays as it is.
     """
 
@@ -53,7 +53,7 @@ class Strictness:
     dtype: Literal["raise", "cast"] = "raise"
     uninitialized: Choice = "raise"
     lets_objects_differ: bool = field(init=False, repr=False, compare=False)
-    """Whether differences between an object and its stored state pass, also within plain values."""
+    """Whether differences between an object and its stored state pass, including those within plain values."""
 
     def __post_init__(self) -> None:
         allowed = {"dtype": ("raise", "cast")}
@@ -67,13 +67,13 @@ class Strictness:
         object.__setattr__(self, "lets_objects_differ", passes)
 
     def choice_for_missing(self, key: str) -> Choice:
-        """Returns what holds for a key of the app that the checkpoint has not."""
+        """Returns the choice for a key of the app that the checkpoint lacks."""
         if isinstance(self.missing, re.Pattern):
             return "ignore" if self.missing.search(key) else "raise"
         return self.missing
 
     def unmatched(self, flat: FlatState, names: Names) -> list[Problem]:
-        """Returns a problem where `missing` is a regex that is found in no key, or option of groups, to be loaded."""
+        """Returns a problem if `missing` is a regex that matches no key or group option to be loaded."""
         if not isinstance(self.missing, re.Pattern):
             return []
         for key in names.chosen & flat.leaves.keys():
@@ -97,7 +97,7 @@ def strictness_of(strict: bool | Strictness) -> Strictness:
 
 
 def log_passed_over(url: str, missing: Sequence[str], unexpected: Sequence[str], strictness: Strictness) -> None:
-    """Logs in one line the keys that "ignore" has passed over; as a warning where it holds for those of both sides."""
+    """Logs in one line the keys that "ignore" skipped; as a warning if it skipped keys of both sides."""
     texts = []
     for keys, choice, whose in (
         (missing, strictness.missing, "of the app that the checkpoint has not"),
@@ -112,7 +112,7 @@ def log_passed_over(url: str, missing: Sequence[str], unexpected: Sequence[str],
 
 
 def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) -> tuple[Names, list[Problem]]:
-    """Returns a checkpoint in which groups have the app's options, as far as these may differ; and what to warn of.
+    """Returns a checkpoint whose groups have the app's options, if these may differ; and the warnings.
 
     Options that it alone has are left out where `unexpected` passes, those that the app alone has are the app's where
     `missing` passes. Of another algorithm's groups nothing changes.

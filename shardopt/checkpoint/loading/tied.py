@@ -1,4 +1,4 @@
-"""Compares stored tensors that are one and the same memory in the app, such as tied parameters, or share part of it.
+"""Compares stored tensors that share memory in the app: all of it, as tied parameters do, or part of it.
 
 Where each is stored by itself, only one of them can be read into the memory; the others must be equal to it, or the one
 that comes last would silently win.
@@ -22,7 +22,7 @@ from shardopt.sharding.pieces import Piece, View
 def refuse_unequal(
     reader: CheckpointReader, views: Mapping[str, View], tied: Mapping[str, str], stored_key: Mapping[str, str]
 ) -> None:
-    """Raises MismatchError unless stored tensors that are tied in the app are equal, as far as this rank has them.
+    """Raises MismatchError unless stored tensors that are tied in the app are equal, on the boxes of this rank.
 
     Args:
         tied: key of a tensor → key of the first one with which it is one memory.
@@ -40,7 +40,7 @@ def refuse_unequal(
 
 
 class _Range(NamedTuple):
-    """The addresses from the first to the last byte of a piece, on one device; between them may be others' bytes."""
+    """The addresses from a piece's first to its last byte, on one device; bytes of others may be between them."""
 
     device: str
     begin: int
@@ -49,7 +49,7 @@ class _Range(NamedTuple):
     piece: Piece
 
     def within(self, memory: torch.Tensor, begin: int, unit: int) -> torch.Tensor:
-        """Returns the places of the elements' units in a flat tensor, which has one element for a unit of memory."""
+        """Returns the positions of the piece's units in a flat tensor with one element per unit of memory."""
         tensor = self.piece.tensor
         units = tensor.element_size() // unit
         strides = [stride * units for stride in tensor.stride()]
@@ -57,7 +57,7 @@ class _Range(NamedTuple):
 
 
 def refuse_overlapping(reader: CheckpointReader, views: Mapping[str, View], stored_key: Mapping[str, str]) -> None:
-    """Raises MismatchError unless what is stored of tensors that share part of their memory is equal there.
+    """Raises MismatchError unless stored tensors that share part of their memory are equal there.
 
     Args:
         views: of tensors that are to be filled, of those that are one memory the first.
@@ -74,7 +74,7 @@ def refuse_overlapping(reader: CheckpointReader, views: Mapping[str, View], stor
 
 
 def _sharing(views: Mapping[str, View]) -> Iterator[tuple[_Range, _Range]]:
-    """Yields the pairs of pieces of different keys that share an element's memory, or part of one."""
+    """Yields the pairs of pieces, of different keys, that share memory."""
     ranges = sorted(_ranges(views), key=lambda each: each[:3])
     cluster: list[_Range] = []
     end = 0
@@ -104,7 +104,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def _sharing_in(cluster: list[_Range], end: int) -> Iterator[tuple[_Range, _Range]]:
-    """As `_sharing`, of pieces whose ranges overlap: columns of one matrix do so, and share nothing."""
+    """Yields such pairs from pieces whose ranges overlap; columns of one matrix overlap, but share nothing."""
     if len({each.key for each in cluster}) < 2:
         return
     begin, unit = cluster[0].begin, _unit(cluster)
@@ -124,13 +124,13 @@ def _do_share(one: _Range, other: _Range) -> bool:
 
 
 def _unit(ranges: list[_Range]) -> int:
-    """Returns the bytes of which all places and sizes of elements are multiples."""
+    """Returns the greatest number of bytes that divides all offsets and sizes of elements."""
     first = ranges[0].begin
     return reduce(gcd, (number for each in ranges for number in (each.begin - first, each.piece.tensor.element_size())))
 
 
 def _are_equal(reader: CheckpointReader, one: _Range, other: _Range, stored_key: Mapping[str, str]) -> bool:
-    """Whether two pieces would put the same bytes into the memory that they share."""
+    """Whether two pieces would write the same bytes to the memory that they share."""
     begin, size = min(one.begin, other.begin), max(one.end, other.end) - min(one.begin, other.begin)
     memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
     taken = torch.zeros(size, dtype=torch.bool, device="cpu")
@@ -141,6 +141,6 @@ def _are_equal(reader: CheckpointReader, one: _Range, other: _Range, stored_key:
 
 
 def _bytes_of(reader: CheckpointReader, each: _Range, stored_key: Mapping[str, str]) -> torch.Tensor:
-    """Reads what is stored of a piece; returns its bytes, with a further dimension for those of an element."""
+    """Reads the stored values of a piece; returns its bytes, with one more dimension for the bytes of an element."""
     stored = reader.read(stored_key.get(each.key, each.key), each.piece.box).to(each.piece.tensor.dtype)
     return raw_bytes(stored.contiguous()).reshape([*each.piece.tensor.shape, each.piece.tensor.element_size()])

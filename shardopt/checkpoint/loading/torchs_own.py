@@ -1,4 +1,4 @@
-"""torch's own optimizers: what of a checkpoint does not fit them, and state for them to be loaded into.
+"""torch's own optimizers: finds stored state that does not fit them, and makes state to load into.
 
 Their state is stored under the names of their parameters (`Numbered`). L-BFGS, and those whose parameters no module of
 the app has, keep their positions: these are taken where names that are stored agree, or shapes tell.
@@ -48,7 +48,7 @@ _NO_NAMES = (
 def problems_of_torchs(
     target: RestoreTarget, flat: FlatState, names: Names, stored: Collection[str], strictness: Strictness
 ) -> Iterator[Problem]:
-    """Yields what does not fit one of torch's optimizers or scalers as a whole; nothing of other objects.
+    """Yields what does not fit one of torch's optimizers or scalers as a whole; nothing for other objects.
 
     Args:
         stored: the keys of the optimizer in the checkpoint.
@@ -65,7 +65,7 @@ def problems_of_torchs(
 
 
 def _problems_of_scaler(key: str, scaler: torch.amp.GradScaler, names: Names) -> Iterator[Problem]:
-    """Yields a problem for a GradScaler that was saved disabled, and so without state, and is enabled."""
+    """Yields a problem for an enabled GradScaler that was saved disabled, and so without state."""
     if key in names.chosen and names.manifest.values.get(key, ((), None))[1] == {} and scaler.is_enabled():
         remedy = (
             'leave it out of the app, and load with Strictness(unexpected="ignore"): it begins with its own scale; or '
@@ -77,7 +77,7 @@ def _problems_of_scaler(key: str, scaler: torch.amp.GradScaler, names: Names) ->
 def _problems_of_groups(
     target: RestoreTarget, numbered: Numbered, flat: FlatState, names: Names, strictness: Strictness
 ) -> Iterator[Problem]:
-    """Yields a problem for each group whose members have different options in the checkpoint, or another's."""
+    """Yields a problem for each group whose members have several sets of stored options, or another algorithm's."""
     section = (*target.path, PARAM_GROUPS)
     for members in numbered.members():
         keys = {name: join((*section, flat.tied.get(name, name))) for name in members}
@@ -113,7 +113,7 @@ def _problems_of_groups(
 
 
 def _distinct(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns each set of options once, under the first name that has it; members of a group mostly share it."""
+    """Returns each distinct set of options once, by the first name that has it; most groups have one."""
     first = {id(each): name for name, each in reversed([*options.items()])}
     return {name: each for name, each in options.items() if first[id(each)] == name}
 
@@ -126,7 +126,7 @@ def _form(options: Mapping[str, Any], key: str) -> Any:
 def _problems_of_positions(
     target: RestoreTarget, parameters: Sequence[torch.Tensor], manifest: Manifest, stored: Collection[str]
 ) -> Iterator[Problem]:
-    """Yields a problem where nothing tells that positions in the checkpoint are those of the app."""
+    """Yields a problem if positions in the checkpoint may mean other parameters than in the app."""
     section = (*target.path, PARAM_GROUPS)
     if any(manifest.values[key][0][:-1] == section for key in stored if key in manifest.values):
         yield Problem(target.state_key, "state by the names of parameters", "names of those in the app", _NO_NAMES)
@@ -154,7 +154,7 @@ def _problems_of_positions(
 
 
 def _names_in(groups: Any) -> list[str] | None:
-    """Returns the names that groups of torch's tell of all their parameters; None where they tell of none."""
+    """Returns the names that torch's groups store for all their parameters; None if they store none."""
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return None
     if not all(len(group.get(NAMES_OF_TORCH) or ()) == len(group.get(PARAMS, ())) for group in groups):
@@ -164,7 +164,7 @@ def _names_in(groups: Any) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class TorchsState:
-    """Makes state of one of torch's optimizers for a load, and takes it away where that fails.
+    """Makes the state of one of torch's optimizers for a load, and removes it if the load fails.
 
     Args:
         parameters: by the names, or the numbers, under which their state is stored.
@@ -177,11 +177,11 @@ class TorchsState:
 
     @property
     def state(self) -> Any:
-        """That of the optimizer, by parameter."""
+        """The state of the optimizer, by parameter."""
         return self.optimizer.state
 
     def init_state(self, *, names: Iterable[str]) -> None:
-        """Makes the state of some parameters as a first step would, and places for what else is stored of it."""
+        """Makes the state of some parameters as a first step would, with places for further stored entries."""
         groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group[PARAMS]}
         for name in names:
             parameter = self.parameters[name]
@@ -193,13 +193,13 @@ class TorchsState:
             self.optimizer.state[parameter] = {**made, **nest(places)}
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """Takes the state of some parameters away."""
+        """Removes the state of some parameters."""
         for name in names:
             self.optimizer.state.pop(self.parameters[name], None)
 
 
 def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest, tied: Tied) -> TorchsState | None:
-    """Returns what makes the state of one of torch's optimizers that is stored; None for other objects.
+    """Returns the `TorchsState` for one of torch's optimizers with stored state; None for other objects.
 
     Args:
         keys: those of the optimizer in the checkpoint.
@@ -222,7 +222,7 @@ def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest,
 def _stored_state(
     target: RestoreTarget, keys: Iterable[str], manifest: Manifest, known: Collection[str]
 ) -> dict[str, dict[Path, Any]]:
-    """Returns what is stored of an optimizer's state: name → path within → the tensor or value.
+    """Returns the stored state of an optimizer: name → path within → tensor or value.
 
     Args:
         known: names of parameters. Of a key that was renamed no path tells where the name ends.

@@ -1,4 +1,4 @@
-"""Rearranging: the tensors of a checkpoint loaded as those of an app that lays them out in another way."""
+"""Rearranging: loads the tensors of a checkpoint into an app that lays them out differently."""
 
 from shardopt.checkpoint.rearrange.reader import rearranged as rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule as AnyRule

@@ -1,4 +1,4 @@
-"""Binds rules to what a checkpoint has: which new tensor is made of which stored ones. Reads no tensor.
+"""Binds rules to the keys of a checkpoint: which new tensor consists of which stored ones. Reads no tensor.
 
     key  →  before + name + after       "optimizer.state." + "layers.0.wq.weight" + ".exp_avg"
 
@@ -26,7 +26,7 @@ from shardopt.state.values import encode_value
 
 
 class Component(NamedTuple):
-    """A section of a new tensor: where it is there, and in which stored tensor, and where there. None: it is zeros."""
+    """A section of a new tensor: its place there, the stored tensor, and the place in it; None means zeros."""
 
     new: Place
     key: str | None
@@ -35,7 +35,7 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor that is made of others.
+    """A new tensor that consists of stored ones.
 
     Args:
         components: sections that together are all of it.
@@ -48,7 +48,7 @@ class NewTensor:
 
 @dataclass
 class Binding:
-    """What rules make of a checkpoint.
+    """The result of applying rules to a checkpoint.
 
     Args:
         keys: new key → the stored key of the same tensor or value, for what is renamed or left as it is, and values
@@ -67,7 +67,7 @@ class Binding:
 
 
 class _Member(NamedTuple):
-    """A stored key of a join: which of the rule's old tensors it is, and the indices that its name gives to axes."""
+    """A stored key of a join: the number of the rule's old tensor, and the indices of axes in the key's name."""
 
     tensor: int
     indices: tuple[str, ...]
@@ -127,7 +127,7 @@ def _rule(rules: Sequence[AnyRule], number: int) -> Rule:
 
 
 def first_match(key: str, path: Path, rules: Sequence[AnyRule]) -> tuple[int, Found | None, _Member | None]:
-    """Returns the first rule that names a key, and how; no member for a key that is dropped."""
+    """Returns the first rule that names a key, with the match; no member for a dropped key."""
     for number, rule in enumerate(rules):
         if isinstance(rule, Drop):
             found = Rule(rule.name, rule.name).old_names[0].find(key, path)
@@ -145,7 +145,7 @@ def first_match(key: str, path: Path, rules: Sequence[AnyRule]) -> tuple[int, Fo
 def _parameter_shapes(
     manifest: Manifest, joins: Mapping[tuple[int, str, tuple[str, ...], str], _Join]
 ) -> dict[tuple[int, tuple[str, ...]], dict[_Member, tuple[int, ...]]]:
-    """Returns the shapes of the parameters themselves, which are stored without state behind their names."""
+    """Returns the shapes of the parameters themselves, which are stored under their names alone."""
     shapes: defaultdict[tuple[int, tuple[str, ...]], dict[_Member, tuple[int, ...]]] = defaultdict(dict)
     for (number, _, free, after), members in joins.items():
         for member, (key, _) in members.items():
@@ -155,7 +155,7 @@ def _parameter_shapes(
 
 
 class _Binder:
-    """Binds one join; yields what is wrong with it."""
+    """Binds one join, and yields its problems."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Binder:
     # Which stored keys there are.
 
     def _incomplete(self) -> Iterator[Problem]:
-        """Yields a problem for each stored key that the join lacks, and works out the sizes of axes in names."""
+        """Yields a problem for each stored key that the join lacks, and computes the sizes of axes in names."""
         for tensor, name in enumerate(self._rule.old_names):
             given = [member.indices for member in self._members if member.tensor == tensor]
             for i, axis in enumerate(self._rule.axes_in(name)):
@@ -211,18 +211,18 @@ class _Binder:
 
     @cached_property
     def _texts(self) -> dict[tuple[int, tuple[int, ...]], tuple[str, ...]]:
-        """Tensor and indices → the texts that the indices have in the key, where there may be zeros before them."""
+        """Tensor and indices → the texts of the indices in the key, which may have leading zeros."""
         return {(member.tensor, tuple(map(int, member.indices))): member.indices for member in self._members}
 
     # Plain values and counters.
 
     def _are_counters(self, keys: Sequence[str]) -> bool:
-        """Whether these are single numbers that belong to parameters, such as "step"."""
+        """Whether these are scalars that belong to parameters, such as "step"."""
         tensors = self._manifest.tensors
         return bool(self._at.after) and all(tensors[key].layout.shape == () for key in keys)
 
     def _bind_alike(self, keys: Sequence[str]) -> Iterator[Problem]:
-        """Binds values that all stored names must have alike, and all new names get: options and counters."""
+        """Binds values that must be equal under all stored names, and go to all new names: options and counters."""
         values = self._manifest.values
         if keys[0] in self._manifest.tensors:
             if len(keys) > 1:
@@ -249,7 +249,7 @@ class _Binder:
     # Tensors.
 
     def _refused_state(self) -> Iterator[Problem]:
-        """Yields a problem for each tensor of state that is not laid out like its parameter."""
+        """Yields a problem for each state tensor that is not laid out like its parameter."""
         for member, (key, _) in self._members.items() if self._at.after else ():
             shape = self._manifest.tensors[key].layout.shape
             remedy = (
@@ -263,7 +263,7 @@ class _Binder:
                 yield Problem(key, f"state of shape {list(shape)}", required, remedy)
 
     def _bind_tensors(self, keys: Sequence[str]) -> Iterator[Problem]:
-        """Binds the new tensors; yields what is wrong with shapes and dtypes instead, if something is."""
+        """Binds the new tensors; yields problems of shapes and dtypes instead, if any."""
         rule, tensors = self._rule, self._manifest.tensors
         dtype = tensors[keys[0]].dtype
         other = next((key for key in keys if tensors[key].dtype != dtype), None)
@@ -293,7 +293,7 @@ class _Binder:
             yield from self._add(name, made)
 
     def _components(self, tensor: int, indices: Mapping[str, int]) -> Iterator[Component]:
-        """Yields what a new tensor is made of.
+        """Yields the components of a new tensor.
 
         Args:
             indices: of the axes that its name has.
@@ -323,7 +323,7 @@ class _Binder:
 
     @cached_property
     def _rest(self) -> int:
-        """How many dimensions "..." stands for: as many as the first tensor that has it has beyond its others."""
+        """The number of dimensions that "..." stands for: those of the first tensor with it, beyond its named ones."""
         for member, (key, _) in self._members.items():
             axes = self._rule.old_axes[member.tensor]
             if axes.has_rest:
@@ -335,7 +335,7 @@ class _Binder:
         return axes.with_rest(max(ndim - len(axes.items) + 1, 0))
 
     def _infer_sizes(self) -> Problem | None:
-        """Works out the sizes of axes from stored shapes; returns a problem where these do not fit the rule."""
+        """Computes the sizes of axes from stored shapes; returns a problem if these do not fit the rule."""
         shapes = [
             (key, self._rule.old_axes[member.tensor].with_rest(self._rest), self._manifest.tensors[key].layout.shape)
             for member, (key, _) in self._members.items()
@@ -356,7 +356,7 @@ class _Binder:
         return self._problem(key, f"the shape {list(shape)}", f"one that its axes make{sizes}")
 
     def _unknown(self, wanted: Iterable[str], key: str) -> Problem | None:
-        """Returns a problem where the sizes of some axes are not known."""
+        """Returns a problem if the sizes of some axes are unknown."""
         unknown = sorted(set(wanted) - self._sizes.keys())
         if not unknown:
             return None
@@ -365,7 +365,7 @@ class _Binder:
     # Under which names.
 
     def _new_names(self) -> Iterator[tuple[str, int, dict[str, int]]]:
-        """Yields the new names, each with the number of its tensor and the indices that the name gives to axes."""
+        """Yields the new names, each with the number of its tensor and the indices of axes in the name."""
         for tensor, name in enumerate(self._rule.new_names):
             axes = self._rule.axes_in(name)
             for indices in product(*(range(self._sizes[axis]) for axis in axes)):
@@ -373,7 +373,7 @@ class _Binder:
                 yield name.fill({**self._free, **{axis: str(i) for axis, i in fixed.items()}}), tensor, fixed
 
     def _add(self, name: str, made: NewTensor | str) -> Iterator[Problem]:
-        """Adds a tensor, or what is stored under a key, under a new name; yields a problem where that is taken."""
+        """Adds a tensor, or a stored key, under a new name; yields a problem if the name is taken."""
         key, found = next(iter(self._members.values()))
         new, bound = f"{self._at.before}{name}{self._at.after}", self._bound
         if new in bound.tensors or new in bound.keys:
@@ -391,6 +391,6 @@ class _Binder:
 
 
 def unequal(key: str, other: str, rule: str) -> Problem:
-    """Returns the problem of values that are joined and differ."""
+    """Returns the problem of joined values that differ."""
     remedy = "make them equal before saving, or load them in the arrangement that they were saved in"
     return Problem(key, f"another value than {other}", f"the same, as {rule} joins them", remedy)

@@ -1,4 +1,4 @@
-"""The geometry of rearranging: which elements of one tensor are which of another. Integers alone.
+"""The geometry of rearranging: maps elements of one tensor to those of another. Integers only.
 
 A section of a tensor is a set of axes, each with a name and a size. An index along a dimension is a number of mixed
 radix, of which each axis is a digit; a section that stands behind others begins at an offset of its digit. Both tensors
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shardopt.sharding.box import Box
 
 Ranges = Mapping[str, tuple[int, int]]
-"""Axis → first index, and one past the last: a box of a section."""
+"""Axis → first index, and one past the last; together a box of a section."""
 
 
 class Digit(NamedTuple):
@@ -39,7 +39,7 @@ class Digit(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a section lies in a tensor: the digits of each dimension's index."""
+    """The place of a section in a tensor: the digits of each dimension's index."""
 
     digits: tuple[tuple[Digit, ...], ...]
 
@@ -49,7 +49,7 @@ class Place:
 
     @cached_property
     def bounds(self) -> Box:
-        """The least box of the tensor that has all of the section."""
+        """The smallest box of the tensor that contains the section."""
         offsets = tuple(constant for constant, _ in self._forms)
         extents = {digit.axis: digit.radix for digits in self.digits for digit in _axes(digits)}
         sizes = [
@@ -59,7 +59,7 @@ class Place:
         return Box(offsets, tuple(sizes))
 
     def ranges(self, box: Box) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yields boxes of the section that together are what a box of the tensor has of it."""
+        """Yields the boxes of the section that together are its share of a box of the tensor."""
         each = [
             list(_ranges(digits, begin, end))
             for digits, begin, end in zip(self.digits, box.offsets, box.ends, strict=True)
@@ -74,12 +74,12 @@ class Place:
         )
 
     def steps(self, dim: int) -> Mapping[str, int]:
-        """Returns how far the index along a dimension moves with each axis, the largest step first."""
+        """Returns the step of each axis along a dimension, the largest first."""
         return self._forms[dim][1]
 
     @cached_property
     def step_of(self) -> dict[str, tuple[int, int]]:
-        """Axis → the dimension that it is in, and the step along it."""
+        """Axis → its dimension, and its step along it."""
         return {axis: (dim, step) for dim, (_, steps) in enumerate(self._forms) for axis, step in steps.items()}
 
 
@@ -103,7 +103,7 @@ def _linear(digits: Sequence[Digit], unit: int = 1) -> tuple[int, dict[str, int]
 
 
 def _ranges(digits: Sequence[Digit], begin: int, end: int) -> Iterator[dict[str, tuple[int, int]]]:
-    """Yields the boxes of axes whose index is within a range."""
+    """Yields the boxes of axes whose index is in a range."""
     for boxes in digit_boxes([digit.radix for digit in digits], begin, end):
         options: list[dict[str, tuple[int, int]]] = [{}]
         for digit, (low, high) in zip(digits, boxes, strict=True):
@@ -146,7 +146,7 @@ def digit_boxes(radices: Sequence[int], begin: int, end: int) -> Iterator[tuple[
 
 
 class Run(NamedTuple):
-    """An axis, or several as one: how many indices there are, how far apart in a stored dimension and in memory."""
+    """One axis, or several joined: its length, its step in the stored dimension, and its stride in memory."""
 
     step: int
     length: int
@@ -154,7 +154,7 @@ class Run(NamedTuple):
 
 
 def joined_runs(runs: Sequence[Run]) -> list[Run]:
-    """Makes one run of neighbours that go on into each other both in the stored dimension and in memory.
+    """Joins neighbouring runs that are contiguous both in the stored dimension and in memory.
 
     Args:
         runs: the largest step first; those of one index are left out.
@@ -172,7 +172,7 @@ def joined_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 def as_digits(size: int, first: int, runs: Sequence[Run]) -> tuple[list[int], list[int], list[int]] | None:
-    """Cuts a stored dimension into digits of which runs of its indices are a box.
+    """Splits a stored dimension into digits, so that runs of its indices are a box.
 
     Args:
         size: of the dimension.

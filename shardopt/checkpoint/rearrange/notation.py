@@ -22,7 +22,7 @@ from shardopt.checkpoint.rearrange.geometry import Digit
 from shardopt.state.paths import Path, join
 
 PAD = "_"
-"""Begins the names of axes that only one side has: zeros where they are made, left out where they are stored."""
+"""The prefix of axes that only one side has: new ones are zeros, stored ones are dropped."""
 REST = "..."
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|\d+|\.\.\.|[()+])")
 _PLACEHOLDER = re.compile(r"\{(\*?[A-Za-z]\w*)\}")
@@ -38,7 +38,7 @@ class Axis(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Axes that one dimension is made of, the slowest first."""
+    """Axes that form one dimension together, the slowest first."""
 
     items: tuple[Item, ...]
 
@@ -61,7 +61,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a tensor, one item for each dimension; of one of them there may be several sections."""
+    """The axes of a tensor, one item per dimension; one of the items may have several sections."""
 
     items: tuple[Item, ...]
 
@@ -70,25 +70,25 @@ class Axes:
 
     @cached_property
     def sections(self) -> tuple[Item, ...] | None:
-        """The sections that one of the dimensions has; None where there are none."""
+        """The sections of one of the dimensions; None if there are none."""
         return next((each.items for each in _walk(self.items) if isinstance(each, Sections)), None)
 
     @property
     def count(self) -> int:
-        """How many sections there are, of which each is matched with one of the other side."""
+        """The number of sections, each of which is matched with one on the other side."""
         return len(self.sections) if self.sections else 1
 
     def names(self, section: int) -> list[str]:
-        """Returns the names of the axes that one section has, those of all sections included."""
+        """Returns the names of the axes of one section, including those shared by all sections."""
         return [each.name for each in _walk(self.items, section) if isinstance(each, Axis) and each.name]
 
     def is_pad(self, section: int) -> bool:
-        """Whether a section is one that the other side has nothing of."""
+        """Whether a section has no counterpart on the other side."""
         chosen = self.sections[section] if self.sections else None
         return isinstance(chosen, Axis) and (chosen.name or "").startswith(PAD)
 
     def with_rest(self, count: int) -> Axes:
-        """Returns the axes with so many for the "..."."""
+        """Returns the axes with "..." replaced by so many axes."""
         rest = tuple(Axis(f"{REST}{i}") for i in range(count))
         return Axes(tuple(one for each in self.items for one in (rest if each == Axis(REST) else (each,))))
 
@@ -97,7 +97,7 @@ class Axes:
         return Axis(REST) in self.items
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Returns the shape that these axes make; all sizes must be known."""
+        """Returns the shape of these axes, whose sizes must all be known."""
         return tuple(_known_size(item, sizes) for item in self.items)
 
     def digits(self, section: int, sizes: Sizes, fixed: Sizes) -> tuple[tuple[Digit, ...], ...]:
@@ -110,7 +110,7 @@ class Axes:
 
 
 def _walk(items: Sequence[Item], section: int | None = None) -> Iterator[Item]:
-    """Yields all items; of sections all, or one and what is in it."""
+    """Yields all items; of sections, all of them or a single one with its contents."""
     for item in items:
         yield item
         if isinstance(item, Product):
@@ -120,7 +120,7 @@ def _walk(items: Sequence[Item], section: int | None = None) -> Iterator[Item]:
 
 
 def size_of(item: Item, sizes: Sizes) -> int | None:
-    """Returns the size of an item; None where it is not known yet."""
+    """Returns the size of an item; None if it is not known yet."""
     if isinstance(item, Axis):
         return sizes.get(item.name) if item.name else 1
     each = [size_of(one, sizes) for one in item.items]
@@ -137,7 +137,7 @@ def _known_size(item: Item, sizes: Sizes) -> int:
 
 
 def infer(item: Item, size: int, sizes: dict[str, int]) -> bool:
-    """Works out the size of an axis from that of the item it is in; returns False where the sizes contradict it.
+    """Computes the size of an axis from that of its item; returns False if the sizes contradict it.
 
     Where more than one is unknown nothing is learned.
     """
@@ -173,7 +173,7 @@ def _digits(item: Item, section: int, sizes: Sizes, fixed: Sizes) -> Iterator[Di
 
 
 def parse_side(text: str) -> tuple[Axes, ...]:
-    """Parses the axes of one side: those of its tensors, with commas between. Raises ValueError."""
+    """Parses the axes of one side: its tensors, separated by commas. Raises ValueError."""
     return tuple(_parse(each) for each in text.split(","))
 
 
@@ -206,7 +206,7 @@ def _parse(text: str) -> Axes:
 
 
 def _items(tokens: Sequence[str], at: int) -> tuple[list[Item], int]:
-    """Parses items up to the end or a closing bracket; returns them and where they end."""
+    """Parses items up to the end or a closing bracket; returns them and the end position."""
     items: list[Item] = []
     while at < len(tokens) and tokens[at] != ")":
         item, at = _one(tokens, at)
@@ -233,7 +233,7 @@ def _one(tokens: Sequence[str], at: int) -> tuple[Item, int]:
 
 
 class Found(NamedTuple):
-    """A key in which a name was found: what stands before it, its placeholders, and what of its state this is."""
+    """A key that contains a name: the text before the name, its placeholders, and which entry of its state it is."""
 
     before: str
     fields: Mapping[str, str]
@@ -243,7 +243,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Name:
-    """The name of a parameter, with placeholders. Raises ValueError for one that no parameter has."""
+    """The name of a parameter, with placeholders. Raises ValueError for an invalid name."""
 
     text: str
 
@@ -273,11 +273,11 @@ class Name:
 
     @cached_property
     def _literal(self) -> str:
-        """The longest text that is in every such name: a quick look at whether a key may have it."""
+        """The longest text that every such name contains, for a quick check of a key."""
         return max(_PLACEHOLDER.split(self.text)[::2], key=len)
 
     def find(self, key: str, path: Path) -> Found | None:
-        """Finds the name at the end of a key, or behind "state" and before an entry of it.
+        """Finds the name at the end of a key, or between "state" and an entry.
 
         It begins where a part of the path does; within a path of one part, as those have that tell nothing, where any
         segment does.
@@ -301,7 +301,7 @@ class Name:
         return Found(key[:begin], dict(zip(self.fields, values, strict=True)), after, name)
 
     def fill(self, fields: Mapping[str, str]) -> str:
-        """Returns the name with these in the place of its placeholders."""
+        """Returns the name with these texts in place of its placeholders."""
         return _PLACEHOLDER.sub(lambda found: fields[found[1]], self.text)
 
 
@@ -316,7 +316,7 @@ def _begins(key: str, path: Path) -> list[int]:
 
 
 def renamed_path(path: Path, begin: int, length: int, name: str) -> Path:
-    """Returns the path of a key in which a name, of so many characters from `begin` on, is replaced by another.
+    """Returns the path of a key after a name in it, of so many characters from `begin` on, was replaced.
 
     The name stays one part of the path where it was one, as in the state of modules and optimizers.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint as rules rearrange it: a reader of the new tensors, which reads boxes of the stored ones."""
+"""Reads a checkpoint as rules rearrange it: gives boxes of new tensors, and reads boxes of stored ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardopt.sharding.pieces import Piece
 
 
 def rearranged(reader: CheckpointReader, rules: Sequence[AnyRule]) -> CheckpointReader:
-    """Returns a reader of a checkpoint as rules rearrange it; the same reader where there are none. Local.
+    """Returns a reader of a checkpoint as rules rearrange it; the same reader if there are no rules. Local.
 
     Nothing is held in memory: whatever box of a new tensor is read, its elements come from the stored boxes that have
     them. Keys that no rule names are as they were. All rules are applied at once, each key goes with the first that
@@ -42,7 +42,7 @@ def rearranged(reader: CheckpointReader, rules: Sequence[AnyRule]) -> Checkpoint
 
 
 class RearrangedReader(CheckpointReader):
-    """See `rearranged`."""
+    """The reader that `rearranged` returns."""
 
     def __init__(self, reader: CheckpointReader, rules: Sequence[AnyRule]) -> None:
         super().__init__(reader.source)
@@ -84,7 +84,7 @@ class RearrangedReader(CheckpointReader):
                         yield self._zeros, self._zeros.request(key, tensor.dtype, memory)
 
     def open_ahead(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
-        """Opens files for tensors that are as they are stored; those of the others tensor by tensor."""
+        """Opens the files of unchanged tensors ahead; files of rearranged ones are opened tensor by tensor."""
         keys = self._binding.keys
         self._reader.open_ahead({keys[key]: pieces for key, pieces in wanted.items() if key in keys})
 
@@ -93,7 +93,7 @@ class RearrangedReader(CheckpointReader):
         super().close()
 
     def _new_manifest(self, stored: Manifest) -> Manifest:
-        """Returns the manifest with the new keys. A tensor that is made of others is one box there."""
+        """Returns the manifest with the new keys, in which a tensor made of others is one box."""
         bound = self._binding
         tensors = StoredTensors()
         new_of = {old: new for new, old in bound.keys.items()}
@@ -116,7 +116,7 @@ class RearrangedReader(CheckpointReader):
         return replace(stored, tensors=tensors, values=values, per_rank=per_rank)
 
     def _refuse_unequal_counters(self) -> None:
-        """Reads the counters that are joined, and raises MismatchError where they are not the same."""
+        """Reads the counters that are joined; raises MismatchError if they differ."""
         if not self._binding.equal:
             return
         targets = {
@@ -160,7 +160,7 @@ class RearrangedReader(CheckpointReader):
         self.manifest = replace(self.manifest, tensors=tensors)
 
     def _same(self, rule: Tie, rules: Sequence[AnyRule]) -> Iterator[str]:
-        """Yields the stored keys under which a parameter is once more; raises MismatchError where it is another."""
+        """Yields the other stored keys of a parameter; raises MismatchError if one holds another parameter."""
         reader = self._reader
         for key, tensor in reader.manifest.tensors.items():
             found = Name(rule.also).find(key, tensor.path)

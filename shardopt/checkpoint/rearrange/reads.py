@@ -1,4 +1,4 @@
-"""Reads of rearranged tensors: boxes of stored tensors, into views of the memory that a new one has.
+"""Reads of rearranged tensors: reads boxes of stored tensors into views of a new tensor's memory.
 
     new piece  →  boxes of sections  →  boxes of a stored tensor, and strided views of the piece  →  reads of its files
 
@@ -26,7 +26,7 @@ Reads = Iterator[tuple[OpenFile, ReadRequest]]
 
 
 def views_of(component: Component, piece: Piece) -> Iterator[tuple[dict[str, tuple[int, int]], Tensor]]:
-    """Yields what a piece of a new tensor has of a component: boxes of axes, and the memory, a dimension for each axis.
+    """Yields a piece's shares of a component: boxes of axes, and views of memory with one dimension per axis.
 
     The dimensions are in the order of the axes in the box.
     """
@@ -42,13 +42,13 @@ def views_of(component: Component, piece: Piece) -> Iterator[tuple[dict[str, tup
 
 
 def reads_of(component: Component, piece: Piece, reader: CheckpointReader) -> Reads:
-    """Yields the reads that fill what a piece has of a component that is stored."""
+    """Yields the reads that fill a piece's share of a stored component."""
     for ranges, memory in views_of(component, piece):
         yield from _reads(component, ranges, memory, reader)
 
 
 def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: CheckpointReader) -> Reads:
-    """Yields the reads of a box of a section; `memory` has a dimension for each of its axes."""
+    """Yields the reads of a box of a section; `memory` has one dimension per axis."""
     key, old = component.key, component.old
     assert key is not None and old is not None
     dims = _runs(old, ranges, memory)
@@ -84,7 +84,7 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
 
 
 def _runs(place: Place, ranges: Ranges, memory: Tensor) -> list[list[Run]]:
-    """Returns for each dimension of a tensor how a box of a section runs through it and through memory."""
+    """Returns, for each dimension of a tensor, how a box of a section runs through it and through memory."""
     strides = dict(zip(ranges, memory.stride(), strict=True))
     return [
         joined_runs([Run(step, ranges[axis][1] - ranges[axis][0], strides[axis]) for axis, step in steps.items()])
@@ -97,8 +97,10 @@ def _is_range(runs: Sequence[Run]) -> bool:
 
 
 def _place_of(request: ReadRequest, outline: Tensor) -> tuple[list[int], list[int | None]] | None:
-    """Returns where the target of a request begins in the outline, and which of its dimensions are which of the
-    request's; None where they are not the same dimensions."""
+    """Returns where a request's target begins in the outline, and how its dimensions map to the request's.
+
+    None if they are not the same dimensions.
+    """
     start, rest = [], request.target.storage_offset()
     for stride in outline.stride():
         start.append(rest // stride)
@@ -125,7 +127,7 @@ def _place_of(request: ReadRequest, outline: Tensor) -> tuple[list[int], list[in
 
 
 def _sizes_of(request: ReadRequest, order: Sequence[int | None], ndim: int) -> tuple[int, ...]:
-    """Returns the sizes that a request has along the dimensions of the stored tensor."""
+    """Returns the sizes of a request along the dimensions of the stored tensor."""
     sizes = [1] * ndim
     for dim, size in zip(order, request.wanted.sizes, strict=True):
         if dim is not None:
@@ -134,7 +136,7 @@ def _sizes_of(request: ReadRequest, order: Sequence[int | None], ndim: int) -> t
 
 
 def _narrowed(memory: Tensor, ranges: Ranges, within: Ranges) -> Tensor:
-    """Returns the memory of a box of a section that is within another one."""
+    """Returns the memory of a box of a section that is within another box."""
     for dim, (axis, (begin, _)) in enumerate(ranges.items()):
         first, end = within[axis]
         memory = memory.narrow(dim, first - begin, end - first)
@@ -173,7 +175,7 @@ def _of_box(
 
 
 def _one_by_one(component: Component, ranges: Ranges, memory: Tensor, reader: CheckpointReader) -> Reads:
-    """Yields the reads for each index of the outermost axis of a dimension that is not one range."""
+    """Yields the reads for each index of the outermost axis, for a dimension that is not one range."""
     assert component.old is not None
     steps = component.old.step_of
     strided = [dim for dim, runs in enumerate(_runs(component.old, ranges, memory)) if not _is_range(runs)]

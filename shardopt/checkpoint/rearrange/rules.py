@@ -1,4 +1,4 @@
-"""Rules by which the tensors of a checkpoint become those of an app that lays them out in another way."""
+"""Rules that turn the tensors of a checkpoint into those of an app that lays them out differently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardopt.errors import OptionError, Problem
 
 
 class Section(NamedTuple):
-    """One section of one of a rule's tensors, on one side: the number of the tensor, and of the section in it."""
+    """One section on one side of a rule: the number of its tensor, and its number in that."""
 
     tensor: int
     section: int
@@ -20,7 +20,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Stored tensors, and what they are to be: renamed, transposed, permuted, joined, split, stacked, padded, sliced.
+    """Maps stored tensors to new ones: renamed, transposed, permuted, joined, split, stacked, padded or sliced.
 
         Rule("h.{n}.mlp.c_fc.weight", "layers.{n}.up.weight", "i o -> o i")
         Rule("layers.{n}.experts.{e}.w1", "layers.{n}.experts.w1", "o i -> e o i")
@@ -61,7 +61,7 @@ class Rule:
             raise OptionError("a rule for rearranging does not work", [problem], code="bad-rules")
 
     def inverse(self) -> Rule:
-        """Returns the rule that makes the old tensors of the new ones."""
+        """Returns the rule that maps the new tensors back to the old ones."""
         old, arrow, new = self.axes.partition("->")
         return Rule(self.new, self.old, f"{new.strip()} {arrow} {old.strip()}" if arrow else "", self.sizes)
 
@@ -87,7 +87,7 @@ class Rule:
 
     @cached_property
     def free_fields(self) -> tuple[str, ...]:
-        """The placeholders that all names have: for each set of their texts the rule is applied once."""
+        """The placeholders that all names have; the rule is applied once for each set of their texts."""
         fields = [set(name.fields) for name in (*self.old_names, *self.new_names)]
         return tuple(each for each in self.old_names[0].fields if all(each in some for some in fields))
 
@@ -97,21 +97,21 @@ class Rule:
 
     @cached_property
     def matches(self) -> tuple[tuple[Section, Section], ...]:
-        """Pairs of old and new sections that are the same."""
+        """The pairs of old and new sections that are equal."""
         return tuple(zip(_matched(self.old_axes), _matched(self.new_axes), strict=True))
 
     @cached_property
     def pads(self) -> tuple[Section, ...]:
-        """New sections that are zeros."""
+        """The new sections that are zeros."""
         return _sections(self.new_axes, are_pads=True)
 
     @cached_property
     def dropped(self) -> tuple[Section, ...]:
-        """Old sections that are left out."""
+        """The old sections that are left out."""
         return _sections(self.old_axes, are_pads=True)
 
     def _fault(self) -> str:
-        """Returns what is wrong with the rule, or nothing. May raise ValueError instead."""
+        """Returns what is wrong with the rule, or nothing; may raise ValueError instead."""
         names = (*self.old_names, *self.new_names)
         if not (self.old_names and self.new_names):
             return "no name on one side"
@@ -141,7 +141,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that is another one too: stored once, and loaded under both names. Both are new names.
+    """A parameter that is also another one: stored once, loaded under both names. Both names are new ones.
 
     The other way round, the second is left out where it is equal to the first, and refused where it is not; unless
     another rule names it. Optimizer state has just the first name, as optimizers have it of tied parameters.
@@ -168,7 +168,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Drop:
-    """A stored parameter or buffer that is left out, with its state and options: what can be computed anew, or masks.
+    """Drops a stored parameter or buffer, with its state and options: one that can be recomputed, or a mask.
 
     Args:
         name: as in `Rule`.
@@ -187,7 +187,7 @@ AnyRule = Rule | Tie | Drop
 
 
 def inverse(rules: Sequence[AnyRule]) -> list[AnyRule]:
-    """Returns the rules that make the old tensors of the new ones. What was dropped cannot be made.
+    """Returns the rules that map the new tensors back to the old ones, except dropped ones.
 
     Args:
         rules: as for `load(rearrange=)`.

@@ -1,4 +1,4 @@
-"""Zeros to be read: what pads a tensor comes the same way as what is stored."""
+"""A source of zeros, so that padding is read in the same way as stored tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardopt.sharding.box import whole
 
 
 class Zeros(OpenFile):
-    """A file of nothing but zeros, with whatever box is asked for."""
+    """A file of zeros, which has any box that is asked for."""
 
     def entry(self, key: str, form: Form) -> Entry:
         return Entry(key, form.dtype, form.shape, 0, form.nbytes, 0)
 
     def request(self, key: str, dtype: Dtype, target: Tensor) -> ReadRequest:
-        """Returns the read that fills all of a target."""
+        """Returns the read that fills a whole target with zeros."""
         box = whole(target.shape)
         return ReadRequest(self.entry(key, form_of(dtype, box)), dtype, box.sizes, box, target)
 

@@ -1,4 +1,4 @@
-"""What follows each commit of a run, in the background: a chain of tasks, in one order on all ranks.
+"""The background tasks that follow each commit of a run: a chain, in one order on all ranks.
 
 tiers → root → mirror, export, retention        (docs/architecture.md has the order and who raises what)
 """
@@ -31,7 +31,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class AfterCommit:
-    """Begins the tasks that follow a commit, and keeps what came of them. All ranks make the same calls.
+    """Begins the tasks that follow a commit, and keeps their results. All ranks make the same calls.
 
     Args:
         run: whose checkpoints these are.
@@ -56,7 +56,7 @@ class AfterCommit:
         self.base: str | None = None
 
     def prepare(self, id: CheckpointId, in_turn: bool) -> None:
-        """Makes a directory free to be saved to, and sees that copies can be made. Collective.
+        """Clears a directory to save to, and checks that copies can be made. Collective.
 
         Args:
             in_turn: as for `committed`.
@@ -70,7 +70,7 @@ class AfterCommit:
             self.tiers.make_room()
 
     def committed(self, id: CheckpointId, report: SaveReport, metrics: Mapping[str, float], in_turn: bool) -> None:
-        """Begins what follows the commit of a checkpoint. No save is under way then.
+        """Begins the tasks that follow a commit; no save is running then.
 
         Args:
             metrics: of the checkpoint.
@@ -85,7 +85,7 @@ class AfterCommit:
         self.tiers.begin(id, report.url, self._run.due.was_at(id.step), then)
 
     def _committed_at_root(self, id: CheckpointId, seconds: float | None, metrics: Mapping[str, float] | None) -> None:
-        """Begins what follows once a checkpoint is under the root; one from a tier may come beside another save.
+        """Begins the tasks of a checkpoint under the root; one from a tier may arrive during another save.
 
         Args:
             metrics: None where they are to be read.
@@ -104,7 +104,7 @@ class AfterCommit:
             self._keeper.begin(id, metrics)
 
     def restored(self, restored: Restored | None) -> None:
-        """Begins what an earlier process of the job may not have been done with. Collective.
+        """Begins tasks that an earlier process of the job may have left unfinished. Collective.
 
         Args:
             restored: the checkpoint from which the run goes on; None where there was none.
@@ -140,12 +140,12 @@ class AfterCommit:
                 self._mirror.begin(newest.name, lambda _: self._keeper.tidy_copies())
 
     def remove_newer(self) -> None:
-        """Removes what was to go when the run was taken back. Collective."""
+        """Removes the checkpoints newer than the step that the run was taken back to. Collective."""
         # In a round, so that no rank is taken for dead meanwhile.
         self._run.ranks.on_rank_0(f"removing what was abandoned from {self._run.root.url}", self._keeper.remove_newer)
 
     def add_metrics(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint that is committed, wherever it is. Collective; rank 0's count.
+        """Adds metrics to a committed checkpoint, wherever it is; those of rank 0 count. Collective.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -177,7 +177,7 @@ class AfterCommit:
         )
 
     def delete(self, id: CheckpointId) -> None:
-        """Removes a checkpoint wherever it is: under all roots, and on tiers. Collective; nothing is under way.
+        """Removes a checkpoint under all roots and on tiers; no task is running then. Collective.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -199,7 +199,7 @@ class AfterCommit:
             self.base = None
 
     def url_of(self, id: CheckpointId, at_root: bool) -> str | None:
-        """Returns where a checkpoint is that was committed or restored here; None if there is none. Collective.
+        """Returns the URL of a checkpoint that was committed or restored here; None if there is none. Collective.
 
         Args:
             at_root: whether one that a tier alone has does not count; it may be on its way to the root.
@@ -216,7 +216,7 @@ class AfterCommit:
         return url if is_there else None
 
     def finish(self) -> None:
-        """Waits until nothing is being copied. Local; a failure stays to be raised."""
+        """Waits until no copy is running; keeps failures to be raised later. Local."""
         for each in self.copying:
             each.finish()
 
@@ -225,7 +225,7 @@ class AfterCommit:
         return [failure for each in self.copying if (failure := each.failures.take()) is not None]
 
     def raise_failure(self) -> None:
-        """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
+        """Raises the failure of a copy on all ranks, even those whose threads have not seen it yet. Collective."""
         run, doing = self._run, f"copying checkpoints of {self._run.root.url}"
         _, failed = run.ranks.agree(
             doing,
@@ -239,20 +239,20 @@ class AfterCommit:
                 run.ranks.agree(doing, work=work)
 
     def close(self) -> None:
-        """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""
+        """Waits as `finish` does, and frees what copies need. Raises the failure of a copy. Local."""
         with ExitStack() as last_first:  # each is closed, whatever another raises
             for each in reversed(self.copying):
                 last_first.callback(each.close)
 
     def close_own(self) -> None:
-        """Waits for what rank 0 does alone: exports, whose failure it raises, and removals. Local."""
+        """Waits for rank 0's own tasks: exports, whose failure it raises, and removals. Local."""
         with ExitStack() as last_first:
             last_first.callback(self._keeper.finish)
             if self._exporter is not None:
                 last_first.callback(self._exporter.close)
 
     def _in_use(self, root: Root) -> frozenset[str]:
-        """Returns the names of checkpoints under a root that come to it, or are copied from it, in the background."""
+        """Returns the names of checkpoints that tasks still copy to a root or from it."""
         names: frozenset[str] = frozenset() if self.tiers is None else self.tiers.promoting()
         if self._mirror is not None:
             names |= self._mirror.uploading() | (frozenset() if root is self._run.root else self._mirror.filling())

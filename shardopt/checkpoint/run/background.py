@@ -1,4 +1,4 @@
-"""Tasks in the background: done in turn, in a thread; and their failures, until each rank has raised them once."""
+"""Background tasks: run in turn in a thread; keeps each failure until every rank has raised it once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ J = TypeVar("J")
 
 
 class Failures:
-    """Holds the failures of what is begun in one order on all ranks, by the number of its turn. Any thread may call."""
+    """Holds the failures of tasks by turn number; turns have one order on all ranks. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = world().lock()
@@ -24,25 +24,25 @@ class Failures:
         self._failed: dict[int, BaseException] = {}
 
     def begin(self) -> int:
-        """Returns the number of what is begun, from 1 on: the same on all ranks."""
+        """Returns the number of the new turn, from 1 on: the same on all ranks."""
         with self._lock:
             self._begun += 1
             return self._begun
 
     def note(self, number: int, failure: BaseException) -> None:
-        """Keeps a failure to be raised, unless another rank's of the same has been."""
+        """Keeps a failure to be raised, unless another rank's failure of the same turn was raised."""
         with self._lock:
             if number > self._raised:
                 self._failed[number] = failure
 
     @property
     def newest(self) -> int:
-        """The number of the last that has failed and was not raised; 0 for none."""
+        """The number of the last turn that failed and was not raised; 0 for none."""
         with self._lock:
             return max(self._failed, default=0)
 
     def take(self, until: int | None = None) -> BaseException | None:
-        """Returns the last failure once, and forgets those before; does not wait. Local.
+        """Returns the last failure once, and drops earlier ones; does not wait. Local.
 
         Args:
             until: the last number that counts, as some rank's failure of it is raised on all now; None for any.
@@ -55,14 +55,14 @@ class Failures:
             return failure
 
     def raise_taken(self, until: int | None = None) -> None:
-        """Raises what `take` returns, if that is a failure."""
+        """Raises the failure that `take` returns, if any."""
         failure = self.take(until)
         if failure is not None:
             raise failure
 
 
 class Turns(Generic[J]):
-    """Does jobs one after the other in a thread, in the order in which they are begun. Any thread may call.
+    """Runs jobs one after the other in a thread, in the order in which they begin. Any thread may call.
 
     Args:
         do: does a job; what it raises is logged, and kept in `failures`.
@@ -82,12 +82,12 @@ class Turns(Generic[J]):
 
     @property
     def jobs(self) -> list[J]:
-        """Those that are not done; the first is under way."""
+        """The unfinished jobs; the first one is running."""
         with self._changed:
             return [job for _, job in self._jobs]
 
     def begin(self, job: J) -> None:
-        """Has a job done in its turn; does not wait."""
+        """Queues a job for its turn; does not wait."""
         with self._changed:
             if self._worker is None:
                 # Not a daemon: a program that ends waits for it. It ends when there is nothing to do.
@@ -97,7 +97,7 @@ class Turns(Generic[J]):
             self._jobs.append((self.failures.begin(), job))
 
     def withdraw_waiting(self) -> list[J]:
-        """Returns the jobs that have no turn yet, which then have none."""
+        """Removes and returns the jobs whose turn has not come."""
         with self._changed:
             waiting = [job for _, job in self._jobs][1:]
             while len(self._jobs) > 1:
@@ -105,7 +105,7 @@ class Turns(Generic[J]):
         return waiting
 
     def finish(self, seconds: float | None = None) -> None:
-        """Waits until all that was begun is done, or for so many seconds. Local; a failure stays to be raised."""
+        """Waits until all jobs are done, or for so many seconds; keeps failures to be raised later. Local."""
         with self._changed:
             while self._jobs and self._changed.wait(seconds):
                 pass
@@ -130,7 +130,7 @@ class Turns(Generic[J]):
 
 
 class Task:
-    """A task that follows a commit: copies on tiers, a mirror, exports, retention. Each has a `begin` of its own.
+    """A task that follows a commit: copies on tiers, a mirror, exports or retention. Each has its own `begin`.
 
     Args:
         turns: in which it is done.
@@ -143,7 +143,7 @@ class Task:
         self._turns, self.failures = turns, turns.failures
 
     def finish(self) -> None:
-        """Waits until all that was begun is done. Local; a failure stays to be raised."""
+        """Waits until everything that was begun is done; keeps failures to be raised later. Local."""
         self._turns.finish()
 
     def close(self) -> None:

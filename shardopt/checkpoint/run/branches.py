@@ -1,4 +1,4 @@
-"""The checkpoints of a run by step and branch, and which are part of it after it was taken back to an earlier step.
+"""The checkpoints of a run by step and branch, and which belong to it after it was taken back to an earlier step.
 
     step-00000500, step-00000500-b2       the directories of a step on branch 0 and on branch 2
     branch-00001.json    {"format": "shardopt-branch", "branch": 1, "of": 0, "from_step": 200, "beyond": "set_aside", …}
@@ -36,14 +36,14 @@ _AS_STORED: Mapping[Newer, str] = {"abandon": "set_aside", "remove": "remove"}
 
 
 class CheckpointId(NamedTuple):
-    """A checkpoint of a run: its step, and the branch that the run was on. The run begins on branch 0."""
+    """A checkpoint of a run: its step, and the branch it was saved on. A run begins on branch 0."""
 
     step: int
     branch: int = 0
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """The name of the checkpoint's directory."""
         return f"step-{self.step:08d}" + (f"-b{self.branch}" if self.branch else "")
 
 
@@ -55,13 +55,13 @@ def parse_id(name: str) -> CheckpointId | None:
 
 
 def by_numbers(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Returns a key that sorts names as the numbers in them: "step-9" before "step-10"."""
+    """Returns a sort key that orders names by the numbers in them: "step-9" before "step-10"."""
     sections = re.split(r"([0-9]+)", name)
     return tuple((1, text) if i % 2 == 0 else (0, int(text)) for i, text in enumerate(sections) if text)
 
 
 class Branch(NamedTuple):
-    """The record of a branch of a run: where it begins.
+    """The record of a branch of a run, which says where it begins.
 
     Args:
         number: of the branch, from 1 on.
@@ -86,7 +86,7 @@ class Branch(NamedTuple):
 
 
 class Branches(dict[int, Branch]):
-    """The branches of a run by their numbers, but for branch 0, which has no record. Pure."""
+    """The branches of a run by number, except branch 0, which has no record. Pure."""
 
     @property
     def current(self) -> int:
@@ -94,7 +94,7 @@ class Branches(dict[int, Branch]):
         return max(self, default=0)
 
     def id_of(self, step: int, seen_from: int | None = None) -> CheckpointId:
-        """Returns the checkpoint of a step, whether there is one or not.
+        """Returns the checkpoint id of a step, whether or not it exists.
 
         Args:
             seen_from: the branch to look from; None for the one that the run is on.
@@ -105,18 +105,18 @@ class Branches(dict[int, Branch]):
         return CheckpointId(step, branch)
 
     def has(self, id: CheckpointId, seen_from: int | None = None) -> bool:
-        """Whether a checkpoint is part of a branch."""
+        """Whether a checkpoint belongs to a branch."""
         return self.id_of(id.step, seen_from) == id
 
     def is_removed(self, id: CheckpointId) -> bool:
-        """Whether a checkpoint is no part of the run, and was to be removed when the run was taken back."""
+        """Whether a checkpoint left the run, to be removed, when the run was taken back."""
         return not self.has(id) and any(
             each.newer == "remove" and id.step > each.from_step and self.has(id, each.of) for each in self.values()
         )
 
 
 def branches_of(records: Iterable[Branch]) -> Branches:
-    """Returns branches by their records, given in any order; each has to begin on an earlier one.
+    """Returns the branches in these records, in any order; each must begin on an earlier branch.
 
     Raises:
         CorruptionError: a record is missing.

@@ -1,4 +1,4 @@
-"""What all parts of a run share: its roots, its ranks, and its checkpoints as all ranks know them."""
+"""The state that all parts of a run share: its roots, its ranks, and its checkpoints as all ranks know them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEEP_ALL = Retention()
 
 
 class Due:
-    """Says which steps are saved to the root of a run: multiples of a number, or the first after every so much time.
+    """Says which steps are saved to the root of a run: multiples of a number, or the first one after each interval.
 
     All ranks ask for the same steps, in the same order. By time it is rank 0's clock that counts. Until it has come
     nothing is sent, and nobody waits: then the step after the foremost that a rank has passed is due on all of them.
@@ -45,7 +45,7 @@ class Due:
         self._were: set[int] = set()
 
     def at(self, step: int) -> bool:
-        """Whether a step is due. By time collective at the first step, and at the first one after one that was due."""
+        """Whether a step is due. By time it is collective at the first step, and at the step after each due one."""
         if self._steps is not None:
             return step % self._steps == 0
         if step != self._asked_for:
@@ -53,11 +53,11 @@ class Due:
         return step in self._were
 
     def was_at(self, step: int) -> bool:
-        """Whether a step that was asked for is due. Local."""
+        """Whether a step that `at` was called for is due. Local."""
         return step % self._steps == 0 if self._steps is not None else step in self._were
 
     def may_have_been_at(self, step: int) -> bool:
-        """Whether a step that an earlier process has saved may have been due. Local."""
+        """Whether a step saved by an earlier process may have been due. Local."""
         return self._steps is None or step % self._steps == 0
 
     def _ask(self, step: int) -> None:
@@ -135,13 +135,13 @@ class Run:
         return self.group.ranks
 
     def committed_here(self) -> tuple[list[CheckpointId], list[CheckpointId]]:
-        """Lists the committed checkpoints that this rank sees: those of the run, and the others, ascending. Local."""
+        """Lists the committed checkpoints that this rank sees: the run's and the others, ascending. Local."""
         committed = [id for id in self.root.ids() if self.root.is_committed(id)]
         branches = self._branches_with(self.root.records)
         return [id for id in committed if branches.has(id)], [id for id in committed if not branches.has(id)]
 
     def branches_here(self) -> Branches:
-        """Returns the branches as all ranks know them, or else as this one sees them. Local."""
+        """Returns the branches that all ranks agreed on, or else those that this rank sees. Local."""
         if self.is_agreed:
             return self.branches
         self.root.ids()
@@ -152,7 +152,7 @@ class Run:
         return branches_of({**records, **known}.values())
 
     def agree_on_branches(self, needs_copies: bool) -> Branches:
-        """Reads the records of branches, and completes those of the other root. Collective.
+        """Reads the records of branches, and copies missing ones to the other root. Collective.
 
         Args:
             needs_copies: whether it is an error that the mirror's root cannot be read, as it is for a restore.
@@ -194,7 +194,7 @@ class Run:
     def candidates(
         self, seen_from: int, step: int | None = None, required: bool = False, on_tiers: Sequence[Candidate] = ()
     ) -> list[Candidate]:
-        """Lists the checkpoints to restore, the newest first; of one step the run's own before its copy. Collective.
+        """Lists the checkpoints to restore, newest first; for one step, the run's own before its copy. Collective.
 
         Args:
             seen_from: the branch.
@@ -237,7 +237,7 @@ class Run:
         return [Candidate(id, self.root.checkpoint(id).url) for id in (CheckpointId(*each) for each in ids)]
 
     def _committed_seen_by(self, ranks_see_any: list[bool]) -> list[list[int]]:
-        """On rank 0: lists the committed checkpoints.
+        """Lists the committed checkpoints, on rank 0.
 
         Raises:
             CheckpointError: a branch has begun since this job knows the branches, which would be mixed with these. Or
@@ -259,7 +259,7 @@ class Run:
         return [list(id) for id in ids if self.root.is_committed(id)]
 
     def take_back(self, step: int, seen_from: int, newer: Newer, on_tiers: Sequence[Candidate]) -> None:
-        """Makes the run go on from a step of a branch, if it does not already. Collective.
+        """Makes the run continue from a step of a branch, if it does not already. Collective.
 
         Args:
             newer: what becomes of checkpoints that were saved there after it.
@@ -278,7 +278,7 @@ class Run:
         self.branches = branches_of([*self.branches.values(), record])
 
     def newest(self, damaged: Collection[str] = ()) -> CheckpointId | None:
-        """Returns the newest checkpoint of the run under its root that is not known to be damaged. Collective."""
+        """Returns the newest checkpoint under the run's root that is not known to be damaged. Collective."""
 
         def find() -> list[int] | None:
             own = [id for id in self.root.ids() if self.branches.has(id) and self.root.is_committed(id)]
@@ -288,7 +288,7 @@ class Run:
         return None if found is None else CheckpointId(*found)
 
     def not_found(self, id: CheckpointId) -> CheckpointNotFoundError:
-        """Returns the error for a checkpoint that is not there. Local."""
+        """Returns the error for a missing checkpoint. Local."""
         steps = [each.step for each in self.committed_here()[0]]
         there = f"steps {', '.join(map(str, steps))}" if steps else "no committed checkpoint"
         problem = Problem(self.root.url, there, f"step {id.step}", "give one of the steps that are there")

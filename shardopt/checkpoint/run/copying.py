@@ -1,4 +1,4 @@
-"""Copies one checkpoint from one root to another, piece by piece: the steps of each rank, and those of rank 0.
+"""Copies one checkpoint from one root to another, file by file: the steps of each rank, and those of rank 0.
 
 A copy is verified while it is read, and its manifest goes last: so it is as whole as any checkpoint.
 """
@@ -33,7 +33,7 @@ def copy_over_ranks(
     read: Callable[[], tuple[Manifest, bytes]],
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[Manifest, int] | None:
-    """Copies a checkpoint where that is wanted and it is not there yet. Collective.
+    """Copies a checkpoint, unless it exists already or is no longer wanted. Collective.
 
     Args:
         read: reads the manifest; on each rank.
@@ -65,7 +65,7 @@ def copy_over_ranks(
 
 
 def is_copied(source: Storage, target: Storage) -> bool:
-    """On rank 0: whether the copy is committed already; refuses to put it in the place of another checkpoint."""
+    """Whether the copy is committed already; raises if another checkpoint is in its place. On rank 0."""
     with wrap_os_errors(f"look into {target.url}"):
         if not target.exists(MANIFEST_NAME):
             return False
@@ -87,7 +87,7 @@ def is_copied(source: Storage, target: Storage) -> bool:
 
 
 def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:
-    """On rank 0: makes the directories, without remains of an earlier copy; refuses ranks that see other manifests.
+    """Makes the directories, without leftovers of an earlier copy; raises if ranks see other manifests. On rank 0.
 
     Files to which other copies refer already are no remains. Nor are those of a copy that is there by now: another
     process of the job, which was not dead, has made it since this one looked.
@@ -105,7 +105,7 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
 
 
 def _remove_remains(target: Storage, manifest: Manifest) -> None:
-    """Removes files of a copy that was not finished; its manifest too, if another process has finished it just now."""
+    """Removes files of an unfinished copy; and its manifest, if another process has finished it just now."""
     there = set(target.names())
     own = [file.name for file in manifest.own_files if file.name in there]
     referred = referred_in(target) if own else ()
@@ -117,7 +117,7 @@ def _remove_remains(target: Storage, manifest: Manifest) -> None:
 
 
 def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
-    """Uploads the files that this rank wrote, and its share of those of former ranks; returns the bytes.
+    """Uploads the files that this rank wrote, and its share of those of former ranks; returns their bytes.
 
     Files that the checkpoint refers to go into directories beside the copy's, where they are not there yet: then the
     copy refers to them as the checkpoint does.
@@ -128,7 +128,7 @@ def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ra
 
 
 def _upload(file: DataFile, source: Storage, target: Storage) -> int:
-    """Uploads a file if it is not there; returns the bytes that were uploaded."""
+    """Uploads a file unless it exists; returns the uploaded bytes."""
     if target.exists(file.name):
         try:
             DataFileReader(target, file)  # its size, and the digest of header and checksums
@@ -140,7 +140,7 @@ def _upload(file: DataFile, source: Storage, target: Storage) -> int:
 
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
-    """On rank 0: copies files that are not the checkpoint's own, and then the manifest."""
+    """Copies the other files in the checkpoint's directory, and then the manifest. On rank 0."""
     with wrap_os_errors(f"commit {target.url}"):
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
@@ -149,7 +149,7 @@ def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: byte
 
 
 def _copy_other_file(source: Storage, target: Storage, name: str) -> None:
-    """Copies a file that is not the checkpoint's own; passes over a directory, or a file that is gone by now."""
+    """Copies a file that is not the checkpoint's own; skips directories and missing files."""
     try:
         nbytes = source.size(name)
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def _copy_other_file(source: Storage, target: Storage, name: str) -> None:
 
 
 class _FileChunks:
-    """The bytes of a file, a few at a time. Iterable again."""
+    """The bytes of a file, in chunks. Can be iterated again."""
 
     def __init__(self, storage: Storage, name: str, nbytes: int) -> None:
         self._storage, self._name, self._nbytes = storage, name, nbytes

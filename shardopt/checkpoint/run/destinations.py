@@ -1,4 +1,4 @@
-"""The destinations of a run's checkpoints beside its root, and what keeps them from being used."""
+"""The destinations of a run's checkpoints beside its root, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Tier:
 
     Args:
         path: the same on every host, of a directory that each has for itself: in its memory ("/dev/shm/run") or on its
-            disks. It is made with mode 0700 where there is none; one that others may use is refused.
+            disks. It is made with mode 0700 if it is missing; one that other users may use is refused.
         every: saves go here at steps that are multiples of this.
         keep_last: how many of the newest stay, of those that are copied; what is newer stays too.
         copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
-        domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains where
-            there are such. None is one for each host.
+        domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains if
+            there are any. None is one for each host.
         max_bytes_per_second: bytes that a host fetches for copies at most; None for no limit.
     """
 
@@ -56,7 +56,7 @@ Destination = Tier | Mirror
 
 
 def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None]:
-    """Splits the destinations of a run. Raises OptionError where they are others, or in another order."""
+    """Splits the destinations of a run. Raises OptionError if they are of other types, or in another order."""
     remedy = "give it as in destinations=[Tier(path, every=1), Mirror(url)]"
     if isinstance(destinations, str | bytes) or not isinstance(destinations, Sequence):
         problems = [Problem("destinations", repr(destinations), f"a list of {_DESTINATIONS}", remedy)]
@@ -77,7 +77,7 @@ def tiers_and_mirror(destinations: Any) -> tuple[tuple[Tier, ...], Mirror | None
 
 
 def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremental: bool) -> None:
-    """Raises OptionError where tiers cannot be used; all of it is listed.
+    """Raises OptionError, listing all problems, if tiers cannot be used.
 
     Args:
         tiers: which come first of all destinations.

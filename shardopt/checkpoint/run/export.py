@@ -39,14 +39,14 @@ _OWN_FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Which checkpoint of a run is also written as a Hugging Face folder, where, and how.
+    """Which checkpoints of a run are also written as a Hugging Face folder, where, and how.
 
     Args:
         url: of a directory, in which each export has a directory of its own, named as the checkpoint is.
-        best: `(metric, mode)`: only a checkpoint whose metric is better than that of the export there is ("min" or
-            "max"); None for every checkpoint, so that the last one stays.
-        rearrange, rename, select, skip, dtype, max_file_bytes, weights: as for `checkpoint.convert`; `weights="ema"`
-            writes the averages that the app has under that key, under the names of the weights.
+        best: `(metric, mode)`: exports only a checkpoint whose metric is better than the existing export's ("min" or
+            "max"). None exports every checkpoint, so that the last one stays.
+        rearrange, rename, select, skip, dtype, max_file_bytes, weights: as for `checkpoint.convert`. `weights="ema"`
+            writes the app's averages under that key, under the names of the weights.
     """
 
     url: str | os.PathLike[str] = field(repr=False)  # it may have a password
@@ -66,8 +66,10 @@ class Export:
 
 
 class _Wanted(NamedTuple):
-    """A checkpoint to be exported: its directory's name, its URL, its metric where that decides, and what keeps it
-    from being removed until it is closed."""
+    """A checkpoint to export: its directory's name, its URL and its metric, if that decides.
+
+    `hold` keeps the checkpoint from being removed until it is closed.
+    """
 
     name: str
     url: str
@@ -76,7 +78,7 @@ class _Wanted(NamedTuple):
 
 
 class Exporter(Task):
-    """Writes the exports of a run, in a thread of rank 0. Other ranks make none."""
+    """Writes the exports of a run, in a thread of rank 0. Other ranks write none."""
 
     def __init__(self, export: Export) -> None:
         self._export = export
@@ -84,7 +86,7 @@ class Exporter(Task):
         super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
     def begin(self, id: CheckpointId, url: str, metrics: Mapping[str, float]) -> None:
-        """Takes a checkpoint that was just committed, to be exported if it is to be. Does not wait."""
+        """Exports a just committed checkpoint, if it is due. Does not wait."""
         value = None if self._export.best is None else metrics.get(self._export.best[0])
         if self._export.best is not None and value is None:
             return
@@ -125,7 +127,7 @@ class Exporter(Task):
                 _remove(self._root.child(name))
 
     def _value_of_export(self) -> float | None:
-        """Returns the metric of the export that is there; None where there is none that counts."""
+        """Returns the metric of the existing export; None if there is none that counts."""
         try:
             record = json.loads(self._root.read_record(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
             if record is None or record["value"] is None or not _is_whole(self._root.child(str(record["name"]))):
@@ -142,7 +144,7 @@ def _is_whole(export: Storage) -> bool:
 
 
 def _remove(export: Storage) -> None:
-    """Removes an export; what makes it one comes first. Files of others stay, and the directory with them."""
+    """Removes an export, its config first. Other files stay, and with them the directory."""
     for name in sorted(filter(_OWN_FILES.fullmatch, export.names()), key=lambda name: not name.endswith(".json")):
         export.remove(name)
     export.remove_if_empty()

@@ -1,4 +1,4 @@
-"""The identity of a run, by which its root, its mirror and its tiers know that they are of one run.
+"""The identity of a run, by which its root, its mirror and its tiers are known to belong together.
 
     run.json    {"format": "shardopt-run", "id": "52b1…", "root": "/shared/runs/7", "xxh3": "…"}
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
-    """Sees that directories of tiers are of a run, or of none yet. Collective over `ranks`, writes nothing.
+    """Checks that tiers' directories belong to this run, or to none yet. Collective over `ranks`; writes nothing.
 
     Raises:
         CheckpointError: a directory is of another run, or has no record of a run, or a damaged one; or root and mirror
@@ -41,7 +41,7 @@ def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> No
 
 
 def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
-    """Marks directories of tiers as those of a run, which begins where it has not. Collective over `ranks`.
+    """Marks tiers' directories as this run's; makes the run's identity if there is none. Collective over `ranks`.
 
     Nothing is written where one is another run's.
 
@@ -67,7 +67,7 @@ def _paths(tiers: Sequence[Hosts]) -> str:
 def _look_at_all(
     ranks: Ranks, what: str, tiers: Sequence[Hosts], decide: Callable[[list[Any]], Any], mark: bytes | None = None
 ) -> Any:
-    """Returns what rank 0 decides by what each rank sees of each tier: where it leads its host, else None. Collective.
+    """Returns what rank 0 decides from what the leader of each host sees of each tier. Collective.
 
     Args:
         mark: a record that is first put where none is.
@@ -83,7 +83,7 @@ def _look_at_all(
 
 
 def _look_at(hosts: Hosts) -> list[Any]:
-    """Returns this host's path, the id and root of the run that it is of, and whether it has checkpoints.
+    """Returns this host's path, the id and root of the run that it belongs to, and whether it has checkpoints.
 
     Where nothing says whose it is there is None for the run, and where that is damaged no id.
     """
@@ -98,7 +98,7 @@ def _look_at(hosts: Hosts) -> list[Any]:
 
 
 def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> tuple[RunIdentity | None, list[Root]]:
-    """Raises CheckpointError where a host's directory is of another run; else returns what `_identity_of` does."""
+    """Raises CheckpointError if a host's directory belongs to another run; else returns `_identity_of`'s result."""
     (run, lacking), root = _identity_of(roots), roots[0]
     others = "name another path; or remove the directory from each host, if nobody needs what it has; or, if that is "
     as_root = f"{others}the run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
@@ -125,7 +125,7 @@ def _check(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> None:
 
 
 def _identity_of(roots: Sequence[Root]) -> tuple[RunIdentity | None, list[Root]]:
-    """On rank 0: the run of a root and its mirror, and those of both that have no record of one.
+    """Returns the run of a root and its mirror, and which of the two lack a record of it. On rank 0.
 
     One record is enough: where the other is damaged, or the mirror cannot be read, that is logged. A restore has read
     the mirror before, or has failed.
@@ -155,7 +155,7 @@ def _identity_of(roots: Sequence[Root]) -> tuple[RunIdentity | None, list[Root]]
 
 
 def _keep(run: RunIdentity, root: Root, lacking: Sequence[Root]) -> None:
-    """On rank 0: writes the record of a run where there is none; a mirror that cannot have it now gets it later."""
+    """Writes the record of a run if there is none; a mirror that is out of reach gets it later. On rank 0."""
     for each in lacking:
         try:
             with wrap_os_errors(f"write {each.url}/{RUN_NAME}"):

@@ -1,4 +1,4 @@
-"""Removes the checkpoints of a run that are no longer wanted, and the remains of dead saves."""
+"""Removes the checkpoints of a run that retention does not keep, and leftovers of dead saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class Keeper(Task):
-    """Keeps the checkpoints that the rules name, under the roots of a run, and no others.
+    """Removes all checkpoints under the roots of a run except those that the rules keep.
 
     All ranks may call; rank 0 removes. A failure to remove is logged: it is no reason to end a training.
 
@@ -46,7 +46,7 @@ class Keeper(Task):
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
     def restored(self, id: CheckpointId, damaged: Collection[str]) -> None:
-        """Notes that the run was restored from a checkpoint, which stays.
+        """Notes that the run was restored from a checkpoint, which is kept.
 
         Args:
             damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
@@ -55,7 +55,7 @@ class Keeper(Task):
         self._saved, self._warned = None, False
 
     def make_way(self, id: CheckpointId) -> None:
-        """Makes a directory free to be saved to: nothing is being removed there, and nothing damaged is there."""
+        """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint."""
         if self._newest is None or id.step <= self._newest:
             self.finish()  # only below the newest anything is removed
         for root in self._run.roots:
@@ -68,7 +68,7 @@ class Keeper(Task):
                 self._damaged -= {url}
 
     def begin(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
-        """Removes checkpoints that are no longer wanted under the run's root, where one was just committed.
+        """Begins to remove unwanted checkpoints under the run's root, after a commit there.
 
         No save to it may be under way. Of many files, and over a network, this may take minutes: there it is waited for
         a second, and goes on in a thread. One at a time: what is unwanted while another goes on goes with a later save.
@@ -89,11 +89,11 @@ class Keeper(Task):
             self._turns.finish(_WAIT_SECONDS)
 
     def measured(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
-        """Notes the metrics of a checkpoint that was committed before: they count when next something is removed."""
+        """Notes the metrics of an earlier checkpoint, for the next removal."""
         self._metrics[id] = metrics
 
     def delete(self, id: CheckpointId) -> bool:
-        """Removes a checkpoint under all roots, whatever the rules; returns whether there was one. On rank 0."""
+        """Removes a checkpoint under all roots, regardless of the rules; returns whether it existed. On rank 0."""
         self.finish()
         found = False
         for root in self._run.roots:
@@ -105,25 +105,25 @@ class Keeper(Task):
         return found
 
     def forget(self, id: CheckpointId) -> None:
-        """Forgets what was noted of a checkpoint that was removed."""
+        """Drops the notes on a removed checkpoint."""
         self._metrics.pop(id, None)
         self._saved = None if self._saved == id else self._saved
         self._resumed = None if self._resumed == id else self._resumed
 
     def tidy_copies(self) -> None:
-        """Does the same as `begin` under the root of the mirror, once a checkpoint was copied; waits for it."""
+        """Removes as `begin` does, under the mirror's root, after a checkpoint was copied; waits for it."""
         if self._run.ranks.rank == 0:
             for root in self._run.roots[1:]:
                 self._tidy(root)
 
     def remove_newer(self) -> None:
-        """On rank 0: removes what was to go when the run was taken back; what is in use now goes with a later save."""
+        """Removes what left the run when it was taken back; what is in use now goes at a later save. On rank 0."""
         for root in self._run.roots:
             with _logging_failures(root):
                 self._remove(root, [id for id in root.ids() if self._run.branches.is_removed(id)])
 
     def _tidy(self, root: Root) -> None:
-        """On rank 0: removes what is not to be kept under a root."""
+        """Removes all checkpoints under a root that are not kept. On rank 0."""
         with _logging_failures(root):
             unwanted = self._unwanted(root)
             if unwanted:

@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a run as they lie in its root: when they were saved, what they have, which are whole."""
+"""Lists the checkpoints under a run's root: when they were saved, what they hold, and which are whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Condition = Literal["whole", "committed", "base", "damaged", "unfinished", "unre
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A checkpoint, as far as its manifest and the names and sizes of its files tell.
+    """A checkpoint, as described by its manifest and the names and sizes of its files.
 
     Args:
         url: where it is.
@@ -63,7 +63,7 @@ class Listed:
 
     @property
     def counts(self) -> bool:
-        """Whether it may take a place among those that are kept: it is committed, and not known to be damaged."""
+        """Whether it may be one of those that are kept: it is committed, and not known to be damaged."""
         return self.condition in ("whole", "committed")
 
 
@@ -76,7 +76,7 @@ class RunListing:
     checkpoints: tuple[Listed, ...]
 
     def reasons_to_keep(self, rules: Retention) -> dict[CheckpointId, list[str]]:
-        """Returns the checkpoints of the run that stay, and why: by the rules, or as branches begin there."""
+        """Returns the checkpoints of the run that stay, and why: by a rule, or because a branch begins there."""
         run = {each.id.step: each for each in self.checkpoints if each.id and each.in_run and each.counts}
         metrics = {step: each.metrics or {} for step, each in run.items()}
         begins = {each.from_step: f"branch {each.number} begins here" for each in self.branches.values()}
@@ -85,7 +85,7 @@ class RunListing:
 
 
 def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing:
-    """Lists what lies in the root of a run; no checkpoints where it is not one. Local, changes nothing.
+    """Lists the root of a run; no checkpoints if it is none. Local, changes nothing.
 
     Args:
         verify_bytes: whether to read every byte of each checkpoint.
@@ -106,7 +106,7 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
 
 
 def list_step(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing | None:
-    """Lists one checkpoint of a run, with the URL and the branches of the run; None for any other. Local.
+    """Lists one checkpoint of a run, with the run's URL and branches; None for any other. Local.
 
     Args:
         url: of the directory of a step.
@@ -127,7 +127,7 @@ def list_step(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunLis
 
 
 def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
-    """Tells the directories that others need from those of saves that were not finished."""
+    """Marks the directories without manifest that other checkpoints refer to; the others are unfinished saves."""
     needed: defaultdict[str | None, set[DataFile]] = defaultdict(set)
     for file in (file for each in listed for file in each.files if file.directory is not None):
         needed[file.directory].add(replace(file, directory=None))
@@ -148,7 +148,7 @@ def look_at(
     in_run: bool = True,
     to_be_removed: bool = False,
 ) -> Listed:
-    """Describes one checkpoint. Local. Raises nothing for one that is damaged or not there."""
+    """Describes one checkpoint. Local. Raises nothing if it is damaged or missing."""
 
     def listed(condition: Condition, problems: tuple[Problem, ...] = ()) -> Listed:
         return Listed(storage.url, condition, problems, id, in_run, to_be_removed)
@@ -180,7 +180,7 @@ def look_at(
 
 
 def _missing_or_cut(manifest: Manifest, storage: Storage) -> Iterator[Problem]:
-    """Yields the files of a checkpoint, its own and those beside it, that are not there, or have another size."""
+    """Yields the files of a checkpoint, its own and referenced ones, that are missing or have another size."""
     remedy = "restore from another one"
     for directory, files in files_by_directory(manifest.files, storage):
         there = set(directory.names())

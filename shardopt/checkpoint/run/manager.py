@@ -1,4 +1,4 @@
-"""The checkpoints of one training run, by step: saved, restored, and removed when they are no longer wanted."""
+"""The checkpoints of one training run, by step: saves, restores, and removes them when they are no longer wanted."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class Manager:
-    """Saves a run's state every so many steps under one root, restores the newest, and keeps what is to be kept.
+    """Saves a run's state at regular steps under one root, restores the newest checkpoint, and applies retention.
 
     All ranks must make the same calls, for the same steps. A root is one job's: two that run at once must not share it.
     Checkpoints are directories `step-00000500`; one without a manifest does not exist to anybody. Such remains of dead
-    saves are cleared once a later checkpoint is committed. Taken back to an earlier step (`restore(app, step=...)`) a
-    run goes on upon a branch, in directories `step-00000500-b1`, and what was saved after it is no longer part of it.
+    saves are cleared once a later checkpoint is committed. A run taken back to an earlier step (`restore(app,
+    step=...)`) continues on a branch, in directories `step-00000500-b1`. What was saved after that step leaves the run.
 
     Args:
         root: a path, or a URL that fsspec knows.
@@ -67,27 +67,27 @@ class Manager:
             due, and to the root (`every`). Not with `incremental`.
             A mirror is a second root, such as "s3://bucket/run". Committed checkpoints are copied there in the
             background, and removed by the same rules.
-        every: `save` writes at steps that are multiples of this; or, a `timedelta`, at the first step after each such
-            time by rank 0's clock, the same on all ranks: then `save` or `should_save` is to be called at every step.
+        every: `save` writes at steps that are multiples of this. With a `timedelta`, all write at the first step after
+            each such time by rank 0's clock; `save` or `should_save` must then be called at every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
             the one that was saved last, and the one that the run was restored from.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
             `async_save` does, whose limits are theirs too.
-        stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank it makes all ranks
-            save after the same step, the next that none of them has passed, and leave with SystemExit. This needs
-            `save` or `should_save` to be called at every step, and the Manager to be made in the main thread. Failures
-            of an earlier save or copy are logged then, once this one is saved.
+        stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank, it makes all
+            ranks save after the same step, the next one that no rank has passed. They then leave with SystemExit. This
+            needs `save` or `should_save` to be called at every step, and the Manager to be made in the main thread.
+            Failures of an earlier save or copy are logged then, once this one is saved.
         options: of all saves (`SaveOptions`).
         process_group: the ranks of the run, where they are not all of the job: a process group, or a device mesh.
             Others make no Manager for its root. Making it is collective then, as is its use.
-        incremental: whether a save refers to the one before for what has not changed since, as by `save(..., base=)`;
-            the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
-            as long as a checkpoint that does, whatever the rules say of their own.
+        incremental: whether a save refers to the one before for what has not changed since, as with `save(..., base=)`.
+            The first save writes everything, as does one whose predecessor is gone. Files stay as long as a checkpoint
+            refers to them, even if the rules drop their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged, and raised by `close` on that rank.
-        storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials; what this
-            process opens at or below its URL takes them too. They are stored nowhere, and in no message. A
-            path takes none.
+        storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials. They apply
+            to everything that this process opens at or below its URL. They are never stored or printed. A path takes
+            none.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
@@ -145,12 +145,12 @@ class Manager:
         self._tied, self._closed = options.tied, False
 
     def path(self, step: int) -> str:
-        """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
+        """Returns the URL of the checkpoint of a step, whether or not it exists. Local."""
         return self._run.root.checkpoint(self._run.branches_here().id_of(step)).url
 
     @property
     def branch(self) -> int:
-        """The branch that the run is on: 0, until it is taken back to an earlier step. Local."""
+        """The branch that the run is on: 0 until the run is taken back to an earlier step. Local."""
         return self._run.branches_here().current
 
     def steps(self) -> list[int]:
@@ -159,11 +159,11 @@ class Manager:
 
     @property
     def latest_step(self) -> int | None:
-        """The greatest of `steps()`; None where there is none. Local."""
+        """The greatest of `steps()`; None if there is none. Local."""
         return max(self.steps(), default=None)
 
     def abandoned_steps(self) -> dict[int, list[int]]:
-        """Returns by branch the steps that were saved on it and are no part of the run since it was taken back. Local.
+        """Returns, by branch, the steps that left the run when it was taken back. Local.
 
         `restore(app, step=..., branch=...)` takes the run back to one of them.
         """
@@ -173,12 +173,12 @@ class Manager:
         return steps
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics that `save` and `add_metrics` got for a step; empty where they got none. Local."""
+        """Returns the metrics that `save` and `add_metrics` stored for a step; empty if none. Local."""
         return metrics_of(self._run.root.checkpoint(self._run.branches_here().id_of(step)))
 
     @is_part_of(SAVING)
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint that is saved, as where it is evaluated afterwards. Collective.
+        """Adds metrics to a saved checkpoint, for example from a later evaluation. Collective.
 
         They count for `Retention(best=)` when next something is removed, and for `Export(best=)` at once; of one name
         the last counts. A save of the step in the background is waited for. They stand beside the checkpoint in the
@@ -201,7 +201,7 @@ class Manager:
 
     @is_part_of(SAVING)
     def delete(self, step: int) -> None:
-        """Removes the checkpoint of a step of the run, wherever it is: root, mirror and tiers. Collective.
+        """Removes the checkpoint of a step of the run from root, mirror and tiers. Collective.
 
         Saves and copies in the background are waited for. Data files to which later checkpoints refer stay, as long as
         these do. Also the newest may be removed, and then the one before it is what a restore takes.
@@ -218,13 +218,13 @@ class Manager:
             self._steps.delete(int(step))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
+        """Whether `save` would write at this step: the step is due at the root or a tier, or the job is to stop."""
         stops = self._stop is not None and self._stop.after(step, self._run.ranks)
         return self._steps.is_due(step) or stops
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:
-        """Returns where each step of the run is whole: under which paths of tiers, and under the root. Collective.
+        """Returns, for each step of the run, the paths of tiers and the root where it is whole. Collective.
 
         With each tier is the number of hosts that may be lost without it, and None with the root.
         """
@@ -243,8 +243,8 @@ class Manager:
         With `stage` it returns as soon as `async_save` does. Checkpoints that are no longer wanted are removed when the
         new one is committed.
 
-        Where this Manager has committed the step already, or was restored from it, nothing is saved, and a line says
-        so; it returns what the save returned if that was the last one, else None.
+        If this Manager has already committed the step, or was restored from it, nothing is saved, and a log line says
+        so. The call returns the report of that save if it was the last one, else None.
 
         Args:
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
@@ -284,29 +284,29 @@ class Manager:
         share_reads: ShareReads = "auto",
         progress: Progress | None = None,
     ) -> int:
-        """Loads the newest committed checkpoint that is whole into `app`, in place; returns its step, or 0.
+        """Loads the newest whole committed checkpoint into `app`, in place; returns its step, or 0.
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
-        damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
-        as by `load(..., init_state=True)`: those of a run that is started again are new, and have none; `load` alone
-        takes that for a mistake. Rank 0 logs what was restored at INFO, or prints it where no logging is configured.
+        damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers of a
+        restarted run have no state, and get it as with `load(..., init_state=True)`. Rank 0 logs what was restored at
+        INFO, or prints it if no logging is configured.
 
         Args:
-            step: takes the run back to this step, which must be whole: what was saved after it is no longer part of
-                the run, for this job and all that restore it later. The run goes on upon a new branch, so that it may
-                save the same steps once more. Only to look at an earlier step, `checkpoint.load(manager.path(step),
-                app, init_state=True)`. None for the newest.
+            step: takes the run back to this step, which must be whole. What was saved after it leaves the run, for this
+                job and all later restores. The run continues on a new branch, so that it may save the same steps again.
+                Only to look at a step, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
-            newer: what becomes of checkpoints that were saved after `step`: "abandon" leaves them where they are, out
-                of the way of the run and of its rules; "remove" removes them, once this one is loaded.
+            newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by
+                the run and its rules. "remove" removes them, once this one is loaded.
             required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
                 has not begun: give True wherever one must have been saved.
-            select: as for `load`. Left in the script it holds at every start: a job that is started again comes back
-                with these keys alone, and the line about the restore says so. To begin with some weights of another
-                run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
+            select: as for `load`. Left in the script, it applies at every start: a restarted job loads these keys
+                alone, and the line about the restore says so. To begin with some weights of another run, load these by
+                `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
             rename: as for `load`. Rules may stay in the script, and be added: each is applied once, as the run's
-                checkpoints record which rules their names have been through. One without such a record (by an earlier
-                version, or `checkpoint.save`) that fits as it is is taken as it is, and a line says how to apply them.
+                checkpoints record which rules their names have been through. A checkpoint without such a record (of an
+                earlier version, or of `checkpoint.save`) that fits is loaded as it is. A line then says how to apply
+                the rules.
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
                 script: no checkpoint records them, and a square matrix would be transposed again at each start.
             strict, skip, transactional, share_reads, progress: as for `load`.
@@ -360,7 +360,7 @@ class Manager:
             self._steps.wait()
 
     def close(self) -> None:
-        """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
+        """Waits for saves and copies in the background, and closes this manager. Raises their failures.
 
         Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
         An export's failure is raised on rank 0 alone, a GradientError of an accelerator's last step where it is seen.

@@ -1,4 +1,4 @@
-"""Metrics of a checkpoint: numbers by name, in its manifest, and those that were added once it was committed.
+"""Metrics of a checkpoint: numbers by name, in its manifest, and numbers added after the commit.
 
 A committed checkpoint is never changed: what is added stands beside it in the root, as `step-00000500.metrics.json`,
 with the name of the save that it is of.
@@ -19,7 +19,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:
-    """Returns the metrics of a checkpoint; empty where it has none, or where there is no checkpoint.
+    """Returns the metrics of a checkpoint; empty if it has none, or does not exist.
 
     Raises:
         CorruptionError: what should have them is damaged.
@@ -33,7 +33,7 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
 
 
 def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
-    """Returns the metrics that were added to a checkpoint of this save. Damaged ones are logged, and none."""
+    """Returns the metrics added to a checkpoint of this save; logs a damaged file, and returns none."""
     beside = checkpoint.parent()
     if beside is None:
         return {}
@@ -52,7 +52,7 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
 
 
 def add_to(checkpoint: Storage, save_id: str, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to those of a checkpoint of this save; of one name the last counts."""
+    """Adds metrics to a checkpoint of this save; a repeated name replaces the earlier number."""
     beside = checkpoint.parent()
     assert beside is not None  # it has a name in its root
     root, name = beside
@@ -62,7 +62,7 @@ def add_to(checkpoint: Storage, save_id: str, metrics: Mapping[str, float]) -> N
 
 
 def save_id_of(checkpoint: Storage) -> str | None:
-    """Returns the name of the save that a checkpoint is of; None where there is none. Raises CorruptionError."""
+    """Returns the id of the save that made a checkpoint; None if there is none. Raises CorruptionError."""
     try:
         return read_manifest(checkpoint)[0].save_id
     except CheckpointNotFoundError:
@@ -70,12 +70,12 @@ def save_id_of(checkpoint: Storage) -> str | None:
 
 
 def record_name(name: str) -> str:
-    """Returns the name of the file with what was added to the metrics of the checkpoint of this name."""
+    """Returns the name of the file with the added metrics of the checkpoint of this name."""
     return f"{name}.{METRICS_NAME}"
 
 
 def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:
-    """Reads the metrics of a checkpoint from before they were in manifests, when a file had them."""
+    """Reads the metrics of an old checkpoint, which had a file for them instead of its manifest."""
     try:
         data = checkpoint.read_record(METRICS_NAME)
     except FileNotFoundError:

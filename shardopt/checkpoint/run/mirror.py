@@ -1,4 +1,4 @@
-"""Local first, then remote: checkpoints are saved to fast disks, and copied to a store in the background.
+"""Copies checkpoints from fast local disks to a remote store, in the background.
 
 A copy is verified while it is read, every rank uploads what it wrote, and the manifest goes last, once all have agreed
 that their files are there: so a checkpoint of the remote root is as whole as any. A run restores from whichever root
@@ -47,7 +47,7 @@ class UploadReport(OfUrl):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Upload:
-    """A checkpoint to be copied, by the name of its directory, and what is called once it is."""
+    """A checkpoint to be copied, by the name of its directory, and the callback after the copy."""
 
     ranks: Ranks  # of the side channel
     name: str
@@ -80,15 +80,15 @@ class MirrorCopier(Task):
         self.report: UploadReport | None = None  # of the last upload that was made
 
     def prepare(self) -> None:
-        """Opens the ranks' side channel for copies, as `upload` does where there is none yet. Collective then."""
+        """Opens the ranks' side channel for copies, if `upload` has not yet; collective then."""
         self._side.of(self._group.ranks)
 
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
-        """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
+        """Begins to copy a committed checkpoint, after those before it. Collective; does not wait.
 
-        One that waits for its turn while a newer one comes to wait behind it is left out: the copies may lag behind
-        the saves, but not ever further. So is one that is there already. Another checkpoint of that name is never
-        written over: then the upload fails with CheckpointExistsError.
+        A checkpoint that waits for its turn is left out once a newer one waits behind it. So copies may lag behind
+        saves, but never further and further. A checkpoint that is there already is left out, too. Another checkpoint of
+        that name is never written over: then the upload fails with CheckpointExistsError.
 
         Files that stand beside those of the checkpoint are copied too, directories are not.
 
@@ -106,16 +106,16 @@ class MirrorCopier(Task):
             raise earlier
 
     def begin(self, name: str, afterwards: Callable[[Storage], None]) -> None:
-        """Does the same, and leaves the failure of an earlier one to be taken. Collective; does not wait."""
+        """Begins a copy as `upload` does, but keeps an earlier failure to be taken. Collective; does not wait."""
         ranks = self._side.of(self._group.ranks)
         self._turns.begin(_Upload(ranks, name, afterwards))
 
     def uploading(self) -> frozenset[str]:
-        """Returns the names of checkpoints that are being copied or wait for it, which must not be removed. Local."""
+        """Returns the names of checkpoints that are being or will be copied, and must not be removed. Local."""
         return frozenset(each.name for each in self._turns.jobs)
 
     def filling(self) -> frozenset[str]:
-        """Returns the names of directories of copies that get files to which the one being copied refers. Local.
+        """Returns the directories to which the running copy adds files that its checkpoint refers to. Local.
 
         They must not be removed: the copy that refers to them is not there yet.
         """
@@ -141,7 +141,7 @@ class MirrorCopier(Task):
         return [(name, root.child(name).url) for name in both for root, names in places if name in names]
 
     def wait(self) -> None:
-        """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
+        """Waits until no copy is running. Raises the failure of an upload, if it was not raised yet."""
         self.close()
 
     def __enter__(self) -> MirrorCopier:
@@ -154,7 +154,7 @@ class MirrorCopier(Task):
         return f"copying {self._local.child(upload.name).url} to {self.remote.child(upload.name).url}"
 
     def _copy(self, upload: _Upload) -> None:
-        """Copies a checkpoint, in its turn; leaves it out where a newer one waits."""
+        """Copies a checkpoint in its turn; skips it if a newer one waits."""
         begin, ranks = world().monotonic(), upload.ranks
         source, target = self._local.child(upload.name), self.remote.child(upload.name)
 

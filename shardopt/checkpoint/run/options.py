@@ -1,4 +1,4 @@
-"""Checks the arguments of a `Manager`: each by name, all of them at once. `Preemption` is one of them."""
+"""Checks the arguments of a `Manager`, all at once, and names each bad one. Has `Preemption`, one of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDY = "pass it as in stop_on=signal.SIGTERM"
 def check_run_options(
     root: Any, mirror: tuple[str, Any] | None, every: Any, stage: Any, stops: bool, options: Any
 ) -> None:
-    """Checks the arguments of the constructor that check nothing themselves. Raises OptionError.
+    """Checks those arguments of the constructor that do not check themselves. Raises OptionError.
 
     Args:
         mirror: the name of that argument, and its URL.
@@ -49,7 +49,7 @@ def check_step(step: Any) -> None:
 
 
 def check_restore_options(step: Any, branch: Any, newer: Any) -> None:
-    """Checks the arguments by which a restore takes a run back. Raises OptionError."""
+    """Checks the arguments with which a restore takes a run back. Raises OptionError."""
     refuse(
         [
             *optional_count_problem("step", step, 0),
@@ -66,14 +66,14 @@ def refuse_unknown_branch(branch: int, current: int) -> None:
 
 
 def _choice_problem(name: str, value: Any, choices: Sequence[Any]) -> list[Problem]:
-    """Returns the problem of a choice between a few values, if there is one."""
+    """Returns the problem with a choice between a few values, if any."""
     if any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
         return []
     return [Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")]
 
 
 def _is_no_directory(path: str) -> bool:
-    """Whether something else stands there. Of a disk that fails the first round tells, and so on all ranks."""
+    """Whether something other than a directory is there. Failing disks are left to the first round, for all ranks."""
     try:
         return not stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def _is_no_directory(path: str) -> bool:
 
 
 def _root_problems(root: Any, mirror: tuple[str, Any] | None) -> list[Problem]:
-    """Returns the problems of the two roots."""
+    """Returns the problems with the two roots."""
     problems = []
     urls = {}
     for name, path in (("root", root), *(() if mirror is None else (mirror,))):
@@ -106,13 +106,13 @@ def _root_problems(root: Any, mirror: tuple[str, Any] | None) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Preemption:
-    """The signals by which a job is told to stop, and how its processes end, for `Manager(stop_on=)`.
+    """The signals that tell a job to stop, and how its processes end; for `Manager(stop_on=)`.
 
     Args:
         signals: one, or several: SIGTERM of most launchers, SIGUSR1 where Slurm is asked for it (`--signal=USR1@60`),
             SIGINT of the terminal (Ctrl-C).
-        exit_code: of processes that have left; None is 128 and the number of the signal, as shells have it (on a rank
-            that got none, of the first). Where torchrun is to start the job again it must not be 0.
+        exit_code: of processes that have left. None is 128 plus the number of the signal, as in shells (on a rank that
+            got no signal, of the first). Where torchrun is to start the job again it must not be 0.
         seconds: within which a process that got a signal ends, saved or not. Rank 0 logs a warning, once, if the save
             that the run is restored from, or a later one, took more than half of it.
 
@@ -137,12 +137,12 @@ class Preemption:
 
     @property
     def all_signals(self) -> tuple[signal.Signals, ...]:
-        """The signals, each once, in the order in which they were given."""
+        """The signals, each once, in the given order."""
         return self.signals if isinstance(self.signals, tuple) else (self.signals,)
 
 
 def preemption_of(stop_on: Any) -> Preemption | None:
-    """Returns what `stop_on=` of a `Manager` stands for: signals, or a `Preemption`. Raises OptionError."""
+    """Converts a `Manager`'s `stop_on=`, signals or a `Preemption`, to a `Preemption`. Raises OptionError."""
     return stop_on if stop_on is None or isinstance(stop_on, Preemption) else Preemption(stop_on)
 
 

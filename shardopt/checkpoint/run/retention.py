@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a run stay, as a pure function of those there are."""
+"""Retention: decides which checkpoints of a run stay, as a pure function of those that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mode = Literal["min", "max"]
 
 
 class Best(NamedTuple):
-    """To keep the `n` checkpoints whose metric is the least ("min") or the greatest ("max")."""
+    """Keeps the `n` checkpoints whose metric is the lowest ("min") or the highest ("max")."""
 
     metric: str
     mode: Mode
@@ -23,12 +23,12 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run a `Manager` keeps. Each rule keeps some besides those of the others.
+    """The rules by which a `Manager` keeps checkpoints of a run. A checkpoint stays if any rule keeps it.
 
     In any case the newest stays, the one that was saved last, and the one that the run was restored from.
 
     Args:
-        last: so many of the newest; None keeps all there are, whatever the other rules.
+        last: so many of the newest; None keeps all, regardless of the other rules.
         every: those of steps that are multiples of this.
         best: `(metric, mode, n)`: the n checkpoints whose metric is the least ("min") or the greatest ("max"). One
             without the metric is never among them.
@@ -57,7 +57,7 @@ class Retention:
 
 
 def retention_of(keep: Any) -> Retention:
-    """Returns what `keep=` of a `Manager` stands for: a `Retention`, or how many of the newest; None for all.
+    """Converts a `Manager`'s `keep=`, a `Retention` or a number of the newest, to a `Retention`; None keeps all.
 
     Raises:
         OptionError: it is none of these.
@@ -72,7 +72,7 @@ def retention_of(keep: Any) -> Retention:
 
 
 def _best_problem(best: Any) -> list[Problem]:
-    """Returns the problem of `best=`, if there is one."""
+    """Returns the problem with `best=`, if any."""
     if best is None:
         return []
     if isinstance(best, Sequence) and not isinstance(best, str) and len(best) == 3:
@@ -89,7 +89,7 @@ def reasons_to_keep(
     metrics: Mapping[int, Mapping[str, float]],
     pinned: Mapping[int, str] | None = None,
 ) -> dict[int, list[str]]:
-    """The steps whose checkpoints stay, ascending, and why: a few words for each rule that keeps it.
+    """Returns the steps whose checkpoints stay, ascending, each with a few words per rule that keeps it.
 
     Args:
         committed: of checkpoints that are committed, and not known to be damaged; in any order.

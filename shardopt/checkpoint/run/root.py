@@ -1,4 +1,4 @@
-"""The root of a run: the directories of its checkpoints, and the records of its branches and of its name."""
+"""The root of a run: the directories of its checkpoints, and the records of its branches and its identity."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 
 RUN_NAME = "run.json"
-"""Under the root of a run and of its mirror."""
+"""The name of the record of a run, in its root and in its mirror."""
 LABEL_NAME = ".run"
-"""In a host's directory of a tier."""
+"""The name of the record in a host's directory of a tier."""
 
 _FORMAT = "shardopt-run"
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -55,7 +55,7 @@ def decode_run(data: bytes, where: str) -> RunIdentity:
 
 
 def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
-    """Returns the run whose record lies in a directory; None where there is none.
+    """Returns the run whose record is in a directory; None if there is none.
 
     Raises:
         CheckpointError: it cannot be read. CorruptionError: it is damaged.
@@ -69,24 +69,24 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
 
 
 class Root:
-    """Reads and writes what lies directly under the root of a run. Local to the rank that asks."""
+    """Reads and writes the files directly under the root of a run. Local to the calling rank."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.url = storage, storage.url
         self.names: frozenset[str] = frozenset()
-        """Of all that lies directly under it, as the last listing has shown."""
+        """The names directly under the root, as of the last listing."""
         self.records: Mapping[str, Branch] = {}
-        """Of branches, by file name, as the last listing has shown."""
+        """The records of branches, by file name, as of the last listing."""
         self._committed: frozenset[CheckpointId] = frozenset()  # that were found to be, where to look costs a request
 
     def is_there(self) -> bool:
-        """Whether there is such a directory; on a store, whether anything is under this prefix."""
+        """Whether the directory exists; on an object store, whether the prefix has files."""
         if isinstance(self.storage, LocalStorage):
             return os.path.isdir(self.url)
         return bool(self.storage.names())
 
     def ids(self) -> list[CheckpointId]:
-        """Lists the root: the checkpoints that have a directory, whatever is in it, ascending; none without a root.
+        """Lists the checkpoints with a directory under the root, even an empty one, ascending; none without a root.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -99,7 +99,7 @@ class Root:
         return sorted(id for id in map(parse_id, names) if id is not None)
 
     def refuse_checkpoint(self) -> None:
-        """Raises CheckpointError where this is a checkpoint itself and no run's root, as the last listing has shown."""
+        """Raises CheckpointError if the last listing shows that this is a checkpoint itself instead of a run's root."""
         own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
         if own or DCP_METADATA_NAME in self.names:
             parent = os.path.dirname(self.url)
@@ -118,7 +118,7 @@ class Root:
         return self.storage.child(id.name)
 
     def is_committed(self, id: CheckpointId) -> bool:
-        """Whether there is a manifest. One that cannot be read counts: a load finds the damage."""
+        """Whether there is a manifest. An unreadable one counts, too; a load then finds the damage."""
         try:
             with wrap_os_errors(f"look into {self.url}"):
                 return self.checkpoint(id).exists(MANIFEST_NAME)
@@ -126,7 +126,7 @@ class Root:
             return True
 
     def committed_of(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
-        """Returns those that are committed, of some that `ids` has just listed.
+        """Returns the committed checkpoints among some that `ids` has just listed.
 
         On a store, what was found committed before is not asked for again while its directory is listed: a commit is to
         cost one request, however many checkpoints are kept. What others take away there without its directory is
@@ -138,11 +138,11 @@ class Root:
         return committed
 
     def forget(self, ids: Iterable[CheckpointId]) -> None:
-        """Forgets that checkpoints were committed: they are to be removed, or saved once more."""
+        """Forgets that checkpoints were committed, before they are removed or saved again."""
         self._committed -= frozenset(ids)
 
     def add(self, record: Branch) -> None:
-        """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""
+        """Writes the record of a branch, unless it exists. Raises CheckpointError if it differs."""
         with wrap_os_errors(f"write {self.url}/{record.file_name}"):
             self.storage.make()
             self.storage.publish_new(record.file_name, record.pack())

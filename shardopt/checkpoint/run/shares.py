@@ -1,4 +1,4 @@
-"""Lists what one host has on a tier of a run, and which tiers a run had; no job is needed, and nothing is changed.
+"""Lists one host's shares of checkpoints on a tier, and the tiers that a run had; needs no job, changes nothing.
 
     tiers.json    {"format": "shardopt-tiers", "tiers": [{"path": "/dev/shm/run-7", "every": 5, …}]}
 
@@ -39,7 +39,7 @@ Have = Literal["all", "some", "unfinished", "damaged", "unreadable"]
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What one host has of a checkpoint that lies on several, as far as it can tell alone.
+    """One host's share of a checkpoint that is spread over hosts, as far as this host alone can tell.
 
     Args:
         url: of the share.
@@ -69,7 +69,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class TierListing:
-    """What one host has in its directory of a tier. `run` is None where nothing says whose it is."""
+    """The contents of one host's directory of a tier. `run` is None if no record says which run it belongs to."""
 
     url: str
     run: RunIdentity | None
@@ -77,12 +77,12 @@ class TierListing:
 
 
 def is_tier(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL, with or without "hosts://", is of a host's own directory for shares of checkpoints."""
+    """Whether a URL, with or without "hosts://", is a host's own directory for shares of checkpoints."""
     return is_host_directory(os.fspath(url).removeprefix(PREFIX))
 
 
 def list_tier(url: str | os.PathLike[str], verify_bytes: bool = False) -> TierListing:
-    """Lists what this host has on a tier. Local, changes nothing.
+    """Lists this host's shares on a tier. Local, changes nothing.
 
     Args:
         verify_bytes: whether to read every byte of each file.
@@ -98,7 +98,7 @@ def list_tier(url: str | os.PathLike[str], verify_bytes: bool = False) -> TierLi
 
 
 def _look_at(storage: Storage, id: CheckpointId, verify_bytes: bool) -> HostShare | None:
-    """Describes a share; None where the run has removed it meanwhile: then its files are gone, or are written over."""
+    """Describes a share; None if the run has removed it meanwhile, as its files are then gone or overwritten."""
     seen = _describe(storage, id, verify_bytes)
     try:
         is_there = seen.have not in ("damaged", "unreadable") or storage.exists(RECORD_NAME)
@@ -155,7 +155,7 @@ def _compared(storage: Storage, id: CheckpointId, manifest: Manifest, verify_byt
 
 
 def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
-    """Writes down under a root which tiers its run has, if that is not there. Raises CheckpointError."""
+    """Writes a record of the run's tiers under a root, unless it exists. Raises CheckpointError."""
     data = pack_record(_FORMAT, tiers=list(tiers))
     with wrap_os_errors(f"write {root.url}/{TIERS_NAME}"):
         try:
@@ -167,7 +167,7 @@ def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def tiers_at(root: Storage) -> list[dict[str, Any]]:
-    """Returns the tiers that the run of a root had in its last job, by path; none where it had none.
+    """Returns the tiers of the run's last job, by path; none if it had none.
 
     Raises:
         CheckpointError: they cannot be read. CorruptionError: what is written there is damaged.
@@ -185,7 +185,7 @@ def tiers_at(root: Storage) -> list[dict[str, Any]]:
 
 
 def tier_here(path: str, run: RunIdentity | None, verify_bytes: bool = False) -> TierListing | None:
-    """Lists what this host has on a tier of a run; None where it has no such directory, or one of another run."""
+    """Lists this host's shares on a tier of a run; None if it has no such directory, or one of another run."""
     if not is_tier(path):
         return None
     listing = list_tier(path, verify_bytes)

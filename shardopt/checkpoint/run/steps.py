@@ -1,4 +1,4 @@
-"""Saves the steps of a run to a tier or to its root, in the call or in the background, and restores the newest."""
+"""Saves the steps of a run to a tier or its root, in the call or in the background; restores the newest."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Steps:
 
     @cached_property
     def background(self) -> AsyncSaver:
-        """Saves in the background; made at first use, as a run that is only looked at needs none."""
+        """Saves in the background; made at first use, as a run that is only read needs none."""
         return AsyncSaver()
 
     def wait_for_save(self) -> None:
-        """Waits for a save in the background, where there was one. Collective where it has failed."""
+        """Waits for a save in the background, if any. Collective if it failed."""
         if "background" in vars(self):  # it is made by the first that needs it, on all ranks
             self.background.wait()
 
@@ -67,13 +67,13 @@ class Steps:
         return self._run.branches
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is due at the root or on a tier. By time collective, as `Due.at`."""
+        """Whether a step is due at the root or on a tier. By time it is collective, as `Due.at`."""
         return self._run.due.at(step) or (self._tiers is not None and self._tiers.is_due(step))
 
     def save(
         self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, at_root: bool
     ) -> SaveReport | PendingSave | None:
-        """Saves to the first tier that is due, or to the root where none is. Collective.
+        """Saves to the first tier that is due, or to the root if none is. Collective.
 
         Args:
             at_root: whether to save to the root in any case, where nothing is lost with its hosts.
@@ -98,7 +98,7 @@ class Steps:
     def save_and_leave(
         self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop
     ) -> NoReturn:
-        """Saves to the root, whatever has failed before; then logs earlier failures, and ends the process. Collective.
+        """Saves to the root despite earlier failures; then logs these, and ends the process. Collective.
 
         Args:
             stop: by which the job is to stop; its `grace_seconds` count as `deadline_seconds` where those are more.
@@ -120,7 +120,7 @@ class Steps:
         stop.leave()
 
     def _has(self, id: CheckpointId, at_root: bool) -> bool:
-        """Whether a step was committed or restored here, and is there; says so. Collective.
+        """Whether a step was committed or restored here and still exists; logs it. Collective.
 
         Args:
             at_root: as for `AfterCommit.url_of`.
@@ -133,7 +133,7 @@ class Steps:
         return url is not None
 
     def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
-        """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
+        """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
         counted = app.get("step") if isinstance(app, Mapping) else None
         if type(counted) is not int or counted == step or self._warned_of_step or self._run.ranks.rank:
             return
@@ -184,7 +184,7 @@ class Steps:
         return report
 
     def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
-        """Returns terms with what a save may refer to, and where it goes where there is no room."""
+        """Returns terms with the save to refer to, and the fallback URLs for full tiers."""
         return replace(terms, base=self._after.base if self._incremental else None, fallback_urls=tuple(urls[1:]))
 
     def restore(
@@ -196,7 +196,7 @@ class Steps:
         required: bool,
         rename: Mapping[str, str],
     ) -> Restored | None:
-        """Loads the newest checkpoint that is whole, and goes on from it; None where there is none. Collective.
+        """Loads the newest whole checkpoint, and continues from it; returns None if there is none. Collective.
 
         Args:
             load: loads from a URL.
@@ -238,7 +238,7 @@ class Steps:
             self._after.remove_newer()
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint wherever it is, once nothing is being saved or copied. Collective."""
+        """Removes a checkpoint everywhere, after all saves and copies are done. Collective."""
         id = self.branches().id_of(step)
         self.wait()
         self._after.delete(id)
@@ -253,14 +253,14 @@ class Steps:
             self._raise_failure_of_copy()
 
     def _raise_failure_of_copy(self) -> None:
-        """Raises the failure of a copy, on all ranks if one of them has met it. Collective."""
+        """Raises the failure of a copy, on all ranks if any rank has it. Collective."""
         # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
         self.background.finish()
         self._after.raise_failure()
 
 
 def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Returns metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
+    """Returns metrics at the time of the call; None if a value is no number, which the save refuses on all ranks."""
     try:
         return {} if metrics is None else numbers_of(metrics)
     except StateError:
@@ -268,7 +268,7 @@ def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]
 
 
 def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:
-    """Loads the first of the candidates that is whole; None where there are none. Collective.
+    """Loads the first whole checkpoint of the candidates; returns None if there are none. Collective.
 
     Args:
         look: returns the candidates, the best first, the same on every rank. Called again after each that did not
@@ -304,7 +304,7 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
 
 
 def summary_of(restored: Restored, select: str | None) -> str:
-    """Returns a line for the log about a restore, of all keys or of those that `select` finds."""
+    """Returns a log line about a restore, of all keys or of those that `select` matches."""
     report = restored.report
     saved = f"saved by {plural(report.world_size, 'rank')}"
     if report.saved_at is not None:

@@ -1,4 +1,4 @@
-"""Stopping a job by a signal to any of its ranks: all ranks leave off after the same step.
+"""Stops a job after a signal to any of its ranks: all ranks stop after the same step.
 
 Ranks ask once a step, each for itself, and as long as none of them got the signal nothing is sent and nobody waits. The
 one that did has the others say how far they have come, by the threads that serve their connections, and all stop at the
@@ -27,7 +27,7 @@ _MESSAGE_SECONDS = 1.0  # to write the message of a process that is late
 
 
 class Stop:
-    """Listens for a signal from now on, until it is closed. To be made in the main thread.
+    """Listens for a signal from its construction, in the main thread, until it is closed.
 
     Args:
         signals: by any of which this process is to stop.
@@ -55,11 +55,11 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that has stopped."""
+        """The exit code of a process that was stopped."""
         return 128 + (self._got or self._first) if self._exit_code is None else self._exit_code
 
     def after(self, step: int, ranks: Ranks) -> bool:
-        """Whether all ranks are to stop after this step.
+        """Whether all ranks must stop after this step.
 
         Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
 
@@ -83,17 +83,17 @@ class Stop:
         return self._stops_at is not None and self._asked >= self._stops_at
 
     def leave(self) -> NoReturn:
-        """Raises SystemExit with the exit code, so that the program clears up on its way out."""
+        """Raises SystemExit with the exit code, so that the program cleans up as it ends."""
         raise SystemExit(self.exit_code)
 
     def close(self) -> None:
-        """Stops listening: the signal does again what it did before. Once it has come, this does nothing."""
+        """Stops listening and restores the signal's earlier handler; does nothing once the signal has come."""
         if not self._signaled.is_set() and self._stops_at is None:
             for listener in reversed(self._listeners):
                 listener.close()
 
     def _note(self, signum: signal.Signals) -> None:
-        """Notes that a signal has come. Between any two instructions of the main thread, and so without a lock."""
+        """Notes the signal. Runs between any two instructions of the main thread, and so without a lock."""
         if self._got is None:
             self._got = signum
         self._signaled.set()

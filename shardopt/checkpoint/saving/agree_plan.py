@@ -1,4 +1,4 @@
-"""Agrees on the plan of a save: compares what ranks describe, merges what differs on rank 0, and keeps plans.
+"""Agrees on the plan of a save: compares descriptions, merges differing ones on rank 0, and caches plans.
 
 round   reports of a few hashes          `Planning.report_state` → `compare_reports` on rank 0
 round   only where they differ, and no   the first rank of each kind sends its description; rank 0 merges kinds,
@@ -38,7 +38,7 @@ _LATER = "later"  # in the place of the name of a plan, by which hashes are grou
 
 
 class KeptPlan(NamedTuple):
-    """The plan of a save, this rank's writes by it, and the geometry fingerprint of this rank's description.
+    """The plan of a save, this rank's writes in it, and the geometry fingerprint of this rank's description.
 
     The plan is of the whole job on rank 0, and of this rank's component on others.
     """
@@ -49,11 +49,11 @@ class KeptPlan(NamedTuple):
 
 
 PlanCache = dict[tuple[str, int], KeptPlan]
-"""Plans of the last saves, by the fingerprint of all ranks' descriptions and the rank that this process was."""
+"""Plans of the last saves, by the fingerprint of all ranks' descriptions and the rank of this process."""
 
 
 class Planned(NamedTuple):
-    """The plan of this save, this rank's writes by it, and on rank 0 the job's plain values, once they are known."""
+    """The plan of this save, this rank's writes in it, and, on rank 0, the job's plain values once they are known."""
 
     plan: SavePlan
     writes: RankWrites
@@ -87,7 +87,7 @@ class _Report(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The comparison of the reports of all ranks, made by rank 0; sent to all as JSON.
+    """The comparison of all ranks' reports, made by rank 0 and sent to all as JSON.
 
     Args:
         job: the fingerprint of all ranks' descriptions.
@@ -154,7 +154,7 @@ _looked_at: set[str] = set()  # groups of buffers that differ, on rank 0
 
 
 def _apart(summaries: Iterable[Mapping[str, str]]) -> tuple[list[str], list[str]]:
-    """Returns groups of replicas that differ: those that must not, and those of buffers, each of which once."""
+    """Returns the groups of replicas that differ: those that must not and, once each, those of buffers."""
     drifted = drifted_in(summaries)
     buffers = [each for each in drifted if are_buffers(each) and each not in _looked_at]
     _looked_at.update(buffers)
@@ -162,7 +162,7 @@ def _apart(summaries: Iterable[Mapping[str, str]]) -> tuple[list[str], list[str]
 
 
 class Planning:
-    """One rank's side of the agreement on the plan of a save; the methods are called in this order.
+    """One rank's side of the agreement on the plan of a save; call the methods in this order.
 
     Args:
         plans: of earlier saves; the plan of this one is added.
@@ -204,7 +204,7 @@ class Planning:
         )
 
     def plan(self, comparison: Comparison) -> BaseException | None:
-        """Makes the plan; returns the error of this rank alone, to be raised on all in the next round. Collective.
+        """Makes the plan; returns an error of this rank alone, to be raised on all in the next round. Collective.
 
         Raises:
             ShardoptError: what ranks describe does not fit together. All ranks raise.
@@ -222,7 +222,7 @@ class Planning:
         return None
 
     def _make_plan(self, values: Values | None) -> Values | None:
-        """Adds the plan of this save, once what may have drifted was looked at; returns the plain values."""
+        """Adds the plan of this save, after the check for drift; returns the plain values."""
         comparison, rank, plans = self.comparison, self._ranks.rank, self._plans
         plan = plans[comparison.job, rank].plan if comparison.kept else None
         if plan is None and comparison.kinds:
@@ -245,7 +245,7 @@ class Planning:
         return values
 
     def report(self) -> tuple[Any, dict[str, str]]:
-        """Reports, beside the files written, what rank 0 must know to judge: plain values, and hashes of replicas."""
+        """Reports what rank 0 needs to judge, beside the written files: plain values, and hashes of replicas."""
         comparison, contents = self.comparison, dict[str, str]()
         values: dict[str, Any] | None = None
         # Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
@@ -257,7 +257,7 @@ class Planning:
         return values, contents
 
     def judge(self, reports: Sequence[Any]) -> tuple[Values, list[str], list[str]]:
-        """Returns the plain values of the job, and groups of replicas that differ, and those of buffers, to be told of.
+        """Returns the job's plain values, the groups of replicas that differ, and those of buffers to report.
 
         On rank 0, of all ranks' reports.
 
@@ -272,7 +272,7 @@ class Planning:
         return merge_values(values, self.planned.plan.geometry), drifted, buffers
 
     def refuse_drifted(self, drifted: Sequence[str]) -> None:
-        """Raises StateError, which names the replicas of these groups that differ. Collective."""
+        """Raises StateError that names the differing replicas of these groups. Collective."""
         self._look_into(refuse_drifted, drifted, self.planned.plan.geometry.members)
 
     def tell_buffers(self, buffers: Sequence[str]) -> None:
@@ -294,7 +294,7 @@ class Planning:
         look(self._ranks, self._call, own, groups)
 
     def _exchange_geometry(self) -> tuple[SavePlan, Values]:
-        """Returns the plan of this rank's component, on rank 0 that of the job; and the values of the job there."""
+        """Returns the plan of this rank's component (on rank 0, of the job); on rank 0 also the job's plain values."""
         kinds, value_ranks = unpack_kinds(self.comparison.kinds), self.comparison.value_ranks
         kind_of = kind_by_rank(kinds)
         rank = self._ranks.rank

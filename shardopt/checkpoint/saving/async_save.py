@@ -1,4 +1,4 @@
-"""Saves while training goes on: the state is copied to host memory, and a thread saves the copy as `save` does.
+"""Saves during training: copies the state to host memory, from which a thread saves it as `save` does.
 
     app → flatten → describe → copy ↴                      in the call, or beside the next forward and backward
                                     agree → assign → write → commit           in the thread
@@ -59,7 +59,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class AsyncSaver:
-    """Saves in the background, one after the other, through host memory that is kept between saves.
+    """Saves in the background, one save at a time, through host memory that is reused between saves.
 
     All ranks of a job must make the same calls.
     """
@@ -78,7 +78,7 @@ class AsyncSaver:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The last save, if there was one."""
+        """The last save, if any."""
         return self._pending
 
     @is_part_of(SAVING)
@@ -143,19 +143,19 @@ class AsyncSaver:
         return pending
 
     def wait(self) -> None:
-        """Waits for the save that is in flight.
+        """Waits for the save in flight.
 
         Collective where it has failed: then all ranks raise the failure if it was not reported on one of them.
         """
         self._wait(as_call("waiting for a save in the background"), self._group)
 
     def take_failure(self) -> BaseException | None:
-        """Waits for the save that is in flight; returns a failure that was not reported on this rank. Local."""
+        """Waits for the save in flight; returns a failure that was not reported on this rank. Local."""
         self.finish()
         return self._pending.take_failure() if self._pending is not None else None
 
     def close(self, alone: bool = False) -> None:
-        """Waits as `wait` does, and frees the host memory, which a next save would allocate anew.
+        """Waits as `wait` does, and frees the host memory, which the next save would allocate again.
 
         Args:
             alone: for a rank that leaves by itself: then no other rank is waited for.
@@ -174,7 +174,7 @@ class AsyncSaver:
             self._ranks = None
 
     def finish(self) -> None:
-        """Waits until nothing is in flight, and no step waits for it. Local; a failure stays to be raised."""
+        """Waits until no save is in flight and no step waits for one; keeps a failure to be raised later. Local."""
         if self._pending is not None:
             self._pending.done.wait()
             if self._thread is not None and self._thread.ident is not None:
@@ -217,7 +217,7 @@ class AsyncSaver:
         ranks: Ranks,
         options: SaveTerms,
     ) -> Staged | BaseException:
-        """Returns the staged state; or the error, which all ranks will raise in the thread."""
+        """Returns the staged state; or the error, which all ranks raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with out_of_inference_mode(), gc_paused():
@@ -236,7 +236,7 @@ class AsyncSaver:
             return error
 
     def _refuse_second(self, ranks: Ranks, call: Call) -> None:
-        """Raises on all ranks where a save is in flight on one: their clocks differ, and one alone must not go on."""
+        """Raises on all ranks if a save is in flight on any: as clocks differ, no rank may decide alone."""
         last = self._pending
         _, in_flight = ranks.agree(
             call,
@@ -252,11 +252,11 @@ class AsyncSaver:
 
 _default = AsyncSaver()
 _of_members: dict[tuple[int, ...], AsyncSaver] = {}
-"""By the numbers of their ranks: a rank that is in several groups must not wait in one for what another is about."""
+"""Savers by their ranks' numbers, as a rank in several groups must not wait in one for another's save."""
 
 
 def _saver_of(process_group: Group | None) -> AsyncSaver:
-    """Returns the one through which a group saves. Collective where `ranks_of` is."""
+    """Returns the saver of a process group. Collective whenever `ranks_of` is."""
     ranks = ranks_of(process_group)
     if process_group is None or ranks.job_numbers is None:
         return _default
@@ -279,25 +279,26 @@ def async_save(
     select: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PendingSave:
-    """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
+    """Saves as `save` does, but returns once the state is in host memory; a thread writes and commits it.
 
     Collective: every rank of the job, or of `process_group`, must call it. The state at the call is saved, to the bit.
-        Host
-    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later. Where
-    other ranks hold 16 MiB of it or more too, it is memory for what this rank writes: the call, or with "lazy" the
-    thread, waits until the save is planned by all ranks, the call for two seconds at most; then it copies everything.
+    Host memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later.
+    If other ranks also hold 16 MiB of it or more, there is host memory only for what this rank writes. The copy then
+    waits until all ranks have planned the save: in the call for at most two seconds, with "lazy" in the thread. After
+    two seconds the call copies everything.
 
-    The program should call `result()` of the last save before it ends: ending while a save is under way, or before
-    the failure of one was reported, makes the exit code 1, with the reason on stderr.
+    The program should call `result()` of the last save before it ends. If it ends during a save, or before a failed
+    save was reported, the exit code is 1, with the reason on stderr.
 
     Args:
         url, app: as for `save`.
-        stage: "now" copies everything in the call. "lazy" leaves to the thread what only an optimizer's step changes
-            (the parameters and the state of the optimizers in `app`, but for those that update within backward), and
-            these wait before their next step until it is copied. Until `.staged` of the result, such a tensor must not
-            be changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
-            wait. Other changes make the save fail with the tensor's name, as far as torch counts them: not those by
-            fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
+        stage: "now" copies everything in the call. "lazy" leaves to the thread what only an optimizer's step changes:
+            parameters and state of the optimizers in `app`, except those that update within backward. These optimizers
+            wait before their next step until the copy is made. Until `.staged` of the result, such a tensor must not be
+            changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
+            wait. Other changes make the save fail with the tensor's name, as far as torch counts them. It does not
+            count changes by fused kernels, through `.data`, or by steps replayed from a CUDA graph, which call no
+            hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
         durable, deadline_seconds, process_group, tied, base, select, storage_options: as for `save`.
@@ -311,9 +312,9 @@ def async_save(
         ShardoptError: the save before has failed, which was not reported on some rank. All ranks raise; nothing was
             begun.
 
-    The failure of the save itself is raised by the result, with the name of the rank, on every rank; or else at the
-    next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
-    until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
+    The result raises the failure of the save itself, with the name of the rank, on every rank. If nobody asks for it,
+    the next save, or the next step of an optimizer in `app`, raises it. Until then, ranks may be at different steps.
+    The next save is in step again, and raises on all ranks if the failure is unreported on any.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
     for each in (url, base) if storage_options is not None else ():
@@ -325,7 +326,7 @@ def async_save(
 
 
 def _optimizers_in(app: Any) -> list[Optimizer]:
-    """Returns the optimizers on which a failure can be reported although the state could not be flattened."""
+    """Returns the optimizers on which a failure can be reported even if the state could not be flattened."""
     values = app.values() if isinstance(app, Mapping) else ()
     return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
 

@@ -1,4 +1,4 @@
-"""The work of one save in the background: in a thread, from the state that the call hands over to the report.
+"""The background work of one save: runs in a thread, from the staged state to the report.
 
 hand over      the call has described its state, and copied it; or it copies later, `copy_by_plan`
 run            the thread: describes from the copies, and saves as `save` does
@@ -24,14 +24,14 @@ _PLAN_SECONDS = 2.0  # for which a call waits until the save is planned, to copy
 
 
 class Staged(NamedTuple):
-    """The state at the call, and the metrics, as handed over to the thread."""
+    """The state at the time of the call, and the metrics, as handed over to the thread."""
 
     state: Staging
     metrics: Mapping[str, float] | None
 
 
 class BackgroundSave:
-    """The work of one save in the background, done once, in whichever thread runs it first."""
+    """The work of one save in the background, done once, in the first thread that runs it."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class BackgroundSave:
         self.pending = PendingSave(url)  # last: from now on it has to end
 
     def hand_over(self, staged: Staged | BaseException) -> None:
-        """Hands over the state to be saved, or the error of staging on this rank. The first call counts."""
+        """Hands over the state to save, or this rank's error of staging. The first call counts."""
         if self._staged is None:
             self._staged = staged
         self._handed_over.set()
 
     def copy_by_plan(self, staging: Staging) -> None:
-        """Copies what this rank writes, in the call, once that is planned.
+        """Copies what this rank writes, within the call, after the save is planned.
 
         Where other ranks are late, all that it holds: training is not to wait for them here.
         """
@@ -75,13 +75,13 @@ class BackgroundSave:
             self.end_copying()
 
     def end_copying(self, error: BaseException | None = None) -> None:
-        """Says that the call has made its copies, or cannot. The first call counts."""
+        """Signals that the call has made its copies, or cannot. The first call counts."""
         if not self._copied.is_set():
             self._copy_error = error
         self._copied.set()
 
     def run(self) -> None:
-        """Saves the state that is handed over, and ends `pending`."""
+        """Saves the staged state, and ends `pending`."""
         if not self._running.acquire(blocking=False):
             return
         options = self._options

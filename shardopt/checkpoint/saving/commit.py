@@ -24,28 +24,28 @@ from shardopt.checkpoint.saving.removal import discard
 from shardopt.checkpoint.saving.writing.base import Base
 from shardopt.checkpoint.sources.referred import files_by_directory, referred_in
 from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
 from shardopt.ranks import Call, Ranks
 from shardopt.world import world
 
 Reports = Sequence[Sequence[Sequence[object]]]
-"""By rank, the name, bytes and digest of each file that it wrote."""
+"""Name, bytes and digest of each written file, by rank."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
 
 class SaveTarget:
-    """Where one save goes, as one rank sees it: a directory, or prefix of an object store, that all ranks see.
+    """The destination of one save, as one rank sees it: a directory, or object store prefix, that all ranks see.
 
     Its manifest is the commit. The methods are called in this order.
     """
 
     storage: Storage
-    """The directory that this rank writes to, once the target is open."""
+    """The directory that this rank writes to, after `open`."""
     url: str
-    """The URL of the checkpoint, once it is open."""
+    """The URL of the checkpoint, after `open`."""
     base: Base | None = None
     """The earlier save that this one refers to, on ranks that could open it."""
 
@@ -53,12 +53,12 @@ class SaveTarget:
         self._ranks, self._url, self._durable = ranks, url, durable
 
     def open(self) -> None:
-        """Opens the directory, on all ranks, in the round in which the save begins."""
+        """Opens the directory, on all ranks, in the first round of the save."""
         self.storage = storage_of(self._url, self._durable)
         self.url = self.storage.url
 
     def refuse_taken(self) -> None:
-        """Raises CheckpointExistsError where there is a checkpoint, on rank 0."""
+        """Raises CheckpointExistsError if there is a checkpoint; on rank 0."""
         if self.storage.exists(MANIFEST_NAME):
             raise _taken(self.storage)
 
@@ -69,21 +69,21 @@ class SaveTarget:
             write_marker(self.storage, save_id)
 
     def wait(self, save_id: str) -> None:
-        """Waits until this rank may write, on ranks other than rank 0."""
+        """Waits until this rank may write; on ranks other than rank 0."""
         wait_for_marker(self.storage, save_id)
 
     def publish(self, manifest: Manifest, data: bytes) -> str | None:
-        """Commits the files that all ranks have written, on rank 0; returns what all need for `settle`, or None."""
+        """Commits the files that all ranks wrote, on rank 0; returns what all ranks need for `settle`, or None."""
         if self._ranks.size > 1:
             remove_marker(self.storage, manifest.save_id)
         publish_checkpoint(self.storage, manifest, data, self.base)
         return None
 
     def settle(self, call: Call, published: str) -> None:
-        """Does the rest of the commit, where `publish` has returned something. Collective."""
+        """Completes the commit, if `publish` returned something. Collective."""
 
     def discard(self, save_id: str) -> None:
-        """Removes what a failed save has written, as far as this rank may; on all ranks."""
+        """Removes the files of a failed save that this rank may remove; on all ranks."""
         # Rank 0 alone: only it could still commit, and has now failed to. Another rank might remove the files of a
         # commit that it does not know of.
         if self._ranks.rank == 0:
@@ -91,7 +91,7 @@ class SaveTarget:
 
 
 def refuse_committed(storage: Storage) -> None:
-    """Raises CheckpointExistsError if a committed checkpoint stands here."""
+    """Raises CheckpointExistsError if there is a committed checkpoint here."""
     if storage.exists(MANIFEST_NAME):
         raise _taken(storage)
 
@@ -114,7 +114,7 @@ def make_manifest(
     seconds: float | None = None,
     renamed: RenameRules | None = None,
 ) -> tuple[Manifest, bytes]:
-    """Makes the manifest of a checkpoint once every rank has reported its files; returns it, and its bytes.
+    """Makes the manifest of a checkpoint from all ranks' reports of their files; returns it, and its bytes.
 
     Args:
         values: plain values as typed JSON; the manifest that is returned has them in its bytes alone.
@@ -173,7 +173,7 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
 
 
 def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: Base | None = None) -> None:
-    """Writes the manifest of a checkpoint whose data files are there, unless the path was taken meanwhile.
+    """Writes the manifest of a checkpoint whose data files exist, unless the path was taken meanwhile.
 
     Others may be at work here: another save to this path, which it saw free as well, or a job that clears away what it
     takes for the remains of a dead one. So no file of others is touched before the manifest is there, of which only one
@@ -230,12 +230,12 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
 
 
 def _missing(storage: Storage, unlisted: set[str]) -> list[str]:
-    """Returns the URLs of files that are not there. A listing may be older than a file (NFS keeps them for a while)."""
+    """Returns the URLs of missing files. Checks each one, as listings may be outdated (NFS caches them)."""
     return [f"{storage.url}/{name}" for name in sorted(unlisted) if not storage.exists(name)]
 
 
 def _missing_referred(storage: Storage, manifest: Manifest) -> list[str]:
-    """Returns the URLs of files in directories beside this one that are not there."""
+    """Returns the URLs of missing files in directories beside this one."""
     missing = []
     for beside, files in files_by_directory(manifest.referred_files, storage):
         missing += _missing(beside, {file.name for file in files}.difference(beside.names()))
@@ -243,7 +243,7 @@ def _missing_referred(storage: Storage, manifest: Manifest) -> list[str]:
 
 
 def _refuse_gone(gone: Sequence[str]) -> None:
-    """Raises CheckpointError where something that a save refers to is not there any more."""
+    """Raises CheckpointError if something that a save refers to no longer exists."""
     remedy = "save once more; nothing but this run's own rules may remove what is under its root"
     if gone:
         problems = [Problem(each, "removed meanwhile", "what an earlier save has", remedy) for each in gone]
@@ -253,7 +253,7 @@ def _refuse_gone(gone: Sequence[str]) -> None:
 
 
 def _remove_remains(storage: Storage, remains: set[str]) -> None:
-    """Removes data files of other saves to which no checkpoint refers. The checkpoint is whole without this."""
+    """Removes data files of other saves that no checkpoint refers to. The checkpoint is whole without this."""
     try:
         for name in sorted(remains - referred_in(storage)):
             if FILE_NAME.fullmatch(name):

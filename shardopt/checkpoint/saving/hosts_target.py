@@ -1,4 +1,4 @@
-"""A save to a directory on each host: the commit is that all hosts have the record."""
+"""A save to a directory on each host; it is committed once all hosts have the record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardopt.ranks import Call, Ranks
 
 
 class HostsTarget(SaveTarget):
-    """A directory on each host.
+    """The destination of a save as a directory on each host.
 
     Where a host is lost before all have the record, the save has failed for those that are left; if all its files turn
     up again, with one record, it is whole all the same, and may be restored. Collective to make, the first time that
@@ -44,13 +44,13 @@ class HostsTarget(SaveTarget):
                 self._share.begin()
 
     def refuse_taken(self) -> None:
-        """Does nothing: `open` has refused."""
+        """Does nothing, as `open` has checked."""
 
     def begin(self, save_id: str) -> None:
-        """Does nothing: `open` has made the directories."""
+        """Does nothing, as `open` has made the directories."""
 
     def wait(self, save_id: str) -> None:
-        """Does nothing: all leaders have made their directories when the first round is over."""
+        """Does nothing, as all leaders have made their directories by the end of the first round."""
 
     def publish(self, manifest: Manifest, data: bytes) -> str:
         return data.decode()

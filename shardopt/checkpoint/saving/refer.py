@@ -1,4 +1,4 @@
-"""Makes the layouts of a save that refers to an earlier one, of what its ranks have found unchanged. No I/O."""
+"""Makes the layouts of a save that refers to an earlier one, from what its ranks found unchanged. No I/O."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardopt.sharding.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """What the ranks of a save have found unchanged, by rank, as `pack_parts` encodes it."""
+    """What the ranks of a save found unchanged, by rank, as `pack_parts` encodes it."""
 
     base: Base
     by_rank: Sequence[Mapping[str, Any]]
 
 
 _Found = tuple[Part, ...] | int | None
-"""What was found for a box: parts; the number of the base's box where nothing has changed; None where all has."""
+"""The result for a box: its parts; the number of the base's box if it is unchanged; None if all of it has changed."""
 
 
 def refer(plan: SavePlan, unchanged: Unchanged) -> tuple[list[tuple[int, int]], tuple[DataFile, ...], StoredTensors]:
-    """Returns the rank and slot of each file that was written, the files that are referred to, and all tensors."""
+    """Returns rank and slot of each written file, the files that are referred to, and all tensors."""
     found: dict[str, list[_Found]] = {key: [None] * len(each.boxes) for key, each in plan.assigned.items()}
     writers = []
     for rank, slot in plan.files:
@@ -57,7 +57,7 @@ def refer(plan: SavePlan, unchanged: Unchanged) -> tuple[list[tuple[int, int]], 
 
 
 class _Files:
-    """The files of a manifest, numbered: those that were written first, then those that are referred to."""
+    """The numbered files of a manifest: first the written ones, then those that are referred to."""
 
     def __init__(self, base: Base, writers: Sequence[tuple[int, int]]) -> None:
         self._base, self._written = base, {writer: number for number, writer in enumerate(writers)}

@@ -1,4 +1,4 @@
-"""Removes checkpoints, and the files of saves that have failed."""
+"""Removes checkpoints, and the files of failed saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAR_THREADS = 32  # where they wait for answers all the time
 
 
 def discard(storage: Storage, save_id: str) -> None:
-    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be.
+    """Removes the files of a failed save only, unless it is committed after all, or may still be.
 
     Of a copy there may be a second process that makes it again, and commits it now: then its manifest is removed too.
     """
@@ -34,7 +34,7 @@ def discard(storage: Storage, save_id: str) -> None:
 
 
 def _committed_id(storage: Storage) -> str | None:
-    """Returns the id of the save that is committed; None where there is none."""
+    """Returns the id of the committed save; None if there is none."""
     try:
         return read_manifest(storage)[0].save_id
     except CheckpointNotFoundError:
@@ -42,7 +42,7 @@ def _committed_id(storage: Storage) -> str | None:
 
 
 def remove_checkpoint(storage: Storage) -> None:
-    """Removes a checkpoint, or the remains of one. Killed at any point, it leaves none, or one that is whole.
+    """Removes a checkpoint, or its leftovers. Killed at any point, it leaves either none or a whole one.
 
     Only files that saves write are removed; the directory too, unless somebody else has put something there. Data files
     to which checkpoints beside it refer stay, without a manifest, until the last of these is removed.
@@ -51,7 +51,7 @@ def remove_checkpoint(storage: Storage) -> None:
 
 
 def remove_checkpoints(storages: Sequence[Storage]) -> None:
-    """Removes several checkpoints in the directory of one run as `remove_checkpoint` does; looks once for references.
+    """Removes several checkpoints under one run's root as `remove_checkpoint` does; looks for references once.
 
     Raises:
         CheckpointError: a manifest beside them cannot be read. They are no checkpoints any more then, and have all
@@ -72,7 +72,7 @@ def remove_checkpoints(storages: Sequence[Storage]) -> None:
 
 
 def _remove_each(storage: Storage, names: Sequence[str]) -> None:
-    """Removes files, as many at a time as a storage can take; a job leaves one or more for each of its ranks."""
+    """Removes files, as many in parallel as the storage can take; each rank of a job leaves at least one."""
     if len(names) <= _FEW_FILES:
         for name in names:
             storage.remove(name)
@@ -84,7 +84,7 @@ def _remove_each(storage: Storage, names: Sequence[str]) -> None:
 
 
 def _referred_in(storages: Sequence[Storage]) -> dict[Storage, frozenset[str]]:
-    """Returns the names of files in these directories to which checkpoints beside them refer."""
+    """Returns the names of files in these directories that checkpoints beside them refer to."""
     if len(storages) == 1:
         return {storages[0]: referred_in(storages[0])}
     of_roots: dict[str, References] = {}

@@ -50,7 +50,7 @@ _plans: PlanCache = {}
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How the saves of a `Manager` are made, with the meanings that `save` has for these.
+    """The options of a `Manager`'s saves, with the same meanings as for `save`.
 
     Args:
         durable, check_replicas, progress, select: as for `save`.
@@ -91,9 +91,8 @@ class SaveTerms(SaveOptions):
     """All options of one save.
 
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
-    or a damaged one; otherwise all is written. `fallback_urls` are those to save to, in turn, where there is no room.
-    `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
-    known.
+    or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
+    rules of `rename` that the names have been through since the run began; None where that is not known.
     """
 
     process_group: Group | None = None
@@ -122,8 +121,8 @@ def save(
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `process_group`) must call it.
 
-    Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
-    every rank raises the same error. `app` is not changed.
+    Nothing exists at `url` for any reader until all of it is durable. If any rank fails, nothing ever does, and every
+    rank raises the same error. `app` is not changed.
 
     Args:
         url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
@@ -132,29 +131,30 @@ def save(
             Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
-        check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" compares
-            hashes of all bytes of tensors of up to 64 KiB, and of 64 blocks of 1 KiB of larger ones: the first, the
-            last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
-            none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
-            placements say that they are replicas, are cut among those that hold them.
+        check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" hashes all
+            bytes of tensors of up to 64 KiB. Of larger ones it hashes 64 blocks of 1 KiB: the first, the last, and
+            others at equal distances, the same in every save. "all" compares all bytes, "none" none. Plain tensors that
+            are not compared whole are written whole, each by one rank. DTensors, whose placements say that they are
+            replicas, are cut among their holders.
         progress: called with the bytes of this rank that are written and those there are to write.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others
             make no call, and must not hold a shard that none of these has. Files and values per rank are numbered
             within it.
-        tied: name → the name that stands for it, of parameters that are tied, maybe on different ranks only:
-            `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
-            is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
-            on every rank.
-        base: an earlier checkpoint in a directory beside this one, which must be there: boxes and rows that have the
-            same checksums in it are not written again, and the manifest refers to its data files. None writes all.
+        tied: name → the name that stands for it, for tied parameters, possibly on different ranks only.
+            `{"output.weight": "embed.weight"}` fits pipeline stages that have one of the two each. Wherever the first
+            is part of a path in `app`, the second is meant; the tensor is stored once, and can be loaded under both.
+            The same on every rank.
+        base: an earlier checkpoint in a directory beside this one, which must exist. Boxes and rows with equal
+            checksums there are not written again; the manifest refers to its data files. None writes all.
         select: a regex; only keys in which it is found are saved.
-        storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials; whatever
-            this process opens at or below it from now on takes them too. They are stored nowhere, and in no message.
+        storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials. They apply
+            to everything that this process opens at or below it from now on. They are stored nowhere, and in no
+            message.
 
     Raises:
         OptionError: this rank is not in `process_group`.
-        CheckpointExistsError: a committed checkpoint stands there.
+        CheckpointExistsError: there is a committed checkpoint.
         StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
         CheckpointError: a rank could not write. Or this thread is in the middle of a save, a load or a step, as where a
             signal handler saves; nothing was begun.
@@ -177,12 +177,12 @@ def save_now(
     metrics: Mapping[str, float] | None = None,
     raise_earlier: bool = True,
 ) -> SaveReport:
-    """Saves as `save` does, with the arguments that only a `Manager` gives.
+    """Saves as `save` does, with additional arguments that only a `Manager` passes.
 
     Args:
         metrics: numbers by name, kept with the checkpoint; rank 0's count.
         raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
-            all ranks, in the place of this save. Otherwise it remains to be reported (`take_failures`).
+            all ranks, instead of this save. Otherwise it remains to be reported (`take_failures`).
     """
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
@@ -210,7 +210,7 @@ def save_now(
 
 
 class Described(NamedTuple):
-    """The state that a rank saves, and metrics, which are numbers by name.
+    """The described state of a rank to save, and the metrics.
 
     `copied`, where there is one, waits until what this rank writes is copied, and returns the state and the writes
     as they are to be taken from the copies.
@@ -224,7 +224,7 @@ class Described(NamedTuple):
 def save_described(
     ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
 ) -> SaveReport:
-    """Writes the state that each rank describes, and commits it. Collective.
+    """Writes and commits the state that each rank describes. Collective.
 
     Args:
         ranks: that save.
@@ -305,7 +305,7 @@ def save_described(
 def _save_where_there_is_room(
     ranks: Ranks, url: str | os.PathLike[str], described: Callable[[], Described], plans: PlanCache, options: SaveTerms
 ) -> SaveReport:
-    """Saves as `save_described` does, to the first of several URLs that has room. Collective."""
+    """Saves as `save_described` does, to the first of several URLs that has space. Collective."""
     each_alone = replace(options, fallback_urls=())
     for fallback in options.fallback_urls:
         try:
@@ -318,7 +318,7 @@ def _save_where_there_is_room(
 
 
 class _Written(NamedTuple):
-    """What a rank has written, and what it has left out for an earlier save has it; files and parts as JSON."""
+    """The files that a rank wrote, and the parts that it left to an earlier save, as JSON."""
 
     files: list[list[Any]]
     parts: dict[str, Any]
@@ -329,7 +329,7 @@ class _Written(NamedTuple):
 def _begin(
     target: SaveTarget, reports: Sequence[Any], options: SaveTerms, size: int
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Compares what ranks describe, and begins the save, on rank 0.
+    """Compares the ranks' descriptions, and begins the save; on rank 0.
 
     Returns what all ranks get, and the section of it that those need which open the base by it.
     """
@@ -347,7 +347,7 @@ def _begin(
 def _write(
     target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, progress: Progress | None
 ) -> _Written:
-    """Writes this rank's files, but for what the base has."""
+    """Writes this rank's files, without what the base has."""
     storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
     per_rank = json.dumps(own_values).encode() if planning.planned.plan.geometry.per_rank else None
     parts, unchanged_bytes = dict[str, Any](), 0
@@ -369,7 +369,7 @@ def _commit(
     options: SaveTerms,
     begin: float,
 ) -> dict[str, Any]:
-    """Commits the files that all ranks report, on rank 0, unless replicas have drifted apart."""
+    """Commits the files that all ranks report, unless replicas have drifted; on rank 0."""
     files, parts, states = zip(*reports, strict=True)
     values, drifted, buffers = planning.judge(states)
     if drifted:

@@ -1,1 +1,1 @@
-"""Where checkpoints come from: our own, and those of others, all read through one reader."""
+"""The sources of checkpoints, our own format and others, all read through one reader."""

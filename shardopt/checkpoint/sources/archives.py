@@ -1,4 +1,4 @@
-"""Tensors within archives of torch.save, as boxes that can be read, and the plain values beside them.
+"""Reads tensors in torch.save archives as boxes, and the plain values beside them.
 
 The bytes of a storage have one CRC32. It is compared before any of them is used: torch itself does not look at it.
 """
@@ -35,7 +35,7 @@ _SPARE_BYTES = 1024  # of a tensor whose elements share memory
 
 
 class ArchivedTensors(OpenFile):
-    """A file with tensors in archives, each of which is found when it is asked for."""
+    """A file with tensors in archives, each of which is located on request."""
 
     checks_first = True
 
@@ -45,20 +45,20 @@ class ArchivedTensors(OpenFile):
 
     @abstractmethod
     def find(self, key: str) -> TensorRecord:
-        """Returns the place of a tensor in the file. Raises CorruptionError, FormatError."""
+        """Returns the record of a tensor in the file. Raises CorruptionError, FormatError."""
 
     def read_bytes(self, begin: int, end: int) -> bytes:
-        """Returns bytes of the file; the `Read` of archives."""
+        """Returns a byte range of the file; the `Read` function of archives."""
         return self.storage.read(self.name, begin, end)
 
     def record(self, key: str) -> TensorRecord:
-        """Returns the place of a tensor in the file, found once."""
+        """Returns the record of a tensor in the file, located once."""
         if key not in self._records:
             self._records[key] = self.find(key)
         return self._records[key]
 
     def entry(self, key: str, form: Form) -> Entry:
-        """Returns the bytes from a tensor's first element to its last. Elements may have gaps between them."""
+        """Returns the bytes from a tensor's first element to its last, which may have gaps."""
         record = self.record(key)
         if 0 in record.sizes:
             return Entry(key, form.dtype, record.sizes, record.begin, record.begin, 0)
@@ -84,7 +84,7 @@ class ArchivedTensors(OpenFile):
             yield from self._run_by_run(entry, record, wanted, target)
 
     def _run_by_run(self, entry: Entry, record: TensorRecord, wanted: Box, target: Tensor) -> Iterator[ReadRequest]:
-        """Yields a request for each run of elements that lie side by side."""
+        """Yields one request per run of adjacent elements."""
         inner = len(record.sizes)  # from here on the wanted elements lie side by side
         while inner and record.strides[inner - 1] == prod(wanted.sizes[inner:]) == prod(record.sizes[inner:]):
             inner -= 1
@@ -116,12 +116,12 @@ class ArchivedTensors(OpenFile):
 
 
 def _order_in_memory(record: TensorRecord) -> list[int]:
-    """Returns the dimensions by falling stride; those of size 1 where they are."""
+    """Returns the dimensions by falling stride; those of size 1 stay in place."""
     return sorted(range(len(record.sizes)), key=lambda d: (-record.strides[d], d)) if record.strides else []
 
 
 def _is_contiguous(dims: list[tuple[int, int]]) -> bool:
-    """Whether a tensor of these sizes and strides has its elements in C order without gaps."""
+    """Whether a tensor of these sizes and strides is contiguous in C order."""
     expected = 1
     for size, stride in reversed(dims):
         if size != 1 and stride != expected:
@@ -131,13 +131,13 @@ def _is_contiguous(dims: list[tuple[int, int]]) -> bool:
 
 
 class PlainValues:
-    """The plain values of a checkpoint, whose tensors are bounded together: each may refer to one storage."""
+    """Converts the plain values of a checkpoint; bounds all their tensors together, which may share a storage."""
 
     def __init__(self) -> None:
         self._bytes_left = _MOST_VALUE_BYTES
 
     def plain(self, value: Any, read: Read, where: str) -> tuple[Any, str]:
-        """Returns what was unpickled as a plain value that can be stored, or the reason why it is none.
+        """Returns the unpickled value as a storable plain value, or the reason why it is none.
 
         Args:
             read: gives bytes of the file that it is in, for small tensors within it.
@@ -170,11 +170,11 @@ class PlainValues:
 
 
 class _NotPlainError(Exception):
-    """A value has something in it that is not known."""
+    """A value contains something unknown."""
 
 
 def _read_tensor(record: TensorRecord, read: Read, where: str) -> Tensor:
-    """Returns a small tensor in memory of its own."""
+    """Reads a small tensor into memory of its own."""
     data = bytearray(read(record.storage_begin, record.storage_begin + record.storage_nbytes))
     if len(data) != record.storage_nbytes or (record.crc32 is not None and zlib.crc32(data) != record.crc32):
         raise damaged(where, "bytes of a tensor that fail their checksum")

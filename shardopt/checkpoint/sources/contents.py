@@ -1,4 +1,4 @@
-"""What an open checkpoint has under which key, by its manifest alone. No torch: `reader.py` adds tensors."""
+"""The contents of an open checkpoint by key, from its manifest alone. Needs no torch; `reader.py` reads tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.sharding.box import cover_faults
 
 
 class CheckpointContents:
-    """The keys of a checkpoint, and its values. Local: no other rank takes part.
+    """The keys and values of a checkpoint. Local: involves no other rank.
 
     Args:
         source: the checkpoint as it lies in its storage.
@@ -24,16 +24,16 @@ class CheckpointContents:
     """
 
     source: Source
-    """The checkpoint as it lies in its storage."""
+    """The checkpoint as a source, which reads its storage."""
     manifest: Manifest
-    """What it has under which key."""
+    """The contents by key."""
     url: str
     is_remote: bool
     """Whether reading goes over a network."""
     digest: str
     """A text that is equal for equal contents."""
     left_out: tuple[str, ...] = ()
-    """What is stored and not among the keys, by the choice of the caller."""
+    """The stored keys that the caller has left out."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.manifest, self.digest = source, source.manifest, source.digest
@@ -52,18 +52,18 @@ class CheckpointContents:
         return sorted([*self.manifest.tensors, *self.manifest.values])
 
     def key_in_files(self, key: str) -> str:
-        """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
+        """Returns a tensor's key in the data files: its own, an earlier one, or that of its tie."""
         *_, tied_to, stored_as = self.manifest.tensors[key]
         if tied_to is not None:
             return tied_to
         return key if stored_as is None else stored_as
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
-        """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
+        """Returns the values that a rank stored for itself as `PerRank`, decoded, by key."""
         return self.source.per_rank(rank)
 
     def unknown(self, key: str, known: Iterable[str], kind: str) -> MismatchError:
-        """Returns the error of a key that is not among those that are known."""
+        """Returns the error for an unknown key."""
         names = sorted(known)
         near = get_close_matches(key, names, 3)
         listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")

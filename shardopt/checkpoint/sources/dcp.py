@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP) as a source. None of their pickles is run.
+"""Checkpoints of torch.distributed.checkpoint (DCP) as a source. Runs none of their pickles.
 
 .metadata          which tensor has which boxes, and where the archive of each is; and of each plain value
 __0_0.distcp       archives of torch.save, one after the other: of rank 0, in its file 0
@@ -32,7 +32,7 @@ _READ_BYTES = 8 << 20  # at a time, of plain values that lie side by side
 
 
 class _Chunks(ArchivedTensors):
-    """Boxes in one `.distcp` file, at most one of each tensor. The archive of each is parsed when it is read."""
+    """Boxes in one `.distcp` file, at most one per tensor. Parses each box's archive when it is read."""
 
     def __init__(self, storage: Storage, name: str, chunks: Mapping[str, tuple[DcpTensor, DcpChunk]]) -> None:
         super().__init__(storage, name)
@@ -51,20 +51,20 @@ class _Chunks(ArchivedTensors):
 
 
 class _TensorsInValues(ArchivedTensors):
-    """Tensors that lie within containers which DCP stores as one value, such as tuples."""
+    """Tensors inside containers, such as tuples, that DCP stores as one value."""
 
     def find(self, key: str) -> TensorRecord:
         raise AssertionError(f"{key} was found when its value was read")
 
     def add(self, key: str, path: Path, record: TensorRecord, number: int) -> StoredTensor:
-        """Takes a tensor; returns it as one in the file of that number."""
+        """Adds a tensor; returns it as a stored tensor in the file of this number."""
         self._records[key] = record
         layout = StoredLayout(record.sizes, (whole(record.sizes),), (number,))
         return StoredTensor(path, record.dtype, layout)
 
 
 class DcpSource(Source):
-    """What `torch.distributed.checkpoint.save` has written.
+    """A checkpoint written by `torch.distributed.checkpoint.save`.
 
     Raises:
         CorruptionError, FormatError: see `read_metadata`; or files are missing, or too short.
@@ -107,7 +107,7 @@ class DcpSource(Source):
         return self._within[number - len(self._files)]
 
     def _sizes_of_files(self, metadata: DcpMetadata) -> dict[str, int]:
-        """Returns the bytes of each file, which must be there and have all that is said to be in it."""
+        """Returns the size of each file in bytes; raises if a file is missing or too short."""
         ends: defaultdict[str, int] = defaultdict(int)
         places: list[DcpChunk | DcpEntry] = [chunk for each in metadata.tensors.values() for chunk in each.chunks]
         for place in [*places, *metadata.values.values()]:
@@ -125,7 +125,7 @@ class DcpSource(Source):
         return sizes
 
     def _place(self, metadata: DcpMetadata) -> StoredTensors:
-        """Returns the tensors; makes of each `.distcp` file as many as it has boxes of one tensor."""
+        """Returns the tensors; splits each `.distcp` file into as many as it has boxes of one tensor."""
         numbers: dict[tuple[str, int], int] = {}
         layouts: dict[tuple[Any, ...], StoredLayout] = {}
         tensors = StoredTensors()
@@ -148,7 +148,7 @@ class DcpSource(Source):
     def _read_values(
         self, metadata: DcpMetadata, tensors: StoredTensors
     ) -> tuple[dict[str, tuple[Path, Any]], dict[str, str]]:
-        """Returns the plain values, and the reason for each that is none; adds the tensors that are within values."""
+        """Returns the plain values, and the reason for each value that is none; adds the tensors inside values."""
         values: dict[str, tuple[Path, Any]] = {}
         unread: dict[str, str] = {}
         plain_values = PlainValues()
@@ -179,7 +179,7 @@ class DcpSource(Source):
         return values, unread
 
     def _leaves_of(self, value: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:
-        """Yields a value as it is, or what is in it where tensors are, which have keys of their own in any app."""
+        """Yields a value as it is, or its entries if it holds tensors, which have keys of their own in any app."""
         if isinstance(value, TensorRecord) or _is_option(path) or not holds_tensors(value):
             yield path, value
         else:
@@ -194,7 +194,7 @@ class DcpSource(Source):
         return self._within[at].add(key, path, leaf, len(self._files) + at)
 
     def _bytes_of_values(self, entries: Mapping[str, DcpEntry]) -> Iterator[tuple[str, DcpEntry, bytes]]:
-        """Yields each value's archive; those that lie side by side are read in one go."""
+        """Yields each value's archive; reads adjacent ones at once."""
         total = sum(entry.length for entry in entries.values())
         if total > MANIFEST_LIMIT_BYTES:
             raise damaged(f"{self.url}/{DCP_METADATA_NAME}", f"{total} bytes of plain values")
@@ -221,10 +221,10 @@ class DcpSource(Source):
 
 
 def _is_option(path: Path) -> bool:
-    """Whether it is an option of an optimizer's groups: tensors in these are values, with all that is around them."""
+    """Whether it is an option of an optimizer's groups, whose tensors are plain values."""
     return any(isinstance(part, str) and part.split(".")[0] == PARAM_GROUPS for part in path)
 
 
 def _path_of(key: str, metadata: DcpMetadata) -> Path:
-    """Returns the path of a key in the nested state. Keys of dicts are str there, so that numbers are positions."""
+    """Returns the path of a key in the nested state. DCP's dict keys are str, so ints are positions."""
     return path_of(metadata.paths.get(key) or (key,))

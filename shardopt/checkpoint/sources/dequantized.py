@@ -1,4 +1,4 @@
-"""Weights that are stored as codes and scales, read as the weights that they stand for: any box of them.
+"""Reads weights stored as codes and scales as if they were stored dequantized: any box of them.
 
     float8       codes [.., R, C] of float8_e4m3fn, scales [.., R/r, C/c]: each block of r × c codes has one factor
     mxfp4        codes [E, R, C/32, 16], scales [E, R, C/32]: two codes in a byte, the lower bits first
@@ -30,14 +30,14 @@ from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
 
 FP4_PER_SCALE = 32
-"""Codes of mxfp4 under one scale."""
+"""The number of mxfp4 codes per scale."""
 BYTES_PER_SCALE = FP4_PER_SCALE // 2
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _WORD_BITS = 64  # of an address: those that count bytes, and each of those above, which say what box they are of
 
 
 class Quantized(NamedTuple):
-    """A weight that is stored as codes and scales.
+    """A weight stored as codes and scales.
 
     Args:
         codes, scales: their keys.
@@ -56,7 +56,7 @@ class Quantized(NamedTuple):
 
 
 class DequantizedFile(OpenFile):
-    """Weights whose codes are in one file, as if they stood there themselves.
+    """The weights whose codes are in one file, as if the file stored the weights.
 
     Any box of a weight has a range of addresses of its own: its bytes in C order, above the numbers that say which
     box it is. So nothing has to be kept of what was asked for.
@@ -109,7 +109,7 @@ class DequantizedFile(OpenFile):
                 at += read.nbytes
 
     def _dequantized(self, weight: Quantized, box: Box) -> Tensor:
-        """Returns a box of a weight, contiguous, in the order of its codes."""
+        """Returns a box of a weight, dequantized and contiguous, in the order of its codes."""
         numbers = self._times_scales(weight, box, weight.block) if weight.block else self._mxfp4(weight, box)
         return numbers.to(torch_dtype(weight.dtype)).contiguous()
 
@@ -142,7 +142,7 @@ class DequantizedFile(OpenFile):
 
 
 def _in_order(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Yields the boxes that hold the elements from one place to another, in C order, of a tensor of these sizes."""
+    """Yields the boxes that hold the elements from one position to another, in C order, of a tensor of these sizes."""
     if begin >= end:
         return
     if not sizes:

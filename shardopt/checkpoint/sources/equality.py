@@ -1,4 +1,4 @@
-"""Compares stored tensors by their checksums, and where these do not tell, by their bytes."""
+"""Compares stored tensors by their checksums or, if these do not decide, by their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardopt.sharding.pieces import Piece
 def checksums_are_equal(
     reader: CheckpointReader, key: str, other_reader: CheckpointReader, other: str, box: Box
 ) -> bool:
-    """Whether a box of two stored tensors is known to have the same bytes: cut alike, under equal checksums.
+    """Whether a box of two stored tensors is known to be equal: cut alike, with equal checksums.
 
     Checksums are of whole stored boxes, also of bytes not asked for, and some formats have none: False says nothing.
     """
@@ -36,12 +36,12 @@ def bytes_are_equal(reader: CheckpointReader, key: str, other: str, box: Box) ->
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor, in its memory."""
+    """Returns the bytes of a contiguous tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _cuts_and_checksums(reader: CheckpointReader, key: str, box: Box) -> tuple[list[object], list[bytes]]:
-    """Returns for each stored box that has a share in `box` what it is of both, and its checksums."""
+    """Returns, for each stored box that overlaps `box`, the overlap in both coordinates, and its checksums."""
     wanted = torch.empty(box.sizes, dtype=reader.info(key).dtype, device="meta")
     reads = list(reader.requests(key, [Piece(box, wanted)]))
     targets = [read.target for _, read in reads]

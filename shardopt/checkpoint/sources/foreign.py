@@ -1,4 +1,4 @@
-"""Opens checkpoints of other formats: of torch.distributed.checkpoint, of Hugging Face, of torch.save."""
+"""Opens checkpoints of other formats: torch.distributed.checkpoint, Hugging Face, torch.save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.checkpoint.storage import Storage
 
 
 def in_directory(storage: Storage, names: Sequence[str]) -> Source | None:
-    """Opens what a directory has under these names; None where it is no checkpoint."""
+    """Opens the checkpoint in a directory with these file names; None if it is none."""
     if DCP_METADATA_NAME in names:
         return DcpSource(storage)
     tensors = safetensors_files(storage, names)
@@ -25,7 +25,7 @@ def in_directory(storage: Storage, names: Sequence[str]) -> Source | None:
 
 
 def in_file(directory: Storage, name: str, url: str) -> Source | None:
-    """Opens a file of a directory, by its name there; None where it is no checkpoint."""
+    """Opens a checkpoint that is one file, by its name in a directory; None if it is none."""
     if name.endswith(DATA_SUFFIX) and not FILE_NAME.fullmatch(name):
         return with_weights(HuggingFaceSource(directory, {name: None}, url))
     if is_torch_file(directory, name):

@@ -1,4 +1,4 @@
-"""The groups of optimizers as other formats have them, made options by parameter, as ours are.
+"""Converts the groups of optimizers in other formats to options by parameter, as ours are.
 
     optim.param_groups                                          a list of groups, as in files of torch.save
     optim.param_groups.0.params, optim.param_groups.0.lr        the same list, taken apart to its last values (DCP)
@@ -24,25 +24,25 @@ _STATE = "state"
 
 
 def path_of(parts: Sequence[str | int]) -> Path:
-    """Returns a path as it is here: of DCP's, in which every int is a position in a list."""
+    """Converts a path of DCP's to our form; every int in it is a position in a list."""
     return tuple(Index(part) if isinstance(part, int) else part for part in parts)
 
 
 class Regrouped(NamedTuple):
-    """Paths of tensors by key, and plain values, as a save of this library would have them."""
+    """Paths of tensors by key, and plain values, as a save of shardopt would have them."""
 
     tensors: Mapping[str, Path]
     values: Values
 
 
 def with_options_by_member(tensors: StoredTensors, values: Values) -> tuple[StoredTensors, Values]:
-    """Returns tensors and plain values of a checkpoint as `regrouped` has them."""
+    """Returns the tensors and plain values of a checkpoint in the form that `regrouped` gives."""
     at, regrouped_values = regrouped({key: tensor.path for key, tensor in tensors.items()}, values)
     return StoredTensors((key, each._replace(path=at[key])) for key, each in tensors.items()), regrouped_values
 
 
 def regrouped(tensors: Mapping[str, Path], values: Values) -> Regrouped:
-    """Puts the options of optimizers' groups together by parameter, and cuts the paths of flattened state as here.
+    """Joins the options of optimizers' groups by parameter, and splits paths of flattened state as ours.
 
     Groups whose parameters are positions, or that hold tensors, are left as they are.
     """
@@ -83,7 +83,7 @@ def regrouped(tensors: Mapping[str, Path], values: Values) -> Regrouped:
 
 
 class _Cuts:
-    """Cuts paths of flattened state ("state.layers.0.weight.exp_avg") into section, parameter, and entry."""
+    """Splits paths of flattened state ("state.layers.0.weight.exp_avg") into section, parameter and entry."""
 
     def __init__(self, names: Mapping[Path, Iterable[str]]) -> None:
         self._names = {root: sorted(each, key=len, reverse=True) for root, each in names.items()}
@@ -108,7 +108,7 @@ def _is_within(path: Path, root: Path) -> bool:
 
 
 def _shared(by_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the same options, equal ones as one object, which is stored once."""
+    """Returns the same options with equal ones as one object, which is stored once."""
     first: dict[str, Mapping[str, Any]] = {}
     return {
         name: first.setdefault(canonical(encode_value(dict(sorted(options.items())), name)), options)

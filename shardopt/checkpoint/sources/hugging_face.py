@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout: safetensors files, and maybe an index of which file has which tensor.
+"""Checkpoints in Hugging Face's layout: safetensors files, optionally with an index of which file has which tensor.
 
     model.safetensors                                       all of it; or
     model-00001-of-00002.safetensors, …                     and
@@ -55,7 +55,7 @@ _NAMES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safeten
 
 
 class SafetensorsFile(OpenFile):
-    """A safetensors file of others, which has no checksums.
+    """A safetensors file of another library, without checksums.
 
     Raises:
         CorruptionError: its header is not what the format asks for.
@@ -87,7 +87,7 @@ class SafetensorsFile(OpenFile):
             yield from ()  # that they can be read is all that there is to know
 
     def boxes(self) -> dict[str, Box]:
-        """Returns the box of its tensor that each entry is, where the file's notes say so."""
+        """Returns which box of its tensor each entry is, if the file's metadata says so."""
         text = self.notes.get("DCP_SHARDING_INFO") if isinstance(self.notes, dict) else None
         try:
             sharding = json.loads(text) if isinstance(text, str) else {}
@@ -101,7 +101,7 @@ class SafetensorsFile(OpenFile):
 
 
 def _parse(table: Mapping[str, Any], length: int, nbytes: int, where: str) -> dict[str, Entry]:
-    """Returns the entries of a header in the order of their bytes, which must be all there are."""
+    """Returns the entries of a header in byte order; raises unless they cover the file."""
     entries: list[Entry] = []
     for key, info in table.items():
         try:
@@ -125,7 +125,7 @@ def _parse(table: Mapping[str, Any], length: int, nbytes: int, where: str) -> di
 
 
 def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[str] | None] | None:
-    """Returns the safetensors files of a directory, each with the keys that its index has there (None: all it has).
+    """Returns the safetensors files of a directory, each with its keys in the index (None: all in the file).
 
     None where there is nothing of the kind.
 
@@ -185,7 +185,7 @@ def _read_index(storage: Storage, name: str, names: set[str]) -> dict[str, list[
 
 
 class HuggingFaceSource(Source):
-    """Tensors of safetensors files. It has no plain values.
+    """The tensors of safetensors files, which have no plain values.
 
     Args:
         files: as `safetensors_files` gives them.

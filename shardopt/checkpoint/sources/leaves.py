@@ -1,4 +1,4 @@
-"""What is in unpickled state by path, as an app's own state is made flat: tensors, arrays and plain values.
+"""Flattens unpickled state like an app's own: tensors, arrays and plain values by path.
 
 NumPy arrays are tensors here, as they are in what this library saves. Their bytes stand within a pickle, and so are
 held from the time on when it was read.
@@ -27,7 +27,7 @@ from shardopt.state.paths import PARAM_GROUPS, Index, Path, join
 
 
 def leaves_of(state: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:
-    """Yields path and value of all that is in nested state: dicts are descended, lists and tuples that hold tensors.
+    """Yields path and value of each leaf of nested state: descends dicts, and lists and tuples that hold tensors.
 
     A tensor is a `TensorRecord` or a NumPy array that torch can have; arrays among the options of groups are values.
 
@@ -54,17 +54,17 @@ def _descend(node: Any, path: Path, where: str, is_root: bool = False) -> Iterat
 
 
 def is_container(node: Any) -> bool:
-    """Whether it is a list or tuple of others."""
+    """Whether it is a list or tuple."""
     return isinstance(node, list | tuple) and not isinstance(node, TensorRecord)
 
 
 def is_array(node: Any) -> bool:
-    """Whether it is a NumPy array that torch can have."""
+    """Whether it is a NumPy array that torch can represent."""
     return isinstance(node, np.ndarray) and _as_tensor(node) is not None
 
 
 def holds_tensors(node: Any, count_arrays: bool = True) -> bool:
-    """Whether a tensor, or an array that is to be one, is anywhere within."""
+    """Whether it contains a tensor, or an array that becomes one."""
     if isinstance(node, TensorRecord) or (count_arrays and is_array(node)):
         return True
     if isinstance(node, dict):
@@ -73,7 +73,7 @@ def holds_tensors(node: Any, count_arrays: bool = True) -> bool:
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Returns an array as a tensor; None where torch has no such dtype or byte order."""
+    """Returns an array as a tensor; None if torch has no such dtype or byte order."""
     try:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     except (TypeError, ValueError):
@@ -81,7 +81,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 class HeldArrays(OpenFile):
-    """The arrays that stand in the pickles of a file, as if they were a file of their own."""
+    """The arrays inside the pickles of a file, served like a file of their own."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(storage, name)
@@ -94,11 +94,11 @@ class HeldArrays(OpenFile):
 
     @property
     def holds_any(self) -> bool:
-        """Whether there is an array, maybe one without elements."""
+        """Whether there is an array, even one without elements."""
         return bool(self._places)
 
     def add(self, key: str, path: Path, array: np.ndarray[Any, Any], number: int) -> StoredTensor:
-        """Takes an array (`is_array`); returns it as a tensor in the file of that number."""
+        """Adds an array (`is_array`); returns it as a stored tensor in the file of this number."""
         tensor = _as_tensor(array)
         assert tensor is not None
         begin = len(self._bytes)

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format. On all ranks, rank 0 alone asks remote storage:
+"""Opens a checkpoint of any format. If all ranks open it, rank 0 alone reads remote storage:
 
 round    rank 0 reads the manifest, or what else a checkpoint of others begins with; packed, it goes down the tree
 later    each rank opens the checkpoint from that, in whichever round its caller begins next
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import xxhash
 
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.own import manifest_bytes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import RecordedReads, ReplayStorage, storage_of
@@ -33,8 +33,8 @@ def open(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None =
 
     Args:
         url: of a committed checkpoint.
-        base_root: where it refers to files of earlier saves, the directory that has their directories; None for the one
-            that it lies in itself, as all checkpoints of a run do. Nothing is ever read from elsewhere.
+        base_root: the directory that contains the directories of earlier saves that it refers to. None is the
+            checkpoint's own parent directory, as for all checkpoints of a run. Nothing is ever read from elsewhere.
     """
     return CheckpointReader(open_source(storage_of(url), base_root))
 
@@ -45,7 +45,7 @@ def opener_of(
     url: str | os.PathLike[str],
     base_root: str | os.PathLike[str] | None,
 ) -> Callable[[], CheckpointReader]:
-    """Makes a function by which each rank opens what rank 0 has asked remote storage for, as `open` does. Collective.
+    """Returns a function by which each rank opens, as `open` does, what rank 0 read from remote storage. Collective.
 
     The function is local, to be called once, in a round of the caller's: it raises what `open` does, or
     CheckpointError where this rank has not got what rank 0 has read.
@@ -100,7 +100,7 @@ def opener_of(
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL is of remote storage. So is one that cannot be opened here, which a path never is: in a round."""
+    """Whether a URL is of remote storage. A URL that cannot be opened here counts, as paths always open; in a round."""
     try:
         return storage_of(url).is_remote
     except Exception:
@@ -109,7 +109,7 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def reading(url: str | os.PathLike[str]) -> Iterator[None]:
-    """Counts the checkpoint at `url` as being read, while this is open."""
+    """Counts the checkpoint at `url` as being read while the context is open."""
     try:
         key = storage_of(url).url
     except Exception:  # of a URL that nothing can be read from: it is refused in a round, on all ranks
@@ -126,6 +126,6 @@ def reading(url: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def urls_being_read() -> set[str]:
-    """Returns the URLs of the checkpoints that are being read, as storages spell them."""
+    """Returns the URLs of checkpoints being read, as storages spell them."""
     with _lock:
         return set(_readers)

@@ -1,4 +1,4 @@
-"""Checkpoints of our own format: their manifest, read from a storage, and what they are as a source.
+"""Checkpoints of our own format as a source: reads their manifest from a storage.
 
 Where there is no manifest, the error says what is there instead.
 """
@@ -41,11 +41,11 @@ from shardopt.state.values import decode_value
 _MOST_LOOKED_INTO = 64  # of directories within one, the last by number and name
 _UNFINISHED = "give another path: a save that was not finished is none"
 _MOST_LOOKS = 4
-"""At a manifest that another one replaces each time between the look at its size and the read."""
+"""The number of attempts to read a manifest that is replaced between the look at its size and the read."""
 
 
 class OwnSource(Source):
-    """A committed checkpoint.
+    """A committed checkpoint in shardopt's own format.
 
     Args:
         data: the bytes of its manifest; None where they are yet to be read.
@@ -91,7 +91,7 @@ class OwnSource(Source):
         raise CorruptionError("a checkpoint lacks what it refers to", [problem])
 
     def directory_of(self, file: DataFile) -> Storage:
-        """Returns the directory that has one of the manifest's files: the checkpoint's own, or one beside it."""
+        """Returns the directory of one of the manifest's files: the checkpoint's own, or one beside it."""
         if file.directory is None:
             return self.storage
         return directory_of(file, self.storage) if self._base_root is None else self._base_root.child(file.directory)
@@ -114,7 +114,7 @@ class OwnSource(Source):
 
 
 def manifest_bytes(storage: Storage) -> bytes | None:
-    """Returns the bytes of the manifest, None where there is none. Raises CorruptionError where it is too large."""
+    """Returns the bytes of the manifest; None if there is none. Raises CorruptionError if it is too large."""
     where = f"{storage.url}/{MANIFEST_NAME}"
     data = b""
     with wrap_os_errors(f"read {where}"):
@@ -135,7 +135,7 @@ def manifest_bytes(storage: Storage) -> bytes | None:
 
 
 def not_found(storage: Storage) -> CheckpointNotFoundError:
-    """Returns the error for a place without a checkpoint, which says what is there instead."""
+    """Returns the error for a place without a checkpoint, which says what is there."""
     try:
         contents, remedy = _what_is_at(storage)
     except (OSError, CheckpointError) as error:  # that there is no checkpoint is known already
@@ -158,7 +158,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
 
 
 def _what_is_at(storage: Storage) -> tuple[str, str]:
-    """Describes what is where a checkpoint was expected, and the remedy, for an error message."""
+    """Describes, for an error message, what is there instead of a checkpoint, and the remedy."""
     file = storage.as_file()
     if file is not None:
         directory, name = file
@@ -188,7 +188,7 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
 
 
 def _checkpoints_within(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Returns the names of checkpoints within a directory, the greatest number first."""
+    """Returns the names of checkpoints in a directory, the greatest number first."""
 
     def by_number(name: str) -> tuple[int, str]:
         digits = re.search(r"(\d+)\D*$", name)

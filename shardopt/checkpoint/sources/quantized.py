@@ -1,4 +1,4 @@
-"""Hugging Face's folders of quantized weights as a source of the weights: codes and scales are not offered.
+"""Reads Hugging Face's folders of quantized weights as the dequantized weights, and hides codes and scales.
 
     config.json                            says how: "quantization_config"
     X [R, C] float8, X_scale_inv           the weight X, where "quant_method" is "fp8" with a "weight_block_size"
@@ -40,7 +40,7 @@ _UNQUANTIZED = (
 
 
 def with_weights(source: HuggingFaceSource) -> Source:
-    """Returns a source of the weights that a Hugging Face folder has as codes and scales; the same where it has none.
+    """Returns a source of the weights that a Hugging Face folder stores as codes and scales, if it stores any so.
 
     Raises:
         CorruptionError: config.json is no JSON object, or codes and scales do not fit one another.
@@ -65,7 +65,7 @@ def with_weights(source: HuggingFaceSource) -> Source:
 
 
 class DequantizedSource(Source):
-    """The weights that a folder's codes and scales stand for, and all other tensors as they are.
+    """The weights that a folder's codes and scales encode, and all other tensors unchanged.
 
     Args:
         stored: the folder with codes and scales.
@@ -115,7 +115,7 @@ def _read_config(storage: Storage) -> dict[str, Any]:
 
 
 def _quantization_in(config: Mapping[str, Any]) -> Any:
-    """Returns how weights are quantized; None where they are not."""
+    """Returns how weights are quantized; None if they are not."""
     for part in (config, config.get("text_config")):
         for name in ("quantization_config", "compression_config"):
             if isinstance(part, dict) and part.get(name) is not None:
@@ -132,7 +132,7 @@ def _name_of(quantization: Any) -> str:
 
 
 def _dtype_of(config: Mapping[str, Any], where: str) -> Dtype:
-    """Returns the dtype in which weights are offered: what the config says of the model, else bfloat16."""
+    """Returns the dtype of the offered weights: the config's dtype of the model, else bfloat16."""
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
     names = [part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name) is not None]
@@ -143,7 +143,7 @@ def _dtype_of(config: Mapping[str, Any], where: str) -> Dtype:
 
 
 def _weights_in(source: HuggingFaceSource, dtype: Dtype, block: tuple[int, int] | None) -> dict[str, Quantized]:
-    """Returns the weights that codes and scales stand for, by key.
+    """Returns the weights that codes and scales encode, by key.
 
     Args:
         block: the codes under one scale of float8; None for mxfp4.
@@ -185,7 +185,7 @@ _SizesAndOrder = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _float8(codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> _SizesAndOrder | None:
-    """Returns the sizes of the weight, and the order of its dimensions; None where codes and scales do not fit."""
+    """Returns the sizes of the weight and the order of its dimensions; None if codes and scales do not fit."""
     shape = codes.layout.shape
     blocks = tuple(-(-size // of) for size, of in zip(shape[-2:], block, strict=False))
     fits = len(shape) >= 2 and scales.layout.shape == (*shape[:-2], *blocks)
@@ -193,7 +193,7 @@ def _float8(codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -
 
 
 def _mxfp4(codes: StoredTensor, scales: StoredTensor) -> _SizesAndOrder | None:
-    """As `_float8`. The model multiplies by what is stored transposed."""
+    """Like `_float8`, for weights that are stored transposed."""
     shape = codes.layout.shape
     fits = len(shape) == 4 and shape[3] == BYTES_PER_SCALE and scales.layout.shape == shape[:3]
     return ((*shape[:2], shape[2] * FP4_PER_SCALE), (0, 2, 1)) if fits else None
@@ -208,7 +208,7 @@ def _lacking(source: Source, key: str, found: str, required: str) -> Problem:
 
 
 def _refuse_codes_alone(source: HuggingFaceSource) -> None:
-    """Raises FormatError where there are codes and scales, and no config that says how they make weights."""
+    """Raises FormatError for codes and scales without a config that says how they encode weights."""
     tensors = source.manifest.tensors
     for key, tensor in tensors.items():
         name = key.removesuffix("_blocks")

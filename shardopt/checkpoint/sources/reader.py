@@ -34,7 +34,7 @@ _FAR_THREADS = 32  # where they wait for answers all the time
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a stored tensor, and the boxes that it is stored in.
+    """Shape, dtype and stored boxes of a tensor.
 
     Args:
         shape: the global one.
@@ -50,7 +50,7 @@ class TensorInfo:
 
 
 class _Overlap(NamedTuple):
-    """The elements that a stored box shares with a wanted one: where in the stored, and in the wanted (None: all).
+    """The overlap of a stored box and a wanted one: its place in the stored one, and in the wanted one (None: all).
 
     `entry` is what the file has, of which the stored box is all or some.
     """
@@ -64,7 +64,7 @@ class _Overlap(NamedTuple):
 
 
 class CheckpointReader(CheckpointContents):
-    """A checkpoint, open for reading: what it has under which key, and any box of it. Local: no other rank takes part.
+    """An open checkpoint: lists its keys, and reads any box of a tensor. Local: involves no other rank.
 
     Args:
         source: the checkpoint as it lies in its storage; `open` finds out which kind it is of.
@@ -80,14 +80,14 @@ class CheckpointReader(CheckpointContents):
         self._overlaps_kept = 0
 
     def info(self, key: str) -> TensorInfo:
-        """Returns shape, dtype and stored boxes of a tensor. Raises MismatchError for a key that is not a tensor's."""
+        """Returns shape, dtype and stored boxes of a tensor. Raises MismatchError if the key is none of a tensor's."""
         tensor = self.manifest.tensors.get(key)
         if tensor is None:
             raise self.unknown(key, self.manifest.tensors, "a tensor")
         return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
 
     def read(self, key: str, box: Box | None = None) -> Any:
-        """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.
+        """Returns a plain value, or a new CPU tensor with a whole stored tensor or a box of it.
 
         Raises:
             MismatchError: there is no such key, or the tensor has no such box.
@@ -110,9 +110,10 @@ class CheckpointReader(CheckpointContents):
         """Reads a stored tensor, or a box of it, into the memory of `tensor`, in place. Local.
 
         `tensor` stands for the whole of the box: its global shape is the box's sizes. It may be plain, of any strides
-        and on any device, or sharded (DTensor, ShardedTensor, LocalShardsWrapper): then this rank's own shards are
-        filled, and each rank calls for itself. Stored bytes are verified by their checksums before they are copied, or,
-        where they are read straight into contiguous memory, afterwards. Autograd counts it as a change in place.
+        and on any device, or sharded (DTensor, ShardedTensor, LocalShardsWrapper). If it is sharded, this rank's own
+        shards are filled, and each rank calls for itself. Stored bytes are verified by their checksums before they are
+        copied, or, where they are read straight into contiguous memory, afterwards. Autograd counts it as a change in
+        place.
 
         Args:
             key: of a stored tensor.
@@ -147,7 +148,7 @@ class CheckpointReader(CheckpointContents):
         fill([*self.requests(key, pieces)])
 
     def _box_of(self, key: str, box: Box | None) -> Box:
-        """Returns a box of a tensor; None stands for the whole. Raises MismatchError where there is no such box."""
+        """Returns a box of a tensor; None stands for the whole. Raises MismatchError if the tensor has no such box."""
         everything = whole(self.info(key).shape)
         if box is None:
             return everything
@@ -184,7 +185,7 @@ class CheckpointReader(CheckpointContents):
                     yield file, request
 
     def close(self) -> None:
-        """Forgets the files. Nothing is held open between reads."""
+        """Forgets the files, none of which is kept open between reads."""
         self._files.clear()
         self._overlaps.clear()
         self._overlaps_kept = 0
@@ -213,7 +214,7 @@ class CheckpointReader(CheckpointContents):
         self._open_all(keys_in)
 
     def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:
-        """Opens files by their numbers, unless they are, in several threads. None stands for all keys."""
+        """Opens files by number, in several threads, unless they are open. None stands for all keys."""
         closed = [number for number in keys_in if number not in self._files]
         failed: list[int] = []
 
@@ -238,7 +239,7 @@ class CheckpointReader(CheckpointContents):
         self._files |= {number: opened for number, each in opening if (opened := each.result()) is not None}
 
     def _overlaps_with(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
-        """Returns the overlaps of the stored boxes with `box`; kept, for layouts are few."""
+        """Returns the overlaps of the stored boxes with `box`; cached, as layouts are few."""
         overlaps = self._overlaps.get((layout, dtype.name, box))
         if overlaps is None:
             overlaps = []

@@ -1,4 +1,4 @@
-"""The data files to which checkpoints beside them refer: they stay where they are when their own checkpoint goes.
+"""Finds the data files that checkpoints beside them refer to, and that stay when their own checkpoint is removed.
 
 Who removes a checkpoint takes its manifest away first, then looks here, and leaves the files that are named. Who
 commits one that refers to files of others looks, once its manifest is there, whether these files and the manifest by
@@ -20,7 +20,7 @@ from shardopt.errors import CorruptionError
 from shardopt.world import world
 
 References = Mapping[str, frozenset[str]]
-"""Name of a directory → the names of those of its data files that checkpoints beside it refer to."""
+"""Name of a directory → the names of its data files that checkpoints beside it refer to."""
 
 T = TypeVar("T")
 
@@ -29,13 +29,13 @@ _FAR_THREADS = 32
 _MOST_KEPT = 4096
 _lock = world().lock()
 _known: OrderedDict[tuple[str, int, bytes], frozenset[tuple[str, str]]] = OrderedDict()
-"""By the manifest's URL, size and seal: manifests do not change, and those of large models are long."""
+"""References by a manifest's URL, size and seal: manifests do not change, and those of large models are long."""
 _bytes_of: dict[str, int] = {}
-"""The size of the last manifest that was read at a URL."""
+"""The size of the manifest last read at a URL."""
 
 
 def directory_of(file: DataFile, checkpoint: Storage) -> Storage:
-    """Returns the directory that has one of a checkpoint's files: its own, or one beside it.
+    """Returns the directory of one of a checkpoint's files: its own, or one beside it.
 
     Raises:
         CorruptionError: there can be none beside it.
@@ -49,7 +49,7 @@ def directory_of(file: DataFile, checkpoint: Storage) -> Storage:
 
 
 def files_by_directory(of: Iterable[DataFile], checkpoint: Storage) -> list[tuple[Storage, list[DataFile]]]:
-    """Returns each directory that has some of a checkpoint's files, and which. Raises CorruptionError."""
+    """Returns each directory with some of a checkpoint's files, and these files. Raises CorruptionError."""
     files: defaultdict[str | None, list[DataFile]] = defaultdict(list)
     for file in of:
         files[file.directory].append(file)
@@ -57,7 +57,7 @@ def files_by_directory(of: Iterable[DataFile], checkpoint: Storage) -> list[tupl
 
 
 def references_under(root: Storage, but: str | None = None) -> References:
-    """Returns the files to which committed checkpoints in the directories under a root refer.
+    """Returns the files that committed checkpoints in the directories under a root refer to.
 
     Args:
         but: a directory that is not looked into.
@@ -79,7 +79,7 @@ def references_under(root: Storage, but: str | None = None) -> References:
 
 
 def referred_in(storage: Storage) -> frozenset[str]:
-    """Returns the names of the files in a checkpoint's directory to which checkpoints beside it refer."""
+    """Returns the names of the files in a checkpoint's directory that checkpoints beside it refer to."""
     parent = storage.parent()
     if parent is None:
         return frozenset()
@@ -88,7 +88,7 @@ def referred_in(storage: Storage) -> frozenset[str]:
 
 
 def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
-    """Returns directory and name of each file elsewhere that a checkpoint refers to; none where there is none."""
+    """Returns directory and name of each file elsewhere that a checkpoint refers to; none without a checkpoint."""
     # What cannot be read by its permissions is not of this run; a manifest that is damaged gives nothing to anybody.
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, PermissionError):
         with _lock:
@@ -121,7 +121,7 @@ def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
 
 
 def _looked_up(key: tuple[str, int, bytes]) -> frozenset[tuple[str, str]] | None:
-    """Returns the references of a manifest that was read before; None where it was not."""
+    """Returns the references of a manifest that was read before; None otherwise."""
     with _lock:
         if key in _known:
             _known.move_to_end(key)
@@ -130,7 +130,7 @@ def _looked_up(key: tuple[str, int, bytes]) -> frozenset[tuple[str, str]] | None
 
 
 def _each(look: Callable[[str], T], names: Sequence[str], is_remote: bool) -> Iterable[T]:
-    """Returns what `look` finds under each name; over a network it looks at several at a time."""
+    """Returns the result of `look` for each name; over a network it looks at several names at once."""
     if not is_remote or len(names) < _MANY:
         return [look(name) for name in names]
     with world().thread_pool(_FAR_THREADS, "shardopt-look") as pool:

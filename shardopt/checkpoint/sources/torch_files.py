@@ -1,4 +1,4 @@
-"""Files of torch.save as a source: one, or a set of numbered ones with the tensors of a model. No pickle is run.
+"""Files of torch.save as a source: one file, or numbered files with a model's tensors. Runs no pickle.
 
 model.pt                                    a nested dict of tensors and plain values; or
 pytorch_model-00001-of-00002.bin, …         dicts with different keys
@@ -32,7 +32,7 @@ _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<of>\d{5})(?P<suffix>\.\w+)", 
 
 
 class _TorchFile(ArchivedTensors):
-    """One file of torch.save; `leaves` is what is in it, by path."""
+    """One file of torch.save; `leaves` are its contents by path."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(storage, name)
@@ -52,7 +52,7 @@ class _TorchFile(ArchivedTensors):
 
 
 def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
-    """Returns the files of torch.save of a directory; None where there are none.
+    """Returns a directory's torch.save files; None if there are none.
 
     Raises:
         CorruptionError: files of a numbered set are missing.
@@ -76,7 +76,7 @@ def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
 
 
 def is_torch_file(storage: Storage, name: str) -> bool:
-    """Whether a file begins as those of torch.save do; those of old versions only under a name that torch's have."""
+    """Whether a file begins as torch.save's do; files of old versions also need one of torch's suffixes."""
     begin = storage.read(name, 0, len(_ZIP))
     return begin == _ZIP or (begin[:1] == b"\x80" and name.endswith(TORCH_SUFFIXES))
 

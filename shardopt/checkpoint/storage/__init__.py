@@ -1,4 +1,4 @@
-"""Storage of checkpoints: local directories, and all else that fsspec opens. No other room tells them apart."""
+"""Storage of checkpoints: local directories, and everything else that fsspec opens. No other room tells them apart."""
 
 from shardopt.checkpoint.storage.base import FLUSH as FLUSH
 from shardopt.checkpoint.storage.base import ReadInto as ReadInto

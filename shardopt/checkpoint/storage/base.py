@@ -1,4 +1,4 @@
-"""The interface of storage: a directory, wherever it is, of immutable files that are written as wholes.
+"""The interface of storage: a directory, local or remote, of immutable files that are written whole.
 
 Names are relative to the directory (a prefix, on an object store).
 """
@@ -15,12 +15,12 @@ from shardopt.checkpoint.format.constants import RECORD_LIMIT_BYTES, damaged
 from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
 
 FLUSH = memoryview(b"")
-"""Among the buffers of a write: the memory of those before it is used again once the next is asked for."""
+"""A marker in a write's buffers: the memory of earlier buffers is reused once the next one is requested."""
 BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
 class Span(NamedTuple):
-    """Bytes of a file, and the memory that they are read into.
+    """A range of a file's bytes, and the memory to read them into.
 
     Args:
         offset: of the first of them in the file.
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 ReadInto = Callable[[Sequence[Span]], None]
-"""Fills the memory of spans, which are in ascending order, from one file. Raises CorruptionError if it ends before."""
+"""Fills the memory of ascending spans from one file. Raises CorruptionError if the file ends before."""
 
 
 class Storage(ABC):
@@ -40,15 +40,15 @@ class Storage(ABC):
 
     url: str
     is_remote = False
-    """Whether reading goes over a network: then ranks read once and share, in fewer and larger requests."""
+    """Whether reads go over a network; ranks then read once and share, in fewer and larger requests."""
 
     @abstractmethod
     def make(self) -> None:
-        """Makes the directory, where there are such things."""
+        """Makes the directory, if the storage has directories."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Returns the names of all that is in the directory, sorted; empty where there is none."""
+        """Returns the names of everything in the directory, sorted; empty if there is no directory."""
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -56,10 +56,10 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Returns a file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
+        """Returns a file's bytes from `begin` up to `end`, or to the file's end. Raises FileNotFoundError."""
 
     def read_record(self, name: str) -> bytes:
-        """Returns a small file of a run. Raises FileNotFoundError; CorruptionError where it is no small one."""
+        """Returns the bytes of a run's small file. Raises FileNotFoundError; CorruptionError if it is too large."""
         data = self.read_rest(name, 0, RECORD_LIMIT_BYTES)
         if len(data) > RECORD_LIMIT_BYTES:
             raise damaged(f"{self.url}/{name}", f"more than {RECORD_LIMIT_BYTES} bytes")
@@ -74,10 +74,10 @@ class Storage(ABC):
 
     @abstractmethod
     def opened(self, name: str) -> AbstractContextManager[ReadInto]:
-        """Opens a file to read from repeatedly, by any thread. Raises FileNotFoundError, here or when it is read."""
+        """Opens a file for repeated reads by any thread. Raises FileNotFoundError, here or at a read."""
 
     def read_into(self, name: str, spans: Sequence[Span]) -> None:
-        """Fills the memory of spans, which are in ascending order. Raises CorruptionError if the file ends before."""
+        """Fills the memory of ascending spans. Raises CorruptionError if the file ends before."""
         with self.opened(name) as read:
             read(spans)
 
@@ -92,17 +92,19 @@ class Storage(ABC):
         """
 
     def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
-        """Writes a file as `write` does, in the place of one that may be there: under its name there is never half of
-        it. On object stores every write is such."""
+        """Writes a file as `write` does, over an existing one if any; its name never refers to half a file.
+
+        On object stores every write is atomic.
+        """
         return self.write(name, buffers)
 
     @abstractmethod
     def publish(self, name: str, data: bytes) -> None:
-        """Writes a small file in one atomic step: at no time does half of it exist under its name."""
+        """Writes a small file in one atomic step: its name never refers to half a file."""
 
     @abstractmethod
     def publish_new(self, name: str, data: bytes) -> bool:
-        """Writes a small file in one atomic step, where there is none of its name yet.
+        """Writes a small file in one atomic step, if no file has its name yet.
 
         Bytes that stand there already count as written by this call: the answer to an earlier attempt may have been
         lost. So they should be such as nobody else would write.
@@ -116,44 +118,46 @@ class Storage(ABC):
         """
 
     def may_appear(self, name: str) -> bool:
-        """Whether a file that this object could not publish may be there at any time: a request was given up that the
-        storage may still carry out."""
+        """Whether a file that this object failed to publish may still appear.
+
+        The storage may still carry out a request that timed out.
+        """
         return False
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file, if it exists."""
 
     def remove_durably(self, name: str) -> None:
-        """Removes a file, if it is there; the removal is durable on return."""
+        """Removes a file, if it exists; the removal is durable on return."""
         self.remove(name)
 
     @abstractmethod
     def remove_if_empty(self) -> None:
-        """Removes the directory, where there are such things and it holds nothing."""
+        """Removes the directory, if it is empty and the storage has directories."""
 
     @abstractmethod
     def child(self, name: str) -> Storage:
-        """Returns the storage of the directory of that name within this one."""
+        """Returns the storage of a subdirectory by name."""
 
     def parent(self) -> tuple[Storage, str] | None:
-        """Returns the directory that this one is in, and its name there; None where there is none above it."""
+        """Returns the parent directory, and the name of this one in it; None at the top."""
         return None
 
     def as_file(self) -> tuple[Storage, str] | None:
-        """Returns the directory and the name of the file at this path; None where it is no file."""
+        """Returns directory and name of the file at this path; None if it is no file."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Returns the number of bytes that may be written here at most; None where that cannot be known."""
+        """Returns the number of bytes that can still be written here; None if it is unknown."""
         return None
 
     def copy_of(self, name: str) -> int:
-        """Returns which copy of a file is read now, where there are several; for `pass_over`."""
+        """Returns which of several copies of a file is being read; for `pass_over`."""
         return 0
 
     def pass_over(self, name: str, copy: int, error: CheckpointError) -> bool:
-        """Takes the next copy of a file from now on, as this one was found damaged or out of reach.
+        """Switches to the next copy of a file, as this one was damaged or out of reach.
 
         Args:
             copy: as `copy_of` gave it before the file was read.
@@ -165,7 +169,7 @@ class Storage(ABC):
         return False
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file of that name."""
+        """Whether a file of this name exists."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -174,7 +178,7 @@ class Storage(ABC):
 
 
 def contiguous_runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Joins spans that follow one another without a gap: offset, and memory for the bytes from there on."""
+    """Joins adjacent spans: yields offset, and the memory for the bytes from there on."""
     start = 0
     while start < len(spans):
         stop, end = start, spans[start].offset
@@ -186,13 +190,13 @@ def contiguous_runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryvie
 
 
 def unreadable(path: str, error: OSError) -> UnreadableError:
-    """Returns the error for a file that its disk cannot read."""
+    """Returns the error for a file that its disk fails to read."""
     problem = Problem(path, str(error.strerror or error), "its bytes", "restore from another checkpoint")
     return UnreadableError("a file cannot be read from its disk", [problem])
 
 
 def too_short(path: str, offset: int) -> CorruptionError:
-    """Returns the error for a file that ends before the bytes that were to be read.
+    """Returns the error for a file that ends before the requested bytes.
 
     Args:
         path: of the file, as it is printed.

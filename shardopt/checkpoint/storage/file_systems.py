@@ -1,4 +1,4 @@
-"""File systems of fsspec by URL, and why there is none. Imported for the first URL that is no local path."""
+"""Opens fsspec's file systems by URL, and explains failures. Imported at the first URL that is no local path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
 
 
 def is_archive(protocol: str) -> bool:
-    """Whether a protocol is that of files in an archive, such as zip and tar."""
+    """Whether a protocol is for files in an archive, such as zip and tar."""
     if protocol not in known_implementations:
         return False
     try:
@@ -62,11 +62,11 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Protocol → the extra of this package that installs what it needs."""
+"""Protocol → the extra of this package that installs its requirements."""
 
 
 def _unopened(url: str, error: Exception) -> Problem | None:
-    """Returns why there is no file system for a URL; None where its protocol is not to blame."""
+    """Returns why a URL has no file system; None if its protocol is not the reason."""
     protocol = fsspec.core.split_protocol(url)[0]
     if any("::" in link for link in LINK.split(url)):
         required = "a protocol with each part of a chain, and no '::' in the paths of one"

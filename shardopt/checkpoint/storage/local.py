@@ -1,4 +1,4 @@
-"""Storage on local disks, and on whatever is mounted as one."""
+"""Storage on local disks, and on anything mounted as one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LocalStorage(Storage):
             _durably_named.update(missing)
 
     def sync_names_above(self, path: str) -> None:
-        """Makes the names of a directory, and of those above it, durable, once for each process.
+        """Makes the names of a directory and of its parents durable, once per process.
 
         Whoever made them may have failed, or been killed, before they were.
         """
@@ -135,7 +135,7 @@ class LocalStorage(Storage):
         return total
 
     def write_to(self, fd: int, buffers: Iterable[memoryview]) -> int:
-        """Writes to a file from its beginning on; returns the number of bytes."""
+        """Writes to an open file from its beginning; returns the number of bytes."""
         total = 0
         batch: list[memoryview] = []
         batch_bytes = 0
@@ -191,7 +191,7 @@ class LocalStorage(Storage):
         return exclusive
 
     def _write_temporary(self, name: str, data: bytes) -> str:
-        """Writes a file under a temporary name that nobody else has, durably; removes it if that fails."""
+        """Writes a file durably under a temporary name of its own; removes it if that fails."""
         temporary = self._path(f".{name}.{world().random_name(6)}.tmp")
         try:
             with open(temporary, "xb") as file:
@@ -245,7 +245,7 @@ class LocalStorage(Storage):
             os.fsync(fd)
 
     def sync_directory(self, path: str) -> None:
-        """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe.
+        """Makes the names in a directory durable; otherwise a crash may lose a file whose bytes are safe.
 
         Some file systems do not know how (over a network, in a container, FUSE): that is said once for each, and the
         names are as durable as it makes them by itself.
@@ -271,7 +271,7 @@ class LocalStorage(Storage):
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turns an error of a disk that has lost bytes into UnreadableError; not those of a disk that is out of reach."""
+    """Turns errors of disks that have lost bytes into UnreadableError, but not errors of unreachable disks."""
     try:
         yield
     except OSError as error:
@@ -281,12 +281,12 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is that of a temporary file, left by a process that died while it published one."""
+    """Whether a name belongs to a temporary file, left by a process that died during a publish."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def _link_exclusively(temporary: str, path: str) -> bool:
-    """Gives a file another name if nothing has that name; returns whether exclusively, as `publish_new`."""
+    """Gives a file its final name, unless that is taken; returns whether the system could do so exclusively."""
     try:
         os.link(temporary, path)
         return True
@@ -306,7 +306,7 @@ def _link_exclusively(temporary: str, path: str) -> bool:
 
 
 def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Returns buffers without their first `nbytes` bytes."""
+    """Drops the first `nbytes` bytes from the buffers."""
     for i, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
             return [buffer[nbytes:], *buffers[i + 1 :]]

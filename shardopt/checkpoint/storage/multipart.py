@@ -21,7 +21,7 @@ PARTS_AT_ONCE = 8  # no more are in memory, but for the one that is being made
 
 
 def has_multipart(fs: Any) -> bool:
-    """Whether `upload` can be used: s3fs, and what derives from it."""
+    """Whether `upload` can be used: with s3fs, and file systems that derive from it."""
     return hasattr(fs, "call_s3") and hasattr(fs, "split_path")
 
 

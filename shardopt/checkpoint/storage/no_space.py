@@ -1,4 +1,4 @@
-"""Errors for full disks: how many bytes were needed, and how many were free."""
+"""Errors for full disks, with the number of bytes needed, and of bytes free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.errors import NoSpaceError, Problem
 def explain_no_space(
     storage: Storage, content: str, needed: Callable[[], int], written: Callable[[], int]
 ) -> Iterator[None]:
-    """Turns an operating system's error for want of space into a NoSpaceError with the numbers of bytes.
+    """Turns the operating system's error for a full disk into NoSpaceError, with numbers of bytes.
 
     Args:
         content: of the file, in words, for the message.

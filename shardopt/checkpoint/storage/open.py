@@ -1,4 +1,4 @@
-"""Opens storage by URL, here alone: a program's own, local directories, and all else that fsspec opens."""
+"""Opens storage by URL, the only place that does: registered storage, local directories, and all that fsspec opens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9+.\-]+"
 _LOCAL = re.compile(r"(?:file|local)://|file:(?=/)")
 _URL = re.compile(rf"(?:{_NAME}::)*{_NAME}://")
 LINK = re.compile(rf"::(?={_URL.pattern})")
-"""Of a chain of fsspec's: a protocol follows."""
+"""Separates the links of fsspec's chained URLs; a protocol follows."""
 _own: dict[str, Callable[[str], Storage]] = {}  # by protocol
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
-    """Returns a path or URL that means the same wherever the process changes its directory to.
+    """Returns a path or URL that stays valid when the process changes its directory.
 
     What begins with no protocol is a local path, whatever else is in it: "out/lr::1e-4" is a directory of that name.
     """
@@ -42,13 +42,13 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
 
 
 def is_in_archive(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL is of files in an archive (zip, tar), which can be read there, and not be written."""
+    """Whether a URL is of files in an archive (zip, tar), which can be read but not written."""
     protocol = os.fspath(url).partition(":")[0] if _URL.match(os.fspath(url)) else ""
     return bool(protocol) and file_systems.is_archive(protocol)
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
-    """Returns the storage at a path or at any URL that fsspec knows, with fsspec's own configuration and credentials.
+    """Returns the storage at a path or at any URL that fsspec knows, with fsspec's configuration and credentials.
 
     Args:
         durable: whether local files and directories are flushed to the disk before a write returns.
@@ -60,7 +60,7 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
 
 
 def register_storage(protocol: str, opener: Callable[[str], Storage]) -> None:
-    """Has URLs of a protocol opened by a program's own storage from now on, in this process. Local.
+    """Makes this process open URLs of a protocol by a storage of the program's. Local.
 
     Each rank calls it, before it saves or loads; a program that has registered the protocol already exchanges it.
 
@@ -79,7 +79,7 @@ def register_storage(protocol: str, opener: Callable[[str], Storage]) -> None:
 
 
 def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> None:
-    """Has this process open what is at a URL, and below it, with these arguments of its file system from now on.
+    """Makes this process open everything at or below a URL with these arguments for its file system.
 
     They may be credentials: they are kept in memory alone, and are in no message.
 
@@ -114,7 +114,7 @@ _options: dict[str, dict[str, Any]] = {}  # by URL
 
 
 def _options_of(text: str) -> dict[str, Any]:
-    """Returns the arguments of the file system of a URL: those of the longest URL that it is at, or below."""
+    """Returns the file system arguments for a URL: those set for the longest URL that contains it."""
     if not _options:
         return {}
     above = (each for each in _options if text == each or text.startswith(each.rstrip("/") + "/"))
@@ -133,7 +133,7 @@ def _open(text: str, durable: bool) -> Storage:
 
 @contextmanager
 def wrap_os_errors(doing: str) -> Iterator[None]:
-    """Turns an error of the operating system, or of a file system of fsspec, into a CheckpointError.
+    """Turns errors of the operating system, or of fsspec's file systems, into CheckpointError.
 
     Args:
         doing: the operation and the URL, for the message ("read s3://bucket/a").

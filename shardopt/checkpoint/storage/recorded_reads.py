@@ -1,4 +1,4 @@
-"""What one rank has read, for others who are to read the same: the answers of a storage to what it was asked.
+"""Records what one rank reads from a storage, and replays the answers for ranks that would read the same.
 
     recording    rank 0 asks the storage, and keeps each answer
     replaying    all ranks have these answers, and ask the storage only for the rest
@@ -21,7 +21,7 @@ from shardopt.checkpoint.storage.base import ReadInto, Span, Storage
 
 T = TypeVar("T")
 Question = tuple[Any, ...]
-"""Where ("" or "..", the directory above), the method of `Storage`, and its arguments."""
+"""The place ("" or "..", the parent directory), the method of `Storage`, and its arguments."""
 
 _LENGTH = struct.Struct("!Q")
 _MOST_BYTES = MANIFEST_LIMIT_BYTES  # that are kept; others ask for what is beyond
@@ -29,7 +29,7 @@ _NOTHING = None  # in the place of an answer: there is no such file
 
 
 class RecordedReads:
-    """The answers of one storage, by what it was asked.
+    """The answers of one storage, by question.
 
     Args:
         known: those that another rank has got; None to record them.
@@ -41,7 +41,7 @@ class RecordedReads:
         self._nbytes = 0
 
     def answer(self, question: Question, ask: Callable[[], T]) -> T:
-        """Returns the answer to a question, as it is known or from the storage. Raises FileNotFoundError, as `ask`."""
+        """Returns the answer to a question, recorded or from the storage. Raises FileNotFoundError, as `ask`."""
         if self._state == "replaying" and question in self._known:
             known: T | None = self._known[question]
             if known is _NOTHING:
@@ -61,16 +61,16 @@ class RecordedReads:
         return answer
 
     def replay(self) -> None:
-        """Records no more: from here on what was recorded is the answer."""
+        """Stops recording, and answers only from the record."""
         self._state = "replaying"
 
     def close(self) -> None:
-        """Forgets all answers; from here on the storage is asked."""
+        """Drops all answers, and asks the storage from now on."""
         self._state = "closed"
         self._known = {}
 
     def pack(self) -> bytes:
-        """Encodes what was recorded, compressed."""
+        """Encodes the record, compressed."""
         bodies = [answer for answer in self._known.values() if isinstance(answer, bytes)]
         table = [
             [question, len(answer), None] if isinstance(answer, bytes) else [question, None, answer]
@@ -83,7 +83,7 @@ class RecordedReads:
 
     @classmethod
     def unpack(cls, data: bytes) -> RecordedReads:
-        """Decodes what `pack` encoded, to be replayed."""
+        """Decodes what `pack` encoded, for replay."""
         raw = memoryview(zlib.decompress(data))
         (length,) = _LENGTH.unpack_from(raw)
         at = _LENGTH.size + length
@@ -100,7 +100,7 @@ def _bytes_of(answer: Any) -> int:
 
 
 class ReplayStorage(Storage):
-    """A storage whose answers are recorded, or known. All that is not asked on opening goes straight to it.
+    """A storage that records or replays its answers. Calls that opening does not make go straight through.
 
     Args:
         place: "..", where it is the directory above that of the checkpoint.

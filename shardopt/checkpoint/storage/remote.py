@@ -103,7 +103,7 @@ class RemoteStorage(Storage):
         remaining = [(offset, buffers) for offset, buffers in joined if any(buffer.nbytes for buffer in buffers)]
 
         def read_remaining() -> None:
-            """Reads all ranges at once; those that came are not requested again when others have failed."""
+            """Reads all ranges at once; after a failure, requests only the missing ones again."""
             begins = [offset for offset, _ in remaining]
             ends = [offset + sum(buffer.nbytes for buffer in buffers) for offset, buffers in remaining]
             paths = [self._path(name)] * len(remaining)
@@ -127,7 +127,7 @@ class RemoteStorage(Storage):
             self._requests.repeat(f"read {self.url}/{name}", read_remaining)
 
     def _length_error(self, name: str, begin: int, end: int, answer: bytes) -> Exception | None:
-        """Returns the error for an answer that has not the length of the range, if it has not."""
+        """Returns the error for an answer whose length is not that of the range; None if it is."""
         if len(answer) == end - begin:
             return None
         if self.size(name) < end:
@@ -135,12 +135,12 @@ class RemoteStorage(Storage):
         return ConnectionError(f"{len(answer)} bytes where {end - begin} were requested")
 
     def _range_error(self, name: str, end: int) -> Exception:
-        """Returns the error for a range that the store refuses, as it does where the file ends before it."""
+        """Returns the error for a range that the store refuses, for example past the file's end."""
         size = self.size(name)
         return too_short(self._path(name), size) if size < end else OSError(errno.EIO, "the store refused a range")
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        """As in `Storage`. If `buffers` can be iterated again, a file that failed as a whole is sent again."""
+        """Writes as `Storage.write` does; sends a failed file again if `buffers` can be iterated again."""
         doing, once = f"write {self.url}/{name}", isinstance(buffers, Iterator)
         if once:
             return self._write_once(name, buffers)
@@ -166,7 +166,7 @@ class RemoteStorage(Storage):
         return total
 
     def _stream(self, path: str, parts: Iterable[bytearray]) -> int:
-        """Writes a large file through the file system's own file object, which holds a part at a time."""
+        """Writes a large file through the file system's own file object, which holds one part at a time."""
         file = self._requests.within_deadline(lambda: self._fs.open(path, "wb", block_size=PART_BYTES))
         total = 0
         try:
@@ -215,7 +215,7 @@ class RemoteStorage(Storage):
         return name in self._unconfirmed
 
     def _require_own(self, name: str, data: bytes) -> None:
-        """Raises FileExistsError unless an attempt was carried out after all, and only its answer lost."""
+        """Raises FileExistsError unless an earlier attempt succeeded and only its answer was lost."""
         try:
             is_own = self.read_rest(name, 0, len(data)) == data
         except FileNotFoundError:
@@ -246,7 +246,7 @@ class RemoteStorage(Storage):
 
 
 def _condition_of(fs: Any) -> dict[str, Any]:
-    """Returns the arguments with which `pipe_file` writes only where no file is; empty where the store has none.
+    """Returns the arguments with which `pipe_file` writes only if no file exists; empty if the store has none.
 
     fsspec's own way to do it (`mode="create"`, of its base classes) looks first and then writes.
     """
@@ -265,7 +265,7 @@ def _condition_of(fs: Any) -> dict[str, Any]:
 
 
 def _is_unmet_or_unknown(error: CheckpointError) -> bool:
-    """Whether a store may have refused a request for its condition: it is not met, or no condition is known there."""
+    """Whether a store may have refused a request for its condition: it is not met, or the store knows no conditions."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.ENOSYS)
 
@@ -275,7 +275,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _parts(buffers: Iterator[memoryview]) -> Iterator[bytearray]:
-    """Joins buffers into parts of `PART_BYTES`, a size that doubles every 2,500: S3 takes no more than 10,000."""
+    """Joins buffers into parts of `PART_BYTES`; the size doubles every 2,500 parts, as S3 accepts at most 10,000."""
     part, number, limit = bytearray(), 0, PART_BYTES
     for buffer in buffers:
         while buffer.nbytes:
@@ -291,7 +291,7 @@ def _parts(buffers: Iterator[memoryview]) -> Iterator[bytearray]:
 
 
 def _chain_releasing(head: list[bytearray], rest: Iterable[bytearray]) -> Iterator[bytearray]:
-    """Yields the parts of `head`, each of which it lets go of, and then the rest."""
+    """Yields the parts of `head`, releasing each, and then the rest."""
     while head:
         yield head.pop(0)
     yield from rest

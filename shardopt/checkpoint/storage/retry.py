@@ -1,4 +1,4 @@
-"""Retries of requests to a store that may be slow, lose them, or fail for a while; each under a deadline.
+"""Retries requests to a store that may be slow, lose them, or fail for a while; each has a deadline.
 
 A transient error (a request that timed out, a connection that broke, a server in trouble) leads to another attempt,
 after a pause that doubles; a permanent one (no such file, no permission, no space) is raised at once. When the attempts
@@ -49,7 +49,7 @@ _TRANSIENT_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The number of attempts of a request, their pauses, and their deadlines.
+    """The number of attempts per request, the pauses between them, and their deadlines.
 
     Args:
         attempts: of a request, before it is given up.
@@ -67,7 +67,7 @@ RETRY_POLICY = RetryPolicy()
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a request that failed with this error may succeed when it is tried again."""
+    """Whether a request that failed with this error may succeed at another attempt."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(error, ShardoptError | NotImplementedError):
         return False
@@ -79,7 +79,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def run_in_thread(function: Callable[[], T]) -> Future[T]:
-    """Runs a function in a daemon thread of its own, which nobody has to wait for."""
+    """Runs a function in a daemon thread of its own, which the process does not wait for at exit."""
     future: Future[T] = world().future()
 
     def run() -> None:
@@ -93,13 +93,13 @@ def run_in_thread(function: Callable[[], T]) -> Future[T]:
 
 
 class Requests:
-    """Requests to one file system of fsspec. May be used by several threads at once."""
+    """Requests to one file system of fsspec; thread-safe."""
 
     def __init__(self, fs: Any, policy: RetryPolicy | None = None) -> None:
         self._fs, self._policy = fs, policy or RETRY_POLICY
 
     def call(self, doing: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the file system, again while its errors are transient; returns its result.
+        """Calls a method of the file system, again after transient errors; returns its result.
 
         Args:
             doing: for error messages, with the URL ("read s3://bucket/a").
@@ -111,7 +111,7 @@ class Requests:
         return self.repeat(doing, lambda: self.once(method, *args, **kwargs))
 
     def once(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Makes one request under its deadline. Raises TimeoutError, or whatever the file system does."""
+        """Makes one request under its deadline. Raises TimeoutError, or the file system's error."""
         seconds = self._policy.request_seconds
         coroutine = getattr(self._fs, f"_{method}", None) if _is_async(self._fs) else None
         if inspect.iscoroutinefunction(coroutine):
@@ -123,7 +123,7 @@ class Requests:
         return self.within_deadline(lambda: getattr(self._fs, method)(*args, **kwargs))
 
     def within_deadline(self, function: Callable[[], T]) -> T:
-        """Returns the result of a blocking call; one that takes too long is left to itself in its thread.
+        """Returns the result of a blocking call; abandons one that takes too long in its thread.
 
         Raises:
             TimeoutError: it took too long.
@@ -135,7 +135,7 @@ class Requests:
             raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
 
     def repeat(self, doing: str, function: Callable[[], T]) -> T:
-        """Returns the result of `function`, called again while its errors are transient."""
+        """Returns the result of `function`, called again after transient errors."""
         begin, pause = world().monotonic(), self._policy.pause_seconds
         for attempt in range(1, self._policy.attempts + 1):
             try:
@@ -152,7 +152,7 @@ class Requests:
 
 
 def _is_async(fs: Any) -> bool:
-    """Whether a file system has coroutines, which can be cancelled; one that wraps another has them if that has."""
+    """Whether a file system has coroutines, which can be cancelled; for a wrapper, whether the wrapped one has."""
     wrapped = getattr(fs, "fs", None)
     return bool(fs.async_impl) and (not isinstance(wrapped, AbstractFileSystem) or _is_async(wrapped))
 

@@ -1,1 +1,1 @@
-"""Pictures, by matplotlib."""
+"""Verbs that draw pictures with matplotlib."""

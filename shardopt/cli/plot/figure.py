@@ -1,4 +1,4 @@
-"""Figures by matplotlib (the extra `plot`), without a display."""
+"""Makes figures with matplotlib (the extra `plot`), without a display."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _COLORS = (
 
 
 def rank_color(rank: int) -> str:
-    """Returns the colour of a rank; that of rank 20 is that of rank 0 again."""
+    """Returns the colour of a rank; colours repeat after 20 ranks."""
     return _COLORS[rank % len(_COLORS)]
 
 
 def check_output(path: str) -> None:
-    """Raises OptionError for a file name of which no kind of picture follows."""
+    """Raises OptionError for a file name whose suffix is no picture format."""
     if not path.lower().endswith((".png", ".svg", ".pdf")):
         problem = Problem("--out", repr(path), "a name that ends in .png, .svg or .pdf", "give another one")
         raise OptionError("invalid arguments", [problem])
 
 
 def save_figure(figure: Figure, path: str) -> None:
-    """Writes a figure; the same one has the same bytes."""
+    """Writes a figure; the same figure always has the same bytes."""
     kind = path.lower().rpartition(".")[2]
     dated = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     figure.savefig(path, dpi=120, metadata=dated)

@@ -1,4 +1,4 @@
-"""`shardopt plot layout`: which rank holds what of the largest tensors, as stored and on another number of ranks."""
+"""`shardopt plot layout`: draws which rank holds what of the largest tensors, as stored and resharded."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _RANK_OF_FILE = re.compile(r"-r(\d{5,9})(?:-\d+)?\.", re.ASCII)
 
 
 class Held(NamedTuple):
-    """A box, and the ranks that hold it; none where every rank does."""
+    """A box, and the ranks that hold it; none if every rank does."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
 class Drawn(NamedTuple):
-    """Tensors that have one shape, dtype and layout, and who holds them."""
+    """Tensors with one shape, dtype and layout, and their holders."""
 
     keys: list[str]
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 
 def plot_layout(output: Output, *, url: str, world_size: int | None, glob: str | None, out: str) -> int:
-    """Draws the layouts of the largest tensors, and how many bytes each rank holds."""
+    """Draws the layouts of the largest tensors, and the bytes that each rank holds."""
     check_output(out)
     if world_size is not None and world_size < 1:
         problem = Problem("--world-size", str(world_size), "at least 1 rank", "give the number of ranks")
@@ -71,7 +71,7 @@ def _wire(drawn: Drawn) -> dict[str, Any]:
 def _collect(
     reader: CheckpointReader, keys: Sequence[str], world_size: int | None
 ) -> tuple[list[Drawn], dict[str, list[int]]]:
-    """Returns distinct layouts, those of the largest tensors first, and the bytes of each rank as stored and after."""
+    """Returns the distinct layouts, largest tensors first, and each rank's bytes as stored and resharded."""
     stored = reader.manifest
     alike: dict[Any, Drawn] = {}
     totals: dict[str, Counter[int]] = {"stored": Counter(), "afterwards": Counter()}
@@ -103,7 +103,7 @@ def _collect(
 
 
 def _rank_of(name: str, number: int) -> int:
-    """Returns the rank that wrote a file; of other formats than ours the number of the file."""
+    """Returns the rank that wrote a file; for other formats the number of the file."""
     match = _RANK_OF_FILE.search(name)
     return int(match[1]) if match else number
 

@@ -1,4 +1,4 @@
-"""`shardopt plot run`: the metrics of a run over its steps, the bytes of its checkpoints, the seconds of its saves."""
+"""`shardopt plot run`: draws metrics over a run's steps, the bytes of its checkpoints, and the seconds of its saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINES = {"seconds": "of a save", "stall_seconds": "of which the training stood 
 
 
 def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) -> int:
-    """Draws a run; what was abandoned as points of no line."""
+    """Draws a run, with abandoned checkpoints as points outside its line."""
     check_output(out)
     listing = list_run(root)
     saved = [each for each in listing.checkpoints if each.counts and each.id is not None]
@@ -40,7 +40,7 @@ def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) 
 
 
 def seconds_in(logs: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Returns the seconds of saves by step, of the slowest rank, as logs of `shardopt` at INFO or DEBUG have them."""
+    """Returns the seconds of saves by step, for the slowest rank, from logs of `shardopt` at INFO or DEBUG."""
     found: dict[int, dict[str, float]] = {}
     for path in logs:
         with open(path, encoding="utf-8", errors="replace") as lines:
@@ -53,7 +53,7 @@ def seconds_in(logs: Sequence[str]) -> dict[int, dict[str, float]]:
 
 
 def _figures_in(line: str) -> tuple[int | None, dict[str, float]]:
-    """Returns the step that a line of a log says was saved, and seconds by name; None for any other line."""
+    """Returns the saved step in a line of a log, and seconds by name; None for any other line."""
     match = _SAVE.search(line)
     if match is not None:
         id = parse_id(match[1].rstrip("/").rpartition("/")[2])
@@ -98,7 +98,7 @@ def _draw(url: str, saved: Sequence[Listed], seconds: dict[int, dict[str, float]
 
 
 def _points(panel: Axes, saved: Sequence[Listed], values: Sequence[float | None]) -> None:
-    """Draws values over steps: a line for the run, and points for what is abandoned."""
+    """Draws values over steps: a line for the run, and points for abandoned checkpoints."""
     points = [
         (each.id.step, value, each.in_run)
         for each, value in zip(saved, values, strict=True)

@@ -1,1 +1,1 @@
-"""Verbs of the command line, a file each; `table.py` beside this folder lists them."""
+"""Verbs of the command line, a file each; `cli/table.py` lists them, and `cli/plot/` has those that draw."""

@@ -1,4 +1,4 @@
-"""`shardopt convert`: a checkpoint in another format."""
+"""`shardopt convert`: converts a checkpoint to another format."""
 
 from __future__ import annotations
 

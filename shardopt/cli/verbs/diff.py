@@ -1,4 +1,4 @@
-"""`shardopt diff`: what differs between two checkpoints, whatever ranks have saved them."""
+"""`shardopt diff`: compares two checkpoints, regardless of the ranks that saved them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPAQUE = (bytes, np.ndarray, torch.Tensor)
 
 
 class ValueDifference(NamedTuple):
-    """A plain value that is not the same; `ranks` are those whose own value it is, where it is a value per rank."""
+    """A plain value that differs; `ranks` are those whose own value it is, if it is a value per rank."""
 
     key: str
     a: Any
@@ -43,7 +43,7 @@ class ValueDifference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All that was found; keys are those of B.
+    """The result of a comparison; keys are those of B.
 
     Args:
         tensors: by key, of both.
@@ -65,12 +65,12 @@ class Comparison(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing was found that differs."""
+        """Whether no difference was found."""
         return not (self.unequal or self.values or self.only_in_a or self.only_in_b)
 
 
 def diff(output: Output, *, a: str, b: str, rename: Sequence[str] | None, select: str | None, all: bool) -> int:
-    """Compares two checkpoints; status 1 where they differ."""
+    """Compares two checkpoints; status 1 if they differ."""
     rules = parse_rename(rename or ())
     with checkpoint.open(a) as reader_a, checkpoint.open(b) as reader_b:
         found = compare(reader_a, reader_b, rules, select)
@@ -132,7 +132,7 @@ def compare(a: CheckpointReader, b: CheckpointReader, rename: Mapping[str, str],
 
 
 def _per_rank(reader: CheckpointReader, other: CheckpointReader, keys: Collection[str]) -> list[Mapping[str, Any]]:
-    """Reads the values of all ranks, where some of them are to be compared with those of as many."""
+    """Reads the values of all ranks, if both sides have as many ranks with values to compare."""
     stored = reader.manifest
     if stored.per_rank.keys().isdisjoint(keys) or stored.world_size != other.manifest.world_size:
         return []
@@ -147,7 +147,7 @@ def _kind_of(reader: CheckpointReader, key: str) -> str:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two plain values have the same types and values; NaN is equal to NaN."""
+    """Whether two plain values have the same types and values; NaN equals NaN."""
     return json.dumps(typed(one, "")) == json.dumps(typed(other, ""))
 
 
@@ -183,7 +183,7 @@ def _print(
 
 
 def _tensor_lines(unequal: Mapping[str, TensorDifference], show_all: bool) -> list[list[Cell]]:
-    """Returns a line for each tensor that differs; one for layers whose tensors differ in one way."""
+    """Returns a line for each tensor that differs; one for layers whose tensors differ alike."""
     if show_all:
         return [_tensor_line(key, [each]) for key, each in unequal.items()]
     ways = {key: (each.kind, each.a, each.b, bool(each.differing)) for key, each in unequal.items()}
@@ -211,12 +211,12 @@ def _tensor_line(key: str, alike: Sequence[TensorDifference]) -> list[Cell]:
 
 
 def _greatest(numbers: Iterable[float]) -> float:
-    """Returns the greatest number; NaN where one is."""
+    """Returns the greatest number; NaN if any is NaN."""
     return max(numbers, key=lambda number: (math.isnan(number), number))
 
 
 def _value_lines(values: Sequence[ValueDifference], show_all: bool) -> list[list[Cell]]:
-    """Returns a line for each value; one for all parameters of an optimizer whose options have changed alike."""
+    """Returns a line for each value; one for all parameters of an optimizer whose options changed alike."""
     alike: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     lines: list[list[Cell]] = []
     for key, a, b, ranks in values:
@@ -243,7 +243,7 @@ def _changes(a: Mapping[Any, Any], b: Mapping[Any, Any], show_all: bool) -> str:
 
 
 def _change(a: Any, b: Any, show_all: bool) -> str:
-    """Returns two values with an arrow; of those that say nothing to a reader, such as random state, "differs"."""
+    """Returns two values with an arrow; "differs" for values that no reader understands, such as random state."""
     if isinstance(a, dict) and isinstance(b, dict):
         return _changes(a, b, show_all)
     texts = ["nothing" if value is _NOTHING else value_text(value, show_all) for value in (a, b)]

@@ -1,4 +1,4 @@
-"""`shardopt env`: what a report of a fault needs to say of the machine, the ranks and the storage."""
+"""`shardopt env`: prints what a bug report needs to say about machine, ranks and storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardopt.checkpoint.format.constants import file_name
-from shardopt.checkpoint.storage import common_storage, storage_of
+from shardopt.checkpoint.storage import marker, storage_of
 from shardopt.checkpoint.text import plural
 from shardopt.cli.output import Output
 from shardopt.errors import OptionError, Problem
@@ -41,13 +41,13 @@ _SHOWN = re.compile(
     """,
     re.VERBOSE,
 )
-"""The names of variables whose values are printed: whatever else a launcher gives to a job may be a secret."""
+"""The names of variables whose values are printed; any other variable may hold a secret."""
 _PROBE_MIB = 64
 _DEADLINE_SECONDS = 60.0
 
 
 def env(output: Output, *, url: str | None, mib: int | None) -> int:
-    """Prints versions, machine, variables of the launcher; and of a directory whether all ranks see it, and its speed.
+    """Prints versions, machine and the launcher's variables; for a directory, whether all ranks see it, and its speed.
 
     Under torchrun it is collective: rank 0 prints, and says of each rank on which host and device it is.
     """
@@ -75,7 +75,7 @@ def env(output: Output, *, url: str | None, mib: int | None) -> int:
 
 @contextmanager
 def _joined() -> Iterator[Ranks]:
-    """The ranks that the launcher has started, or this process alone."""
+    """Yields the ranks that the launcher started, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks(None)
         return
@@ -112,19 +112,19 @@ def _torch() -> dict[str, Any]:
 
 
 def _device() -> str:
-    """The GPU that a rank of this number on its host has, or the CPU."""
+    """Returns the GPU for this rank's number on its host, or the CPU."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return f"cuda:{local}" if local < torch.cuda.device_count() else "cpu"
 
 
 def _variables() -> dict[str, str]:
-    """The variables by which launchers and torch speak to each other; of those that are not known, only the names."""
+    """Returns the variables that launchers and torch use; of unknown ones only the names."""
     names = (name for name in sorted(os.environ) if _SHOWN.fullmatch(name) or _VARIABLES.fullmatch(name))
     return {name: redacted(os.environ[name]) if _SHOWN.fullmatch(name) else "(not shown)" for name in names}
 
 
 def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
-    """Writes one file on each rank, all at once, reads them, and removes them. Collective.
+    """Writes one file on each rank at once, reads the files, and removes them. Collective.
 
     Raises:
         ShardoptError: ranks do not see the same directory, or it cannot be written.
@@ -135,7 +135,7 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     def prepare() -> str:
         storage.make()
         made = world().random_name(6)
-        common_storage.write_marker(storage, made)
+        marker.write_marker(storage, made)
         return made
 
     name = ranks.on_rank_0(what, prepare)
@@ -143,13 +143,13 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)  # which no file system makes smaller
     data = memoryview(bytearray(noise.repeat(nbytes >> 20).numpy().tobytes()))
     try:
-        ranks.agree(what, lambda: common_storage.wait_for_marker(storage, name))
+        ranks.agree(what, lambda: marker.wait_for_marker(storage, name))
         writing = _seconds(ranks, what, lambda: storage.write(own, [data]))
         reading = _seconds(ranks, what, lambda: storage.read(neighbours))
     finally:
         storage.remove(own)
         if ranks.rank == 0:
-            common_storage.remove_marker(storage, name)
+            marker.remove_marker(storage, name)
     total = nbytes * ranks.size
     return {
         "url": storage.url,
@@ -162,7 +162,7 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
 
 
 def _seconds(ranks: Ranks, what: str, work: Callable[[], object]) -> float:
-    """Returns how long the slowest rank takes. Collective."""
+    """Returns the time of the slowest rank in seconds. Collective."""
 
     def timed() -> float:
         begin = world().monotonic()

@@ -1,4 +1,4 @@
-"""`shardopt explain`: the sections of docs/troubleshooting.md, which comes with the package, in a shell.
+"""`shardopt explain`: prints sections of docs/troubleshooting.md, which is part of the package.
 
 Nothing here wants torch, a network or the repository: `troubleshooting.md` beside this file is a link to the page, and
 in an installed package a copy of it.
@@ -38,7 +38,7 @@ def explain(output: Output, code: str | None) -> int:
 
 
 def sections_of_page() -> dict[str, str]:
-    """Returns the text of each section by its code, in the order of the page; links as names of pages."""
+    """Returns the text of each section by its code, in page order; links become names of pages."""
     page = resources.files("shardopt.cli").joinpath("troubleshooting.md").read_text(encoding="utf-8")
     return {code: _plain(text) for code, text in _SECTION.findall(page)}
 

@@ -1,4 +1,4 @@
-"""`shardopt export-peft`: the low-rank adapters of a checkpoint as a folder of PEFT's."""
+"""`shardopt export-peft`: writes the low-rank adapters of a checkpoint as a PEFT folder."""
 
 from __future__ import annotations
 

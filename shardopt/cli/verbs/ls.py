@@ -1,4 +1,6 @@
-"""`shardopt ls`: the checkpoints of a run, which are whole, which are kept and why; what this host has on its tiers."""
+"""`shardopt ls`: lists a run's checkpoints, which are whole, which are kept and why; and this host's shares on
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import run_at
 from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
 from shardopt.checkpoint.sources.contents import CheckpointContents
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import nbytes_text, plural
 from shardopt.cli.output import Cell, Output, Span, runs_of
@@ -35,13 +37,13 @@ _SHARE_TEXTS = {"all": "all of it", "some": "a share of it"}
 _SHARE_STYLES = {"all": "green", "some": "", "damaged": "bold red", "unreadable": "bold red", "unfinished": "yellow"}
 
 Tier = tuple[Mapping[str, Any], TierListing | None]
-"""What the root of a run tells of a tier, and what this host has there, if anything."""
+"""A tier as recorded in the root of a run, and this host's share of it, if any."""
 
 
 def ls(
     output: Output, *, url: str, verify: bool, keep_last: int | None, keep_every: int | None, best: str | None
 ) -> int:
-    """Lists a run, a tier or one checkpoint; status 1 where one of those of the run is damaged or unreadable."""
+    """Lists a run, a tier or one checkpoint; status 1 if one of the run's is damaged or unreadable."""
     rules = parse_rules(keep_last, keep_every, best)
     if is_tier(url):
         return _ls_tier(output, url, verify)
@@ -61,7 +63,7 @@ def ls(
 
 
 def _ls_one(output: Output, url: str, verify: bool, rules: Retention) -> int:
-    """Lists one checkpoint, and says of which run it is; status 1 where it is damaged or unreadable."""
+    """Lists one checkpoint, and names its run; status 1 if it is damaged or unreadable."""
     of_run = list_step(url, verify)
     listing = of_run or RunListing(storage_of(url).url, Branches(), (_one(url, verify),))
     (one,) = listing.checkpoints
@@ -78,7 +80,7 @@ def _ls_one(output: Output, url: str, verify: bool, rules: Retention) -> int:
 
 
 def _one(url: str, verify: bool) -> Listed:
-    """Describes a checkpoint that is no part of a run. Raises CheckpointNotFoundError where there is none."""
+    """Describes a checkpoint outside a run. Raises CheckpointNotFoundError if there is none."""
     listed = look_at(storage_of(url), verify)
     if listed.condition != "unfinished":
         return listed
@@ -99,7 +101,7 @@ def _one(url: str, verify: bool) -> Listed:
 
 
 def document(listing: RunListing, rules: Retention, kept: dict[CheckpointId, list[str]]) -> dict[str, Any]:
-    """Returns a listing as JSON has it. `kept` is null where no rules were given."""
+    """Returns a listing as JSON. `kept` is null if no rules were given."""
 
     def of(each: Listed) -> dict[str, Any]:
         wire = asdict(each)
@@ -123,7 +125,7 @@ def document(listing: RunListing, rules: Retention, kept: dict[CheckpointId, lis
 
 
 def print_listing(output: Output, listing: RunListing, rules: Retention, kept: dict[CheckpointId, list[str]]) -> None:
-    """Prints a listing as a table, those of the run first, then those that are abandoned."""
+    """Prints a listing as a table: the run's checkpoints first, then abandoned ones."""
     run = [each for each in listing.checkpoints if each.in_run]
     aside = [each for each in listing.checkpoints if not each.in_run]
     branch = f", on branch {listing.branches.current}" if listing.branches else ""
@@ -145,7 +147,7 @@ def print_listing(output: Output, listing: RunListing, rules: Retention, kept: d
 def _print_table(
     output: Output, listed: Sequence[Listed], rules: Retention, kept: dict[CheckpointId, list[str]]
 ) -> None:
-    """Prints a row for each checkpoint, then their problems."""
+    """Prints a row for each checkpoint, and then their problems."""
     metrics = list(dict.fromkeys(name for each in listed for name in each.metrics or {}))
     beside = ["beside"] if any(each.nbytes_beside for each in listed) else []
     header = ["step", "saved", "ranks", "tensors", "bytes", *beside, *metrics, "condition", "kept"]
@@ -189,7 +191,7 @@ def _text(number: int | None) -> str:
 
 
 def _ls_tier(output: Output, url: str, verify: bool) -> int:
-    """Lists a host's directory of a tier; status 1 where something there is damaged."""
+    """Lists a host's directory of a tier; status 1 if anything there is damaged."""
     listing = list_tier(url, verify)
     _print_tier(output, listing)
     output.line(
@@ -200,8 +202,9 @@ def _ls_tier(output: Output, url: str, verify: bool) -> int:
 
 
 def _tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
-    """Returns the tiers of the run in a root, and what keeps this host from telling of them; that is no reason not to
-    list the root.
+    """Returns the tiers of the run in a root, and why this host cannot list them, if so.
+
+    The root is listed in any case.
     """
     try:
         root = storage_of(url)
@@ -213,7 +216,7 @@ def _tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
 
 
 def _print_tiers(output: Output, tiers: Sequence[Tier]) -> None:
-    """Prints what this host has on each tier of a run, after what the root has."""
+    """Prints this host's shares on each tier of a run, after the root."""
     for tier, here in tiers:
         rules = ", ".join(f"{name} {tier[name]}" for name in ("every", "keep_last", "copies") if name in tier)
         if here is None:
@@ -225,7 +228,7 @@ def _print_tiers(output: Output, tiers: Sequence[Tier]) -> None:
 
 
 def _print_tier(output: Output, listing: TierListing, rules: str = "") -> None:
-    """Prints what a host has on a tier as a table."""
+    """Prints a host's shares on a tier as a table."""
     run = "of an unknown run"
     if listing.run is not None:
         run = f"of run {listing.run.id[:8]}, which began at {listing.run.root}"
@@ -245,12 +248,12 @@ def _print_tier(output: Output, listing: TierListing, rules: str = "") -> None:
 
 
 def _has_damage(listing: TierListing) -> bool:
-    """Whether something that a host has on a tier is damaged or cannot be read."""
+    """Whether any share of a host on a tier is damaged or unreadable."""
     return any(each.have in ("damaged", "unreadable") for each in listing.shares)
 
 
 def _tier_document(tier: Mapping[str, Any], listing: TierListing | None) -> dict[str, Any]:
-    """Returns a tier as JSON has it; `here` is null where this host has nothing of the run there."""
+    """Returns a tier as JSON; `here` is null if this host has nothing of the run there."""
 
     def of(share: HostShare) -> dict[str, Any]:
         wire = asdict(share)

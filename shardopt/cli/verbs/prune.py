@@ -1,4 +1,4 @@
-"""`shardopt prune`: removes the checkpoints of a run that rules would not keep, as `Manager` does behind a training."""
+"""`shardopt prune`: removes the checkpoints of a run that rules do not keep, as `Manager` does during training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prune(
     verify: bool,
     yes: bool,
 ) -> int:
-    """Lists what would be removed, or removes it.
+    """Lists the checkpoints to be removed, or removes them.
 
     Only whole checkpoints of the run below its newest are removed, and what was to be removed when the run was taken
     back; and what was left of earlier ones as others referred to it, where none does that stays. What is damaged,
@@ -66,8 +66,9 @@ def prune(
 
 
 def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointId]) -> None:
-    """Raises CheckpointError where the run is another than it was when it was listed, which may take long, or where it
-    cannot be known which files are referred to.
+    """Raises CheckpointError if the run has changed since it was listed, which may take long.
+
+    It also raises if references cannot be read.
     """
     references_under(storage_of(root))
     now = list_run(root)
@@ -78,7 +79,7 @@ def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointI
 
 
 def unwanted_in(listing: RunListing, rules: Retention) -> list[Listed]:
-    """Returns the checkpoints that are to go, ascending, and then the bases that nobody needs without them.
+    """Returns the checkpoints to remove, ascending, and then the bases that only these need.
 
     Below the newest that is whole, as a run that is under way restores that one and saves above it.
     """
@@ -99,7 +100,7 @@ def unwanted_in(listing: RunListing, rules: Retention) -> list[Listed]:
 
 
 def bytes_freed(listing: RunListing, unwanted: Sequence[Listed]) -> dict[str, int]:
-    """Returns by URL the bytes of those files of unwanted checkpoints that nothing which stays refers to."""
+    """Returns, by URL, the bytes of unwanted checkpoints' files that no remaining checkpoint refers to."""
     stay = _referred_by_others(listing, unwanted)
     return {
         each.url: sum(
@@ -112,7 +113,7 @@ def bytes_freed(listing: RunListing, unwanted: Sequence[Listed]) -> dict[str, in
 
 
 def _referred_by_others(listing: RunListing, unwanted: Sequence[Listed]) -> set[tuple[str, str]]:
-    """Returns directory and name of each file to which checkpoints refer that stay."""
+    """Returns directory and name of each file that remaining checkpoints refer to."""
     gone = {each.url for each in unwanted}
     stay = [each for each in listing.checkpoints if each.url not in gone]
     return {(file.directory, file.name) for each in stay for file in each.files if file.directory is not None}

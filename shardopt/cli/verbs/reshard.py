@@ -1,4 +1,4 @@
-"""`shardopt reshard`: a checkpoint as another number of ranks would have written it."""
+"""`shardopt reshard`: rewrites a checkpoint as another number of ranks would have written it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardopt show`: what a checkpoint holds, as a tree; one tensor of it, or one value."""
+"""`shardopt show`: shows a checkpoint as a tree, one of its tensors, or one value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardopt.checkpoint.progress import progress_bar
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.sources.contents import CheckpointContents
-from shardopt.checkpoint.sources.open_source import open_source
+from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import count_text, nbytes_text, plural
 from shardopt.cli.contents import (
@@ -59,7 +59,7 @@ def show(
     boxes: bool,
     no_stats: bool,
 ) -> int:
-    """Shows a checkpoint, all below a key of it, one key; or the checkpoints of a run."""
+    """Shows a checkpoint, a module or key in it, or the checkpoints of a run."""
     wanted = chosen_by(glob, regex)
     if depth is not None and depth < 1:
         raise OptionError("there is no such tree", [Problem("--depth", str(depth), "at least 1", "give more levels")])
@@ -96,14 +96,14 @@ def show(
 
 
 def modules_of(keys: Iterable[str]) -> Iterator[str]:
-    """Yields all that keys lie below: "a" and "a.b" of "a.b.c"."""
+    """Yields all modules that contain keys: "a" and "a.b" for "a.b.c"."""
     for key in keys:
         parts = key.split(".")
         yield from (".".join(parts[:n]) for n in range(1, len(parts)))
 
 
 def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> Callable[[str], bool]:
-    """Returns a function that says which keys are meant. Raises OptionError for a pattern that is none.
+    """Returns a function that selects keys. Raises OptionError for an invalid pattern.
 
     Args:
         glob: a pattern for all of a key, as a shell has it for names; None for any.

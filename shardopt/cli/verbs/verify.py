@@ -1,4 +1,4 @@
-"""`shardopt verify`: every byte of checkpoints against its checksums."""
+"""`shardopt verify`: compares every byte of checkpoints with its checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.errors import ShardoptError
 
 
 def verify(output: Output, *, urls: Sequence[str]) -> int:
-    """Verifies each checkpoint, also after one that is damaged or not there; status 1 if there is any of these."""
+    """Verifies each checkpoint, even after a damaged or missing one; status 1 if there is any such."""
     results = [_verify(output, url) for url in urls]
     output.data({"checkpoints": results})
     return 0 if all(result["ok"] for result in results) else 1

@@ -1,4 +1,4 @@
-"""Averages of a model's weights over training, plain or sharded; `EMA` and `SWA` are the kinds of them.
+"""Averages of a model's weights over training, plain or sharded; `EMA` and `SWA` are its kinds.
 
     opt = shardopt.keyed("adamw", model.named_parameters())
     ema = shardopt.EMA(model, decay=0.999)
@@ -40,7 +40,7 @@ MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]
 
 
 class Averaging:
-    """Averages of the weights of a model, by name; the base of `EMA` and `SWA`.
+    """Averages of a model's weights by name; the base of `EMA` and `SWA`.
 
     The first update copies the weights, later ones move the averages towards them. A tensor that is not
     floating or complex (counters, masks, positions) has no average: its last value stands for it. What is made of codes
@@ -69,7 +69,7 @@ class Averaging:
     """
 
     _entry: ClassVar[str]
-    """The name of an average in state, so that no kind is loaded as another."""
+    """The name of an average in state, which keeps kinds from being loaded as one another."""
 
     @out_of_inference_mode()
     def __init__(
@@ -110,7 +110,7 @@ class Averaging:
 
     @property
     def module(self) -> nn.Module:
-        """The model, while the averages stand in it; torch's `AveragedModel.module` is a model with the averages, too.
+        """The model, while it holds the averages; torch's `AveragedModel.module` is such a model, too.
 
         Raises:
             AttributeError: they do not stand in it, and a state_dict() of it would be that of its own weights.
@@ -123,10 +123,10 @@ class Averaging:
         return self._model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's forward with the averages, without gradients; its own weights are back when this returns.
+        """Runs the model's forward with the averages, without gradients; restores its own weights on return.
 
-        As `AveragedModel`'s, but that costs a swap and back: for more than one batch `with ema.swap():` is cheaper,
-        within which this is the model's forward alone. Every rank must call.
+        This is `AveragedModel`'s call, but it costs a swap and back. For more than one batch `with ema.swap():` is
+        cheaper; within it this call is the model's forward alone. Every rank must call.
 
         Raises:
             StateError: as `swap`.
@@ -143,18 +143,18 @@ class Averaging:
 
     @property
     def swapped(self) -> bool:
-        """Whether the averages stand in the model."""
+        """Whether the model holds the averages."""
         return self._in_model is not None
 
     @is_part_of(CHANGING)
     def update(self) -> None:
-        """Takes the model's weights of now into the averages. No device is waited for, if averages are on the weights'.
+        """Updates the averages with the model's current weights; waits for no device if both are on the same one.
 
         Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
 
         Raises:
-            StateError: the averages stand in the model, a weight was sharded in another way since, or a decay is out
-                of its range; nothing was changed.
+            StateError: the model holds the averages, a weight was sharded in another way since, or a decay is out of
+                its range. Nothing was changed.
         """
         self._refuse_swapped("averages cannot be updated")
         refuse_swapped("averages of other averages cannot be made", self._params.values())
@@ -176,7 +176,7 @@ class Averaging:
         self._n_averaged += 1
 
     def update_parameters(self, model: nn.Module) -> None:
-        """`update`, as torch's `AveragedModel` calls it.
+        """Calls `update`, under the name that torch's `AveragedModel` has for it.
 
         Args:
             model: the one that is averaged, or a wrapper around it.
@@ -192,7 +192,7 @@ class Averaging:
         self.update()
 
     def modules(self) -> Iterator[nn.Module]:
-        """Refuses: averages are no module. torch's `update_bn` asks for these, and would go on with half of one.
+        """Raises, as averages are no module: torch's `update_bn` asks for modules, and would do half of its work.
 
         Raises:
             StateError: names what to call.
@@ -211,7 +211,7 @@ class Averaging:
             average.copy_(self._avg_fn(average, weight, self._n_averaged.clone()))
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Updates after each step of `optimizer`, and lets it refuse to step while the averages stand in the model.
+        """Updates after each step of `optimizer`, which then refuses to step while the model holds the averages.
 
         Steps that a GradScaler skips do not count. A copy of the optimizer is not attached.
 
@@ -231,24 +231,24 @@ class Averaging:
 
     @is_part_of(CHANGING)
     def swap(self) -> Swapped:
-        """Puts the averages in the model, in its own memory; called again, puts back the weights, bit for bit.
+        """Puts the averages into the model's own memory; called again, restores the weights, bit for bit.
 
-        All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
+        All parameters and buffers come back as they were, so batch-norm statistics may be recomputed in between
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
-        copy of this rank's shards. Until then nothing here can be updated, saved or loaded; keyed and attached
-        optimizers refuse to step and to change their mode, and other averages of these weights to be updated or put in.
-        The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. Where
+        copy of this rank's shards. Until then nothing here can be updated, saved or loaded. Keyed and attached
+        optimizers refuse to step and to change their mode. Other averages of these weights refuse to be updated or put
+        in. The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. If
         somebody else writes into its parameters, as torch's `load_state_dict` does, they are not put back until swap()
-        is called once more. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but
-        every rank must swap.
+        is called again. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but every
+        rank must swap.
 
         Returns:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
 
         Raises:
-            StateError: the model has other parameters than when the averages were made, or a weight is sharded in
-                another way, or other averages stand in the model; or, where the weights are to be put back, also at the
-                end of the context, somebody wrote into them. Nothing was changed.
+            StateError: the model has other parameters than when the averages were made, a weight is sharded in another
+                way, or the model holds other averages. Or somebody wrote into the averages before the weights are put
+                back, also at the end of the context. Nothing was changed.
         """
         if not self.swapped:
             refuse_swapped("averages cannot be put in the model", self._params.values())
@@ -256,7 +256,7 @@ class Averaging:
         return Swapped(lambda: self.swapped, self._swap)
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"state": {fqn: {"ema" or "swa": average}, "__averaging": {"n_averaged": int64 scalar}}}`.
+        """Returns `{"state": {fqn: {"ema" or "swa": average}, "__averaging": {"n_averaged": int64 scalar}}}`.
 
         Averages are placed like their weights, and are the live ones: writing into them changes them. The decay is an
         argument, and not saved.
@@ -268,13 +268,13 @@ class Averaging:
         return {STATE: self._state()}
 
     def averages_of_buffers(self) -> list[Tensor]:
-        """Returns the averages of buffers. Batch norm has other ones on each rank: a save stores the first rank's."""
+        """Returns the averages of buffers. Those of batch norm differ between ranks; a save stores the first rank's."""
         return [each for name, averages in self._averages.items() if name not in self._params for each in averages]
 
     def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-        """Maps names in the state of torch's `AveragedModel` over such a model to names and entries in the state here.
+        """Maps names in the state of torch's `AveragedModel` over such a model to the names and entries used here.
 
-        What is there beside the averages is a copy of the model's own, and has none: buffers, unless they are averaged
+        Everything beside the averages there is a copy of the model's own. That is buffers, unless they are averaged
         here, and further names of tied weights.
 
         Args:
@@ -309,7 +309,7 @@ class Averaging:
         return plan.unmatched
 
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
-        """Raises what `load_state_dict` would, and changes nothing. Tensors on the meta device stand for stored ones.
+        """Raises what `load_state_dict` would raise, and changes nothing. Meta tensors stand for stored ones.
 
         Raises:
             MismatchError: lists everything that does not fit.
@@ -323,7 +323,7 @@ class Averaging:
         return f"{type(self).__name__} of {len(self._averages)} tensors after {self.n_averaged} updates"
 
     def _step_size(self, n: int) -> float:
-        """Returns the weight of the next model in the averages of `n` >= 1 models."""
+        """Returns the weight of the next model in averages of `n` >= 1 models."""
         raise NotImplementedError
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
@@ -335,7 +335,7 @@ class Averaging:
             plan.mapping(STATE, self._state(), offered[STATE], remedy)
 
     def _of_averaged_model(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the state of torch's `AveragedModel` in the form of ours; any other as it is."""
+        """Converts the state of torch's `AveragedModel` to our form; returns any other unchanged."""
         if STATE in offered or not isinstance(offered.get(N_AVERAGED), Tensor):
             return offered
         state: dict[str, dict[str, Any]] = {}
@@ -353,14 +353,14 @@ class Averaging:
         return {**state, AVERAGING: {N_AVERAGED: self._n_averaged}}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors to average. Buffers are looked up each time: a module may replace its tensors."""
+        """Returns the tensors to average. Looks up buffers each time, as a module may replace them."""
         return self._whole_model() if self._use_buffers else self._params
 
     def _whole_model(self) -> dict[str, Tensor]:
         return {**self._params, **by_plain_name(self._model.named_buffers())}
 
     def _pairs(self) -> Iterator[Pair]:
-        """Yields each average and its local tensor. Averages follow weights that went to another device."""
+        """Yields each average with its local tensor. Averages follow weights that moved to another device."""
         tensors = self._tensors()
         for name, averages in self._averages.items():
             weights = local_tensors(tensors[name]) if name in tensors else ()
@@ -371,7 +371,7 @@ class Averaging:
                 yield averages[i], local
 
     def _swap(self, lose: bool) -> None:
-        """Puts the averages in the model, or its own weights back; then `lose` is as for `AveragesInModel`."""
+        """Swaps averages into the model, or its own weights back; `lose` as for `AveragesInModel`."""
         reshard(self._model)
         wait_for_copies()  # a save in the background may still be taking the weights
         now = by_plain_name(self._model.named_parameters())

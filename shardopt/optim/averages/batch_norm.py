@@ -1,4 +1,4 @@
-"""Batch-norm statistics for weights that were not trained with: those of an average."""
+"""Computes batch-norm statistics for weights that were not trained with, such as averages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def update_bn(
     device: int | torch.device | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Computes the running statistics of all batch-norm layers anew, over the batches of all ranks. Collective.
+    """Recomputes the running statistics of all batch-norm layers, over the batches of all ranks. Collective.
 
     As torch's `update_bn`, whose arguments it has: means over batches of the batches' means and variances. Each rank
-    passes its own batches through the model; then all ranks get the mean of their statistics, weighted by numbers of
-    batches, by one all-reduce, and so the same statistics, which may be saved. With one rank it is torch's, bit for
-    bit. Where the forward is collective (`fully_shard`), ranks must have equal numbers of batches.
+    passes its own batches through the model. One all-reduce then gives all ranks the mean of their statistics, weighted
+    by numbers of batches; since these are equal, they may be saved. With one rank it is torch's, bit for bit. Where the
+    forward is collective (`fully_shard`), ranks must have equal numbers of batches.
 
     To be called while averages stand in the model (`swap()`); they take the statistics with them when they leave.
 

@@ -1,4 +1,4 @@
-"""Averages of weights by their formulas: exponential (EMA) and equal (SWA). Both are an `Averaging`."""
+"""Averages of weights, exponential (EMA) and equal (SWA); both are an `Averaging`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardopt.optim.averages.averaging import Averaging, AvgFn, MultiAvgFn
 class EMA(Averaging):
     """Exponential moving averages: average ← decay · average + (1 - decay) · weight.
 
-    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992), for equal weights, with
-    weights that decay as in Tarvainen and Valpola, Mean Teachers Are Better Role Models (2017), arXiv:1703.01780.
+    Sources: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992), for equal weights.
+    Tarvainen and Valpola, Mean Teachers Are Better Role Models (2017), arXiv:1703.01780, for weights that decay.
     Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for tensors that have no average.
 
     Args:
         model: as for `Averaging`.
-        decay: in [0, 1]; or a function of the number of updates so far (1 or more) that gives it, such as
-            `ramped_decay`. 0.999 where neither it nor a formula is given.
+        decay: in [0, 1]; or a function that returns it for the number of updates so far (1 or more), such as
+            `ramped_decay`. The default, without a formula, is 0.999.
         dtype, use_buffers, device, avg_fn, multi_avg_fn: as for `Averaging`. A formula takes the place of the decay.
 
     Raises:
@@ -59,7 +59,7 @@ class EMA(Averaging):
 
 
 class SWA(Averaging):
-    """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
+    """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, with equal weights.
 
     Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
     CPU rounds otherwise), but for tensors that are not floating-point.

@@ -1,4 +1,4 @@
-"""Averages in the place of a model's weights for a while, and its own weights back."""
+"""Swaps averages into a model in place of its weights for a while, and the weights back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRITTEN = "what was written into the place of averages would be lost when the w
 
 
 class AveragesInModel:
-    """Puts averages in a model, in its own memory, and keeps its own values until they are put back. Local.
+    """Puts averages into a model's own memory, and keeps its values until they are put back. Local.
 
     Args:
         holder: has the averages; by it others are refused meanwhile.
@@ -38,7 +38,7 @@ class AveragesInModel:
         note_swapped(holder, tensors)
 
     def put_back(self, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], lose: bool = False) -> None:
-        """Puts the own values back, bit for bit.
+        """Restores the model's own values, bit for bit.
 
         Args:
             tensors: the parameters that are averaged, and the buffers that the model has now.
@@ -78,7 +78,7 @@ class AveragesInModel:
         raise StateError(_WRITTEN, [Problem(written[0], found, "the averages", remedy)], code="averages")
 
     def _versions_now(self) -> dict[str, list[int]]:
-        """Returns torch's counters of writes, of each parameter and its local tensors."""
+        """Returns torch's write counters of each parameter and its local tensors."""
         return {
             name: [0 if each.is_inference() else each._version for each in (param, *local_tensors(param))]
             for name, param in self._params.items()
@@ -86,7 +86,7 @@ class AveragesInModel:
 
 
 class Swapped:
-    """A context at whose end the model has its own weights again.
+    """A context after which the model has its own weights again.
 
     Args:
         swapped: whether the averages stand in the model.
@@ -107,7 +107,7 @@ class Swapped:
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes the modules of `fully_shard` have their sharded parameters. Local.
+    """Makes `fully_shard`'s modules use their sharded parameters. Local.
 
     A forward without a backward leaves unsharded copies (the root's always), which the next forward would take
     although the shards have changed since.

@@ -1,4 +1,4 @@
-"""The tensors that averages are of: their names, copies of them, and in which order an update goes through them."""
+"""The tensors that averages are computed of: their names, copies, and order in an update."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Pair = tuple[Tensor, Tensor]
 
 
 def by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns tensors under names without those of wrappers, but what is made of codes and scales, and frozen."""
+    """Returns tensors by plain names, without wrappers' names; skips frozen ones made of codes and scales."""
     by_name = {plain_name(name): tensor for name, tensor in named if is_added_up(tensor)}
     before = before_all(by_name)
     return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
 
 
 def copied(local: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
-    """Copies a local tensor, to `device` and, where it is real and floating-point, to `dtype`."""
+    """Copies a local tensor to `device` and, if it is real and floating-point, to `dtype`."""
     wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
     return local.detach().to(device=device or local.device, dtype=wanted, copy=True)
 
 
 def refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[Tensor], when: str) -> None:
-    """Raises StateError where local tensors are not as large as they were."""
+    """Raises StateError if local tensors have changed their sizes."""
     current, required = [tuple(local.shape) for local in tensors], [tuple(local.shape) for local in before]
     if current != required:
         remedy = "make the averages after the model is complete and sharded, and keep its tensors"
@@ -40,12 +40,12 @@ def refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[T
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype have an average."""
+    """Whether tensors of a dtype can be averaged."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def buckets(pairs: Iterable[Pair]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Groups averages and weights by device and dtype, each for one multi-tensor operation.
+    """Groups averages and weights by device and dtype, one group per multi-tensor operation.
 
     Where weights have to be converted a bucket ends at `SCRATCH_BYTES` of them, or with the weight that exceeds it.
     """

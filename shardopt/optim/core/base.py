@@ -1,4 +1,4 @@
-"""The base of every optimizer here: a node that loads in place, and a leaf where it has parameters itself."""
+"""The base of all optimizers here: a node that loads in place, and a leaf if it owns parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["KeyedOptimizer", "StateDict"]
 
 
 class KeyedOptimizer(Node):
-    """A torch optimizer whose `state_dict` goes by fully qualified parameter names, and which loads it in place.
+    """A torch optimizer whose `state_dict` uses fully qualified parameter names, and loads in place.
 
     Args:
         params: FQN → parameter (plain, DTensor or ShardedTensor). A parameter with several names (tied) is one
@@ -83,7 +83,7 @@ class KeyedOptimizer(Node):
             raise StateError("All state keys must be params.", [problem])
 
     def _make_leaf(self, params: Mapping[str, Tensor], home: Any) -> None:
-        """Makes this a leaf, with these parameters, and what `home` has of them."""
+        """Makes this node a leaf with these parameters, whose state, groups and defaults are at `home`."""
         Node.__init__(self, home)
         self._params = dict(params)
         self._names = first_names(self._params)
@@ -97,7 +97,7 @@ class KeyedOptimizer(Node):
         refuse_non_leaf_tensors(self._params, home.param_groups)
 
     def as_torch(self) -> ByPosition:
-        """Returns a view of this optimizer by position, for torch's `get_optimizer_state_dict` and its kin.
+        """Returns a view of this optimizer by position, for torch's `get_optimizer_state_dict` and similar functions.
 
         It is a `torch.optim.Optimizer` over the same parameters, state and groups:
 
@@ -116,17 +116,17 @@ class KeyedOptimizer(Node):
         convert_dtype: bool = False,
         convert_state: bool = False,
     ) -> Unmatched:
-        """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
+        """Loads state in place, all or nothing: each tensor keeps its memory; one offered to itself is not copied.
 
         Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
-        between ranks is for `checkpoint.load` to find. Options are those of the state from then on; where the code that
-        made the optimizer gives another value than it gave when the state was saved, rank 0 logs a warning that lists
-        both (`keep_options` goes on with the code's).
+        between ranks is for `checkpoint.load` to find. From then on, the options are those of the state. If the code
+        now gives another value than when the state was saved, rank 0 logs a warning that lists both; `keep_options`
+        keeps the code's.
 
         Args:
-            state_dict: as from `state_dict()`, of this version or of an earlier one; or from a torch optimizer that was
-                made of `named_parameters()`, and so has "param_names" in its groups. Options go by parameter: each
-                group takes those that all of its parameters have, in whatever groups they were saved.
+            state_dict: as from `state_dict()`, of this version or an earlier one. Or from a torch optimizer made of
+                `named_parameters()`, which has "param_names" in its groups. Options go by parameter: each group takes
+                those that all of its parameters have, regardless of the groups in which they were saved.
             strict: whether parameters, state and options on one side only, and groups that another algorithm
                 has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
                 options; the rest stays as it is and is returned.
@@ -153,13 +153,13 @@ class KeyedOptimizer(Node):
         return plan.unmatched
 
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
-        """Raises what `load_state_dict` would, and changes nothing.
+        """Raises what `load_state_dict` would raise, and changes nothing.
 
         Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared. The hooks of
         `register_load_state_dict_pre_hook` run here as they do in a load, since they may change what is loaded; they
-        get a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so that it
-        runs each hook in both: first with descriptions in the place of tensors, which may be renamed, moved and left
-        out, but not looked into, then with the tensors that it has read.
+        get a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so it runs each hook twice.
+        First a hook gets descriptions in place of tensors, which it may rename, move and drop, but not look into. Then
+        it gets the tensors that were read.
 
         Raises:
             MismatchError: lists everything that does not fit; or a hook fails with a description.
@@ -169,11 +169,11 @@ class KeyedOptimizer(Node):
         plan.check()
 
     def keep_options(self, *names: str) -> None:
-        """From now on loads leave these options of all groups as they are here: those that the code gives.
+        """Makes loads keep these options of all groups as the code gives them.
 
         With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
-        ("base_lrs"), and sets them again: leave it out of the app, load with `Strictness(unexpected="ignore")`, and
-        make another afterwards.
+        ("base_lrs"), and sets them again. So leave it out of the app, load with `Strictness(unexpected="ignore")`, and
+        make another one afterwards.
 
         Args:
             names: of options.
@@ -190,7 +190,7 @@ class KeyedOptimizer(Node):
         self._keep_options({*names, *(f"initial_{name}" for name in names)})
 
     def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-        """Returns parameters that other ranks have by the same names with other values, by intent.
+        """Returns parameters whose values differ between ranks under the same names, by intent.
 
         And before them the parts of a path below which a save takes them, so that each has a key of its own.
         """
@@ -203,7 +203,7 @@ class KeyedOptimizer(Node):
         return next(of_parts, self._shared_group.process_group)
 
     def work_with(self, group: SharedGroup) -> None:
-        """From now on takes these for the ranks that train the parameters."""
+        """Sets the ranks that train the parameters."""
         self._shared_group = group
         for each in self._below:
             each.work_with(group)
@@ -215,7 +215,7 @@ class KeyedOptimizer(Node):
 
     @property
     def algorithm(self) -> str:
-        """The name of the algorithm that steps, which is saved with each group; "" where that is not known.
+        """The name of the algorithm that steps, which is saved with each group; "" if unknown.
 
         State that another one has saved is not loaded.
         """
@@ -226,28 +226,28 @@ class KeyedOptimizer(Node):
         return [*self._unmatched, *(problem for child in self._children for problem in child.unmatched_patterns())]
 
     def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Records options of a group as given by the code."""
+        """Records the options of a group that the code gave."""
         for child in self._children:
             child._note_given(group, options)
 
     def post_load_state_dict(self) -> None:
-        """Called after state was loaded, once for every node of the tree."""
+        """Called after a load, once for every node of the tree."""
         for child in self._children:
             child.post_load_state_dict()
 
     def check_agreement(self, process_group: Group | None = None) -> None:
-        """Finds options and counters that ranks no longer share. Collective; to be called now and then.
+        """Finds options and counters that differ between ranks. Collective; call it now and then.
 
-        Compared are learning rates and all other options (but those that say how to compute), step counters and other
-        numbers in state, of every parameter that several ranks have.
+        It compares learning rates and all other options (except those that say how to compute), step counters and other
+        numbers in state. It does so for every parameter that several ranks have.
 
         Args:
             process_group: the ranks that compare: a process group, or a device mesh. None is the optimizer's own group,
                 or the whole job.
 
         Raises:
-            StateError: for each option and each number that differs, names the first parameter, with the values of each
-                rank; or a pattern of groups matches no parameter on any rank. Every rank raises.
+            StateError: names, for each option and number that differs, the first parameter, with the values of each
+                rank. Or a pattern of groups matches no parameter on any rank. Every rank raises.
         """
         names = first_names(self.params)
 
@@ -281,11 +281,11 @@ class KeyedOptimizer(Node):
         self._names.update(first_names(params))
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
-        """Adds parameters that are new, under options that may not be complete."""
+        """Adds new parameters, with options that may be incomplete."""
         self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
-        """Plans to load a state dict that the hooks have seen."""
+        """Plans to load a state dict that hooks have processed."""
         form = offered.get(PARAM_GROUPS)
         if not are_named(form) or any(NAMES_OF_TORCH in group for group in form):
             offered = with_named_groups(offered)
@@ -344,7 +344,7 @@ class KeyedOptimizer(Node):
         self._plan(plan, offered)
 
     def _own_state(self) -> OwnState:
-        """Returns the live state of each parameter that has any, then of state under names of its own.
+        """Returns the live state of each parameter that has state, and then state under names of its own.
 
         Of a parameter that lies on other ranks alone there is none: a counter on a rank that cannot see the gradients
         would drift from theirs.
@@ -364,7 +364,7 @@ class KeyedOptimizer(Node):
         return own
 
     def _own_groups(self) -> list[KeyedGroup] | None:
-        """Returns the groups in their order, those without parameters too, if groups are saved; else None.
+        """Returns the groups in order, including empty ones, if groups are saved; else None.
 
         Raises:
             StateError: something that somebody has put there is no group, no parameter, or stands in two groups.

@@ -1,4 +1,4 @@
-"""A keyed optimizer by position, as torch's own are: for functions that turn positions into names themselves.
+"""A keyed optimizer by position, like torch's own: for functions that map positions to names themselves.
 
     {"state": {0: {name: value}, 1: {...}}, "param_groups": [{"params": [0, 1], option: value, ...}]}
 
@@ -41,7 +41,7 @@ _REMEDY = "load what as_torch() of an optimizer with the same groups gave, or to
 
 
 class ByPosition(Optimizer):
-    """A view of a keyed optimizer whose `state_dict` goes by position: `KeyedOptimizer.as_torch` makes it.
+    """A view of a keyed optimizer whose `state_dict` goes by position; `KeyedOptimizer.as_torch` makes it.
 
     Parameters, state and groups are the keyed optimizer's, live; steps, hooks of steps and `zero_grad` are passed on to
     it. State is made as by `init_state` where a function asks whether there is any, so that none has to take a step to
@@ -57,7 +57,7 @@ class ByPosition(Optimizer):
 
     @property
     def state(self) -> Any:
-        """Parameter → its state, live."""
+        """The live state of each parameter."""
         return _MadeState(self)
 
     @state.setter
@@ -75,7 +75,7 @@ class ByPosition(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The keyed optimizer's."""
+        """The keyed optimizer's defaults."""
         return self._optimizer.defaults
 
     @defaults.setter
@@ -92,11 +92,11 @@ class ByPosition(Optimizer):
         return self._optimizer.step(closure)
 
     def train(self, mode: bool = True) -> None:
-        """Calls the keyed optimizer's."""
+        """Calls the keyed optimizer's `train`."""
         self._optimizer.train(mode)
 
     def eval(self) -> None:
-        """Calls the keyed optimizer's."""
+        """Calls the keyed optimizer's `eval`."""
         self._optimizer.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -104,25 +104,27 @@ class ByPosition(Optimizer):
         self._optimizer.zero_grad(set_to_none)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Registers a hook with the keyed optimizer, which it is called with."""
+        """Registers a hook with the keyed optimizer, which passes itself to it."""
         return self._optimizer.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Registers a hook with the keyed optimizer, which it is called with."""
+        """Registers a hook with the keyed optimizer, which passes itself to it."""
         return self._optimizer.register_step_post_hook(hook)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler asks for this before it steps an optimizer."""
+        """Answers torch's GradScaler, which asks this before it steps an optimizer."""
         refuse_torchs_scaler(self.param_groups)
         return False
 
     def init_state(self) -> None:
-        """Makes the state of every trained parameter that has none; see `KeyedOptimizer.init_state`."""
+        """Makes the state of every trained parameter without state; see `KeyedOptimizer.init_state`."""
         self._optimizer.init_state()
 
     def state_dict(self) -> StateDict:
-        """`{"state": {position: {name: value}}, "param_groups": [{"params": [positions], option: value, ...}, ...]}`.
+        """Returns the state by position, `{"state": {position: {name: value}}, "param_groups": [...]}`.
+
+        A group is `{"params": [positions], option: value, ...}`.
 
         The tensors are the optimizer's own. Groups have every option of the live ones, those that say how to compute
         among them, as torch's have; a tensor of one element is a number. Local to the rank. Hooks of the keyed
@@ -193,24 +195,24 @@ class ByPosition(Optimizer):
         return StateError("a view has nothing of its own to replace", [problem], code="by-position")
 
     def _parameters(self) -> list[Tensor]:
-        """Returns the parameters of all groups in their order."""
+        """Returns the parameters of all groups in order."""
         return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
 
     def _carrier(self) -> Tensor | None:
-        """Returns the parameter with whose state that of no parameter rides."""
+        """Returns the parameter whose state also carries the state of no parameter."""
         return next((parameter for parameter in self._parameters() if parameter.requires_grad), None)
 
     def by_parameter(self) -> dict[Tensor, dict[str, Any]]:
-        """Returns parameter → its state, of those that have any."""
+        """Returns parameter → its state, for those with state."""
         return self._by_parameter(self._live())
 
     def _live(self) -> StateDict:
-        """Returns the state by name, before the keyed optimizer's own hooks see it."""
+        """Returns the state by name, without the keyed optimizer's own hooks."""
         state: StateDict = self._optimizer._gather()[STATE]
         return state
 
     def _by_parameter(self, named: StateDict) -> dict[Tensor, dict[str, Any]]:
-        """Returns state by parameter, of those that have any; takes it out of `named`."""
+        """Returns state by parameter, for those with state, and removes it from `named`."""
         names = first_names(self._optimizer.params)
         state = {parameter: dict(named.pop(name)) for parameter, name in names.items() if name in named}
         state = {parameter: entries for parameter, entries in state.items() if entries}
@@ -224,7 +226,7 @@ class ByPosition(Optimizer):
         return state
 
     def _named(self, offered: Mapping[str, Any]) -> StateDict:
-        """Returns what is offered by position, or under other names, as a keyed optimizer has it.
+        """Returns state that is offered by position, or under other names, in a keyed optimizer's form.
 
         Raises:
             MismatchError: it does not have the groups that are here.
@@ -261,7 +263,7 @@ class ByPosition(Optimizer):
         return {STATE: named | of_none, PARAM_GROUPS: groups}
 
     def _unstepped(self, state: Mapping[str, Mapping[str, Any]]) -> set[str]:
-        """Returns the names whose state never had a step, and is offered as the very memory that is here.
+        """Returns the names whose state was never stepped, and is offered as the very memory of this optimizer.
 
         A load of what a getter gave is then none: the first step settles what it would have settled before.
         """
@@ -278,7 +280,7 @@ class ByPosition(Optimizer):
 
 
 class _MadeState(MutableMapping[Tensor, Any]):
-    """Parameter → its state, live, with that of no parameter in that of the first trained one."""
+    """Parameter → its live state, with the state of no parameter in that of the first trained one."""
 
     def __init__(self, view: ByPosition) -> None:
         self._view = view
@@ -307,7 +309,7 @@ class _MadeState(MutableMapping[Tensor, Any]):
 
 
 def _different_groups(here: Any, given: Any) -> list[Problem]:
-    """Returns the problems of groups that are not as many, or not of as many parameters, as those here."""
+    """Returns the problems of groups that differ from the ones here in number, or in number of parameters."""
     if not isinstance(given, list) or not all(isinstance(group, Mapping) and PARAMS in group for group in given):
         return [Problem(PARAM_GROUPS, f"a {type(given).__name__}", "a list of groups with their parameters", _REMEDY)]
     if len(given) != len(here):
@@ -321,7 +323,7 @@ def _different_groups(here: Any, given: Any) -> list[Problem]:
 
 
 def _to_torch(value: Any, key: str) -> Any:
-    """Returns a value of state in the forms that torch flattens; see `_from_torch`."""
+    """Returns a value of state in a form that torch flattens; see `_from_torch`."""
     if isinstance(value, Mapping):
         return {name: _to_torch(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, Tensor) or type(value) in (int, float):
@@ -331,7 +333,7 @@ def _to_torch(value: Any, key: str) -> Any:
 
 
 def _from_torch(value: Any, live: Any) -> Any:
-    """Returns a value that `_to_torch` gave as it was; `live` has the kinds."""
+    """Returns a value from `_to_torch` in its original form; `live` has the types."""
     if isinstance(value, Mapping) and isinstance(live, Mapping):
         return {name: _from_torch(inner, live.get(name)) for name, inner in value.items()}
     if isinstance(value, Tensor) and not isinstance(live, Tensor) and value.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""An optimizer that combines several, stepped, saved and loaded as one."""
+"""Combines several optimizers into one that steps, saves and loads them together."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Child = tuple[str, KeyedOptimizer]
 class CombinedOptimizer(CompositeOptimizer):
     """Optimizers for different parameters, stepped, saved and loaded as one.
 
-    Every name of a child with a key is seen from here with the key before it: `weight` of `("dense", optimizer)` is
-    `dense.weight`, in parameters, state, groups and errors. A child without a key keeps its names. State, groups and
-    parameters are the children's own, not copies.
+    Every name of a child has the child's key before it: `weight` of `("dense", optimizer)` is `dense.weight`, in
+    parameters, state, groups and errors. A child without a key keeps its names. State, groups and parameters are the
+    children's own, not copies.
 
     Args:
         optims: the children, each alone or as (key, optimizer), stepped in this order.
@@ -44,30 +44,30 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """Returns the name as seen from the combined optimizer: "key.name", or "name" where the key is ""."""
+        """Returns the name as the combined optimizer has it: "key.name", or "name" if the key is ""."""
         return with_key(name, opt_key)
 
     @property
     def optimizers(self) -> list[Child]:
-        """The children and their keys; a child without one has ""."""
+        """The children with their keys; a child without key has ""."""
         return list(zip(self._keys, self._children, strict=True))
 
     @property
     def params(self) -> Mapping[str, Tensor]:
-        """FQN with the child's key before it → parameter, every name of a tied one."""
+        """FQN, after the child's key → parameter, under every name of a tied one."""
         if len(self._params) != sum(len(child.params) for child in self._children):
             self._index()  # a group was added to a child
         return self._params
 
     @property
     def state(self) -> Any:
-        """Parameter → its state in the child that has it; looking one up takes constant time."""
+        """Parameter → its state in the child that has it; a lookup takes constant time."""
         self._refuse_torchs_getters()
         return StateOfParts(self.optimizers, self.locate)
 
     @state.setter
     def state(self, state: Any) -> None:
-        """Takes over the entries of another mapping: each child gets those of its parameters, and of its own names.
+        """Takes over another mapping: each child gets the entries of its parameters, and of its own names.
 
         Raises:
             StateError: it is not plain which child is meant; nothing was changed.
@@ -94,7 +94,7 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The children's own groups, one child after the other: a tuple, as `add_param_group` adds groups."""
+        """The children's own groups, child after child; a tuple, as groups are added by `add_param_group`."""
         return tuple(chain.from_iterable(child.param_groups for child in self._children))
 
     @param_groups.setter
@@ -103,7 +103,7 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options that every child has, with the first one's values; a new dict."""
+        """The options that every child has, with the first child's values; a new dict."""
         first, *others = (child.defaults for child in self._children)
         return {name: value for name, value in first.items() if all(name in other for other in others)}
 
@@ -142,7 +142,7 @@ class CombinedOptimizer(CompositeOptimizer):
         return f"{type(self).__name__} of [{', '.join(children)}]"
 
     def locate(self, key: Any) -> tuple[KeyedOptimizer, Any]:
-        """Returns the child that has state under a key, and the key as it is there.
+        """Returns the child that has the state under a key, and its own name for the key.
 
         Raises:
             KeyError: no child has it.

@@ -1,4 +1,4 @@
-"""Optimizers that are made of others: the base of all, and that of those around one (clipping, warm-up)."""
+"""Optimizers made of others: the base of all, and that of wrappers around one (clipping, warm-up)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardopt.state.paths import STATE
 
 
 class CompositeOptimizer(KeyedOptimizer):
-    """A keyed optimizer that steps its parts, and whose parameters, state and groups are theirs, live.
+    """A keyed optimizer that steps its parts, and has their live parameters, state and groups.
 
     Hooks that are registered here run once for each step taken here, and then those of each part; torch's global ones
     run once. A subclass overrides `_before_step` for what happens between gradients and step, `_after_step`, and
@@ -79,17 +79,17 @@ class CompositeOptimizer(KeyedOptimizer):
 
     @property
     def _stepped(self) -> tuple[KeyedOptimizer, ...]:
-        """The children that each step steps: all of them."""
+        """The children that each step steps; all of them here."""
         return self._children
 
     def _before_step(self) -> None:
-        """Called in each step when the gradients are there and before the children step; does nothing here.
+        """Called in each step after the gradients exist, before the children step; does nothing here.
 
         Gradients may be changed in place, and options of the groups.
         """
 
     def _after_step(self) -> None:
-        """Called in each step when the children have stepped; does nothing here."""
+        """Called in each step after the children have stepped; does nothing here."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients of every child."""
@@ -97,14 +97,14 @@ class CompositeOptimizer(KeyedOptimizer):
             child.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
-        """Calls that of every child."""
+        """Calls `train` of every child."""
         if any(group.get(TRAIN_MODE) is not mode for group in self.param_groups if TRAIN_MODE in group):
             # Before the first child has changed.
             refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
         super().train(mode)
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
-        """Plans to load the state of its own, and has every child plan what is offered to it."""
+        """Plans to load its own state, and has every child plan the state offered to it."""
         state, own = offered.get(STATE), self._own_state()
         if own and isinstance(state, Mapping):
             for name, entries in own.items():
@@ -130,7 +130,7 @@ class CompositeOptimizer(KeyedOptimizer):
 
 
 class OptimizerWrapper(CompositeOptimizer):
-    """Another keyed optimizer with something around its step.
+    """Wraps another keyed optimizer, and does something around its step.
 
     Parameters, state, groups and defaults are the wrapped optimizer's, not copies. A subclass overrides
     `_before_step` for what happens between gradients and step, and `_own_state` for the state that it keeps itself.
@@ -147,7 +147,7 @@ class OptimizerWrapper(CompositeOptimizer):
 
     @property
     def _optimizer(self) -> KeyedOptimizer:
-        """The wrapped one.
+        """The wrapped optimizer.
 
         Trainers that make the class of an optimizer a base of their own wrapper's (Lightning) keep this under that very
         name in the wrapper itself.
@@ -157,7 +157,7 @@ class OptimizerWrapper(CompositeOptimizer):
 
     @property
     def params(self) -> Mapping[str, Tensor]:
-        """FQN → parameter, the wrapped optimizer's."""
+        """FQN → parameter of the wrapped optimizer."""
         return self._optimizer.params
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class OptimizerWrapper(CompositeOptimizer):
 
 
 class StateOfParts(MutableMapping[Any, Any]):
-    """`state` of an optimizer that is made of others: looked up where it is, under parameters, or names with keys.
+    """The `state` of a composite optimizer: looks up state in the parts, by parameter or by name with keys.
 
     Args:
         homes: have it as `state`; each with the key that stands before its names.
@@ -200,7 +200,7 @@ class StateOfParts(MutableMapping[Any, Any]):
         return sum(len(home.state) for _, home in self._homes)
 
     def clear(self) -> None:
-        """Removes the state of all of them."""
+        """Removes the state of all parts."""
         for _, home in self._homes:
             home.state.clear()
 

@@ -1,4 +1,4 @@
-"""A torch optimizer under parameter names, plain or sharded."""
+"""A torch optimizer under parameter names, for plain or sharded parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardopt.state.paths import PARAM_GROUPS, STATE
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """A keyed optimizer that steps with a torch optimizer, on local tensors.
+    """A keyed optimizer that steps local tensors with a torch optimizer.
 
     Args:
         params: FQN → parameter (plain, DTensor or ShardedTensor, mixed at will, on one or several meshes).
@@ -60,39 +60,39 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     @not_compiled
     @step_in_own_modes
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step; hooks run once, on this optimizer.
+        """Takes one step; hooks of this optimizer run once.
 
         Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
         call, since it is redistributed. A rank without elements of a parameter (outside of a DTensor's mesh, without
-        shards of a ShardedTensor) has no state of it, since it cannot see whether the others have a gradient.
+        shards of a ShardedTensor) has no state of it. It cannot see whether the others have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
 
         Raises:
             GradientError: the gradient of a sharded parameter does not fit it.
-            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
-                parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
-                was changed.
+            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong.
+                Then a parameter, its gradient and its state differ in memory order, or SGD is to step in 16 bits.
+                Nothing was changed.
             StateError: a parameter was sharded in another way since the optimizer was built; or averages are in the
                 model (`eval`).
         """
         return self._local.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops or zeroes gradients, as torch does; of ShardedTensor parameters those of their local shards."""
+        """Drops or zeroes gradients, as torch does; for ShardedTensor parameters those of the local shards."""
         self._local.zero_grad(set_to_none)
 
     @in_own_modes
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:
-        """Makes the state of every trained parameter that has none, so that there is a destination for loading.
+        """Makes the state of every trained parameter without state, as a destination for loading.
 
-        Training goes on as if it had not been called: no step is taken, no hook fires, parameters, gradients and
-        counters stay as they are. Where an algorithm settles its state at the first step (SGD's momentum buffer, ASGD,
-        Rprop) it still does; until then the state made here stands only for loading. For a moment there is one
-        gradient of zeros, of one local tensor at a time.
+        Training continues as if it had not been called: no step is taken, no hook fires, parameters, gradients and
+        counters stay as they are. If an algorithm settles its state at the first step (SGD's momentum buffer, ASGD,
+        Rprop), it still does. Until then the state made here serves only as a destination for loading. For a moment
+        there is one gradient of zeros, of one local tensor at a time.
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse. The algorithms here keep the same
@@ -115,7 +115,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self._local.state.make_global(names)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """Returns those of the names whose state is there and as `init_state` makes it; makes one of each to compare.
+        """Returns the names whose state equals what `init_state` would make; makes one of each to compare.
 
         Args:
             names: as in `state_dict()["state"]`; others are passed over.
@@ -143,7 +143,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return super()._own_names() | self._local.state.global_names
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """Returns the torch optimizer, which the factory's caller may hold, too."""
+        """Returns the torch optimizer, which the factory's caller may also hold."""
         return (self._local.optimizer,)
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super()._plan(plan, offered)
 
     def _converted(self, plan: LoadPlan, offered: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns what is offered with the state of each parameter as its group here stores it."""
+        """Returns the offered state, converted to the form in which each parameter's group stores it."""
         state, groups = offered.get(STATE), offered.get(PARAM_GROUPS)
         if not isinstance(state, Mapping) or not are_named(groups):
             return offered
@@ -184,7 +184,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         places: Places,
         unmatched: Collection[Problem],
     ) -> None:
-        """Records how `keyed` has made it, by which a group that names no implementation steps with the fastest.
+        """Records how `keyed` made it, so that a group that names no implementation uses the fastest.
 
         Args:
             defaults, groups: options that the code gives, and no others: in general, and for each group beyond that.
@@ -204,7 +204,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     @property
     def algorithm(self) -> str:
-        """The name under which the torch optimizer's algorithm is registered, or that of its class."""
+        """The name under which the torch optimizer's algorithm is registered, or its class's name."""
         spec = self._local.spec
         return type(self._local.optimizer).__qualname__ if spec is None else spec.name
 

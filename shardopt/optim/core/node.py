@@ -1,4 +1,4 @@
-"""A node of the tree of optimizers: leaves own parameters, others are made of parts, which are stepped by them.
+"""A node of the tree of optimizers: a leaf owns parameters, any other node consists of parts, which it steps.
 
     CombinedOptimizer                        sees the names of each part with its key before them
     ├── "dense", WarmupOptimizer             has state of its own, "__warmup"; names of its part stay
@@ -47,7 +47,7 @@ OwnState = dict[str, MutableMapping[str, Any]]
 
 @dataclass
 class Held:
-    """State, groups and defaults of a leaf that has them itself, and does not find them where it steps.
+    """State, groups and defaults of a leaf that stores them itself, as it has no optimizer that steps.
 
     The rest is what `Node` asks of homes: this one has weights of one kind, and no step.
     """
@@ -67,7 +67,7 @@ class Held:
 
 
 class Node(Optimizer):
-    """A torch optimizer in a tree, with state by names: its own and that of its parts.
+    """A torch optimizer in a tree, whose state goes by name: its own state and that of its parts.
 
     Args:
         home: has its state, groups and defaults as attributes of these names: `Held`, or what it steps with; none where
@@ -85,12 +85,12 @@ class Node(Optimizer):
 
     @property
     def params(self) -> Mapping[str, Tensor]:
-        """FQN → parameter, every name of a tied one."""
+        """FQN → parameter, under every name of a tied one."""
         return self._params
 
     @property
     def state(self) -> Any:
-        """Parameter → its state, live."""
+        """Parameter → its live state."""
         self._refuse_torchs_getters()
         return self._home.state
 
@@ -100,7 +100,7 @@ class Node(Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The groups, live."""
+        """The live groups."""
         return self._home.param_groups
 
     @param_groups.setter
@@ -109,7 +109,7 @@ class Node(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options of groups that are added without them."""
+        """The default options for groups that are added."""
         defaults: dict[str, Any] = self._home.defaults
         return defaults
 
@@ -119,39 +119,39 @@ class Node(Optimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether any parameter is updated while backward runs, and not by `step` alone.
+        """Whether backward updates any parameter while it runs, instead of `step` alone.
 
         Its gradients are then gone after backward, and cannot be clipped or unscaled.
         """
         return any(child.updates_in_backward for child in self._children)
 
     def train(self, mode: bool = True) -> None:
-        """Puts the weights to train into the model, or without `mode` their averages, to evaluate and to ship.
+        """Switches the model to the weights to train or, with `mode=False`, to their averages, for evaluation.
 
-        Of algorithms with weights of two kinds (Schedule-Free); of others it does nothing, so that a loop may always
-        call it. Local; every rank has to call. While averages are in the model steps are refused, in any wrapper. The
-        mode is saved with the groups, and a load takes it from there: so model and optimizer are to be loaded together.
-        Unsharded parameters that a forward of `fully_shard` has left are freed.
+        This is for algorithms with weights of two kinds (Schedule-Free); for others it does nothing, so that a loop may
+        always call it. Local; every rank has to call. While averages are in the model steps are refused, in any
+        wrapper. The mode is saved with the groups, and a load takes it from there: so model and optimizer are to be
+        loaded together. Unsharded parameters that a forward of `fully_shard` has left are freed.
         """
         for each in self._below:
             each.train(mode)
 
     def eval(self) -> None:
-        """Puts averages of the weights into the model, as `train(False)`."""
+        """Switches the model to averages of the weights, as `train(False)` does."""
         self.train(False)
 
     @property
     def evaluating(self) -> bool:
-        """Whether averages are in the model in place of the weights to train."""
+        """Whether the model holds averages instead of the weights to train."""
         return any(each.evaluating for each in self._below)
 
     def state_dict(self) -> StateDict:
-        """`{"state": {fqn: {name: value}}}`, and with `save_param_groups(True)` also "param_groups".
+        """Returns `{"state": {fqn: {name: value}}}`, and after `save_param_groups(True)` also "param_groups".
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
         it. Groups are a list in the order of `param_groups`: `[{"params": [sorted fqns], option: value, ...}, ...]`,
-        with the algorithm's name and the options that the code gave; options that say how to compute (`foreach`,
-        `fused`, `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the
+        with the algorithm's name and the options that the code gave. Options that say how to compute (`foreach`,
+        `fused`, `capturable`, `differentiable`) are left out. A tensor of one element becomes a number. Local to the
         rank.
 
         Raises:
@@ -166,15 +166,15 @@ class Node(Optimizer):
         return after_state_dict(self, self._gather())
 
     def save_param_groups(self, save: bool) -> None:
-        """Whether `state_dict` has the groups, and `load_state_dict` needs them."""
+        """Sets whether `state_dict` has the groups, and `load_state_dict` needs them."""
         self._save_param_groups = save
         for child in self._children:
             child.save_param_groups(save)
 
     def held_state_names(self) -> set[str]:
-        """Returns the names under "state" that belong on this rank, whether there is state for them or not.
+        """Returns the names under "state" that belong on this rank, whether or not they have state.
 
-        Not those of sharded parameters of which it holds no elements.
+        Names of sharded parameters without elements on this rank are left out.
         """
         of_parts = (with_key(name, key) for key, part in self._parts for name in part.held_state_names())
         return self._own_names().difference(self._names_elsewhere()).union(of_parts)
@@ -182,7 +182,7 @@ class Node(Optimizer):
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:
-        """Makes state before the first step: that of every part.
+        """Makes the state of every part before the first step.
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse.
@@ -200,7 +200,7 @@ class Node(Optimizer):
             part._init_named(own, None if chosen is None else _seen_as(key, part, chosen))
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """Returns those of the names whose state is there and as `init_state` makes it, so that it is as good as none.
+        """Returns the names whose state equals what `init_state` makes, and so can be made again.
 
         Local to the rank, and so of the elements that it holds. Here nothing is known of initial values.
 
@@ -214,7 +214,7 @@ class Node(Optimizer):
         return unstepped
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """Removes the state of these names, as before the first step.
+        """Removes the state of these names, as if before the first step.
 
         Args:
             names: as in `state_dict()["state"]`; those without state are passed over.
@@ -228,7 +228,7 @@ class Node(Optimizer):
                 del state[own]
 
     def _init_named(self, sparse: Collection[str], names: Collection[str] | None) -> None:
-        """Calls `init_state` for another optimizer, also of a class whose `init_state` has no `names`."""
+        """Calls `init_state` of another optimizer, even if its class has no argument `names`."""
         if names is None or "names" in inspect.signature(self.init_state).parameters:
             self.init_state(sparse, **({} if names is None else {"names": names}))
         elif names:
@@ -239,7 +239,7 @@ class Node(Optimizer):
     # What is saved.
 
     def _own_state(self) -> OwnState:
-        """Returns the state of this node itself, besides that of its parts: `{name: {key: tensor or plain value}}`.
+        """Returns this node's own state, beside that of its parts: `{name: {key: tensor or plain value}}`.
 
         It is saved under that name in `state_dict()["state"]`. The inner mappings must be the live ones: loading
         replaces plain values in them, copies into their tensors, and then calls `post_load_state_dict`.
@@ -247,19 +247,19 @@ class Node(Optimizer):
         return {}
 
     def _own_names(self) -> set[str]:
-        """Returns the names that `_own_state` has or may get, on whatever rank."""
+        """Returns the names that `_own_state` has or may get, on any rank."""
         return {*self._own_state()}
 
     def _names_elsewhere(self) -> Collection[str]:
-        """Returns the names of this node's own parameters of which this rank holds no elements; computed once."""
+        """Returns the names of this node's own parameters without elements on this rank; computed once."""
         return ()
 
     def _own_groups(self) -> list[KeyedGroup] | None:
-        """Returns the groups that this node has itself, if they are saved."""
+        """Returns the groups of this node itself, if they are saved."""
         return None
 
     def _gather(self) -> StateDict:
-        """Returns the state as `state_dict` does, before its hooks see it."""
+        """Returns the state as `state_dict` does, without its hooks."""
         gathered: StateDict = {STATE: {}}
         for key, part in self._parts:
             of_part = part.state_dict()
@@ -279,12 +279,12 @@ class Node(Optimizer):
         return gathered
 
     def _state_names(self) -> set[str]:
-        """Returns every name that `state_dict()["state"]` has or may get, on whatever rank."""
+        """Returns every name that `state_dict()["state"]` has or may get, on any rank."""
         return self._own_names().union(with_key(name, key) for key, part in self._parts for name in part._state_names())
 
     @property
     def _has_state(self) -> bool:
-        """Whether `state_dict()["state"]` has anything."""
+        """Whether `state_dict()["state"]` is not empty."""
         return bool(self._own_state()) or any(child._has_state for child in self._children)
 
     @property
@@ -293,7 +293,9 @@ class Node(Optimizer):
         return any(child._saves_groups for child in self._children) if self._children else self._save_param_groups
 
     def _refuse_torchs_getters(self) -> None:
-        """Refuses functions of torch's that would take names for positions; called by what they call first."""
+        """Raises if one of torch's functions that takes names for positions is asking; called by what those call
+        first.
+        """
         if is_torchs_getter_asking():
             required = "positions, of which they make names"
             remedy = "pass optimizer.as_torch() in its place"
@@ -306,27 +308,27 @@ class Node(Optimizer):
 
     @property
     def _parts(self) -> list[tuple[str, Node]]:
-        """The keys of the parts, and the parts."""
+        """The parts with their keys."""
         return list(zip(self._keys, self._children, strict=True))
 
     @property
     def _is_around_one(self) -> bool:
-        """Whether there is one part, whose names stay as they are."""
+        """Whether there is a single part, whose names stay unchanged."""
         return self._keys == [""]
 
     @property
     def _below(self) -> Sequence[Any]:
-        """The parts, or the home of a leaf: what answers for the whole."""
+        """The parts, or a leaf's home, which together answer for this node."""
         return self._children or (self._home,)
 
     @property
     def needs_closure(self) -> bool:
-        """Whether a step has to evaluate the model itself, maybe several times."""
+        """Whether a step evaluates the model itself, possibly several times."""
         return any(each.needs_closure for each in self._below)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler asks for this before it steps an optimizer: the moment to refuse where it must not."""
+        """Raises where torch's GradScaler must not step this optimizer; GradScaler asks for this just before a step."""
         if self.updates_in_backward:
             refuse_scaled_backward()
         refuse_torchs_scaler(self.param_groups)
@@ -336,19 +338,19 @@ class Node(Optimizer):
         return False
 
     def _leaves(self) -> list[Node]:
-        """Returns the nodes at the ends of the tree below this one, which have no parts."""
+        """Returns the leaves of the tree below this node."""
         return [leaf for child in self._children for leaf in child._leaves()] if self._children else [self]
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """Returns the optimizers that this one is made of, to the last: of these gradients are unscaled, each once."""
+        """Returns the innermost optimizers, each once, whose gradients a GradScaler unscales."""
         return (self,) if not self._children else tuple(chain.from_iterable(each._atoms() for each in self._children))
 
     def _owners_of(self) -> list[Node]:
-        """Returns those that are directly made of this one."""
+        """Returns the optimizers that this one is a direct part of."""
         return list(self.__dict__.get("_part_of", ()))
 
     def _family(self) -> list[Optimizer]:
-        """Returns every optimizer that this one is part of or made of, at any depth, itself included."""
+        """Returns every optimizer that this one is part of, or consists of, at any depth, itself included."""
         members: dict[int, Node] = {}
         ahead: list[Node] = [self]
         while ahead:
@@ -360,13 +362,15 @@ class Node(Optimizer):
         return list((atoms | members).values())
 
     def _join_children(self) -> None:
-        """Registers this optimizer with its parts, which do not keep it alive: those that update in backward call its
-        hooks, too."""
+        """Registers this optimizer with its parts, as weak references.
+
+        Parts that update in backward call its hooks, too.
+        """
         for child in self._children:
             child.__dict__.setdefault("_part_of", WeakSet()).add(self)
 
     def _before_backward(self) -> None:
-        """Fires the step-pre-hooks of all optimizers that this one is part of, then its own; they may refuse."""
+        """Fires the step-pre-hooks of all optimizers that this one is part of, and then its own; they may raise."""
         for owner in self._owners_of():
             owner._before_backward()
         before_step(self)
@@ -382,13 +386,13 @@ class Node(Optimizer):
 
 
 def _seen_as(key: str, part: Node, names: Collection[str]) -> dict[str, str]:
-    """Returns those of the names that are a part's: as they are there → as they are seen from the whole."""
+    """Returns those of the names that belong to a part: name in the part → name in the whole."""
     pairs = ((inner, with_key(inner, key)) for inner in part._state_names())
     return {inner: name for inner, name in pairs if name in names}
 
 
 def _put(state: dict[str, Any], more: Mapping[str, Any], owners: str) -> None:
-    """Adds state under further names. Raises StateError where one is there already."""
+    """Adds state under new names. Raises StateError if one is taken."""
     taken = sorted(more.keys() & state.keys())
     if taken:
         problems = [Problem(name, f"state of {owners}", "of one of them", "give it another name") for name in taken]

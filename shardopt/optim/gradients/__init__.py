@@ -1,1 +1,1 @@
-"""Local gradients, and norms that count every element once."""
+"""Local gradients, norms that count every element once, and loss scaling."""

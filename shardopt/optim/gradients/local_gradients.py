@@ -1,4 +1,4 @@
-"""The local memory of gradients, to be measured, scaled, clamped and unscaled, whatever the parameters are."""
+"""The local memory of gradients, to measure, scale, clamp and unscale it for parameters of any kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns for each of `local_tensors(parameter)` the memory of its gradient, None where there is none.
+    """Returns the memory of each local tensor's gradient (`local_tensors(parameter)`); None if there is none.
 
     Writing into it changes the gradient that the optimizer steps with. Of a sparse gradient it is the values, after
     the gradient was coalesced in place. A gradient with another placement than its parameter is redistributed, and
@@ -53,7 +53,7 @@ def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...
 
 
 def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
-    """Logs a warning where none of the parameters has a gradient; to be called in an optimizer's first step.
+    """Logs a warning if no parameter has a gradient; called in an optimizer's first step.
 
     One that is frozen, or of which this rank holds no elements, need have none.
 
@@ -115,7 +115,7 @@ def _is_sparse(gradient: Tensor | None) -> bool:
 
 
 def _writable(gradient: Tensor | None) -> Tensor | None:
-    """Returns the gradient, or an equal one whose elements can be changed one by one."""
+    """Returns the gradient, or an equal one whose elements can be changed individually."""
     if gradient is None:
         return None
     if gradient.is_sparse:

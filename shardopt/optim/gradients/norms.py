@@ -1,4 +1,4 @@
-"""The norm of all gradients of a job, each element counted once.
+"""The norm of all gradients of a job, which counts each element once.
 
 R ranks, S parameters that several ranks have whole. With g the elements of all gradients, on whatever ranks,
 
@@ -33,7 +33,7 @@ _RUN = 1 << 16  # elements; in fp64 they fit into a core's own cache
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A norm, and the gradients that it was taken of.
+    """A norm, and the gradients that it was computed from.
 
     Args:
         total: fp64, without dimensions, on the device that ranks communicate on; on that of the gradients for one rank.
@@ -50,7 +50,7 @@ class Measured:
     members: tuple[int, ...]
 
     def refuse_nonfinite(self) -> None:
-        """Waits for the norm, and raises on all ranks alike if it is infinite or not a number.
+        """Waits for the norm; raises on all ranks if it is infinite or NaN.
 
         Raises:
             GradientError: names the ranks, and this rank's parameters, whose gradients are to blame.
@@ -74,7 +74,7 @@ class Measured:
 
 
 class GradientNorm:
-    """The norm of the gradients of some parameters over the job.
+    """Measures the norm of some parameters' gradients over the job.
 
     Args:
         order: p, more than 0; may be infinite.
@@ -87,7 +87,7 @@ class GradientNorm:
         self._plan: _Plan | None = None
 
     def measure(self, parameters: Sequence[Tensor], names: Callable[[], Mapping[Tensor, str]]) -> Measured:
-        """Measures the norm of the gradients that the parameters have now. Collective: one all-reduce of the whole job.
+        """Measures the norm of the parameters' current gradients. Collective: one all-reduce of the whole job.
 
         The first time, and again when there are other parameters, ranks first exchange what they hold; so
         parameters are to be added on all ranks between the same two calls.
@@ -114,7 +114,7 @@ class GradientNorm:
 
 
 class _Plan:
-    """The buffers and readers of each measurement, as long as the parameters are the same.
+    """The buffers and readers for measurements, valid while the parameters stay the same.
 
     The buffer: R norms, one of each rank; then of each shared parameter four numbers, S by S: the norm that the first
     holder has, whether it has a gradient, the sum of the norms that the others have, and how many of them have one.
@@ -143,7 +143,7 @@ class _Plan:
         )
 
     def measure(self, ranks: Ranks, order: float) -> Measured:
-        """Measures the norm, as `GradientNorm.measure`."""
+        """Measures the norm, as `GradientNorm.measure` does."""
         device = ranks.device_beside(self._device)
         buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=device)
         of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared_count])
@@ -166,7 +166,7 @@ class _Plan:
         return Measured(total, of_ranks, kinds, self._counted, ranks.members)
 
     def _fill(self, own: Tensor, of_shared: Tensor, order: float) -> list[list[Tensor]]:
-        """Writes the norms that this rank counts, and returns all its gradients."""
+        """Writes the norms that this rank counts; returns all its gradients."""
         gradients_read = [read() for read in self._readers]
         # Apart from the rest, as it is most of the work of a step.
         simple = zip(gradients_read, self._simple, strict=True)
@@ -198,7 +198,7 @@ class _Plan:
         return [*kinds, *alike(shared), *alike(counted_by_others)]
 
     def _index(self, places: list[int], device: torch.device) -> Tensor:
-        """Returns the places as a tensor; kept, since the same parameters have gradients in most steps."""
+        """Returns the places as a tensor; cached, since the same parameters have gradients in most steps."""
         if self._places[0] != places or self._places[1].device != device:
             self._places = places, torch.tensor(places, device="cpu").to(device, non_blocking=True)
         return self._places[1]
@@ -214,7 +214,7 @@ def _refuse_failed(of_ranks: Tensor, members: Sequence[int]) -> None:
 
 
 class JointNorm:
-    """The norm of tensors taken together, none of them empty: fp64, without dimensions, on a given device.
+    """The joint norm of tensors, none of them empty: fp64, without dimensions, on a given device.
 
     torch has vector code for fp64 on the CPU, but not for fp32 that is widened on the way. So there elements are
     widened first, many tensors at a time, which takes from a third to a seventh of the time.
@@ -224,7 +224,7 @@ class JointNorm:
         self._widened: dict[torch.dtype, _Widened] = {}
 
     def __call__(self, kinds: Iterable[list[Tensor]], order: float, device: torch.device) -> Tensor:
-        """Computes the norm of `kinds`: tensors of one device and dtype each, as from `alike`."""
+        """Computes the norm of `kinds`, lists of tensors with one device and dtype, as from `alike`."""
         norms_of_kinds = []
         for same in kinds:
             if same[0].device.type == "cpu":
@@ -240,7 +240,7 @@ class JointNorm:
 
 
 class _Widened:
-    """The elements of tensors in a wider dtype, in runs that follow each other through the same memory.
+    """The elements of tensors in a wider dtype, in runs that reuse the same memory.
 
     The memory, and the views of it that tensors are copied to, are kept: fresh ones would cost as much as the norm.
     """
@@ -251,7 +251,7 @@ class _Widened:
         self._filled: list[tuple[Tensor, list[Tensor]]] = []  # runs, and the places in each that tensors go to
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yields all elements, a run at a time and flat; each run overwrites the one before."""
+        """Yields all elements, flat and a run at a time; each run overwrites the one before."""
         small = [tensor for tensor in tensors if tensor.numel() <= _RUN]
         shapes = [tensor.shape for tensor in small]
         if shapes != self._shapes:
@@ -280,7 +280,7 @@ class _Widened:
 
 
 def norm_of_each(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """Computes the norm of each tensor, none of them empty: fp64, in their order."""
+    """Computes the norm of each tensor, none of them empty: fp64, in order."""
     kinds = alike(tensors)
     norms = [torch.stack(torch._foreach_norm(same, order, dtype=_wide(same[0]))).to(device) for same in kinds]
     if len(norms) == 1:

@@ -1,4 +1,4 @@
-"""Loss scaling for parameters of every kind, with one verdict on all ranks."""
+"""Scales losses for parameters of every kind; all ranks agree on whether to step."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is steppi
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler for plain and sharded parameters mixed at will, and for any optimizer of torch or of here.
+    """torch.amp.GradScaler for any mix of plain and sharded parameters, and for optimizers of torch or shardopt.
 
     Source of loss scaling: Micikevicius et al., Mixed Precision Training (2018), arXiv:1710.03740, section 3.2.
 
-    It unscales local tensors, and the ranks agree on whether any gradient of the job is not finite: all of them step or
-    none does, and they keep one scale. (torch's leaves that to each rank where parameters are plain, does not see the
+    It unscales local tensors, and the ranks agree on whether any gradient of the job is not finite. All of them step or
+    none does, and they keep one scale. (torch's leaves that to each rank for plain parameters. It does not see the
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)
 
     `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, or over
-    `process_group`, in which every rank takes part, also one without a gradient or a loss of its own.
+    `process_group`. Every rank takes part, even without a gradient or a loss of its own.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's; on the CPU pass
@@ -59,13 +59,12 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place. Collective.
 
-        The children of an optimizer (of a combined one, or the one that a wrapper wraps) are unscaled with it,
-        and it with them: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
-        again, and the rest is.
+        The children of an optimizer (of a combined one, or the wrapped one of a wrapper) are unscaled with it, and it
+        with them. Gradients that any of these has unscaled since the last `update` are not unscaled again; the rest is.
 
         Raises:
-            GradientError: a gradient does not fit its parameter, or is fp16, which cannot be told from overflow. The
-                other ranks skip this step then.
+            GradientError: a gradient does not fit its parameter, or is fp16, in which overflow cannot be recognised.
+                The other ranks skip this step then.
             RuntimeError: nothing is left to unscale, or it was stepped already.
         """
         if not self.is_enabled():
@@ -86,7 +85,7 @@ class GradScaler(torch.amp.GradScaler):
             stages.set(atom, OptState.UNSCALED, verdict)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients, unless that was done, and steps if all gradients of the job are finite. Collective.
+        """Unscales the gradients, if not done yet, and steps if all gradients of the job are finite. Collective.
 
         Returns:
             The result of the optimizer's step; None where it was skipped.
@@ -110,14 +109,14 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _make_scale(self) -> None:
-        """Makes the scale, as torch does at the first loss; a stage in the middle of a pipeline has none."""
+        """Makes the scale, as torch does at the first loss, which a middle stage of a pipeline never sees."""
         if self.is_enabled():
             self.scale(torch.zeros((), dtype=torch.float32, device=self._works_on))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscales for torch, which asks for each device whether something was not finite."""
+        """Unscales for torch, which asks, for each device, whether any element was not finite."""
         return self._unscale(optimizer, _atoms_of(optimizer), inv_scale, found_inf, allow_fp16)
 
     def _unscale(
@@ -128,7 +127,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Multiplies the gradients of those optimizers that are due. Collective: one all-reduce.
+        """Unscales the gradients of the optimizers that are due. Collective: one all-reduce.
 
         Returns:
             For each device, whether something was not finite anywhere in the job: 1.
@@ -156,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_scaled_backward() -> None:
-    """Refuses that a GradScaler unscales or steps an optimizer that updates in backward.
+    """Raises, as a GradScaler cannot unscale or step an optimizer that updates in backward.
 
     Raises:
         GradientError: always.
@@ -173,7 +172,7 @@ def refuse_scaled_backward() -> None:
 
 
 def refuse_torchs_scaler(param_groups: Any) -> None:
-    """Refuses that torch's GradScaler steps an optimizer of which it may not have unscaled all gradients.
+    """Raises if torch's GradScaler may not have unscaled all gradients of the optimizer that it steps.
 
     Raises:
         GradientError: plain parameters and DTensors have gradients, or shards that carry their own. Not raised within a
@@ -193,7 +192,7 @@ def refuse_torchs_scaler(param_groups: Any) -> None:
 
 
 def _kind(param: Tensor) -> str | None:
-    """Classifies the gradient of a parameter as torch's GradScaler sees it; None where there is none."""
+    """Returns the kind of a parameter's gradient as torch's GradScaler sees it; None if there is none."""
     tensors = local_tensors(param)
     is_plain = len(tensors) == 1 and tensors[0] is param
     if takes_gradient(param) and param.grad is not None:
@@ -203,7 +202,7 @@ def _kind(param: Tensor) -> str | None:
 
 
 def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool) -> Iterator[Tensor]:
-    """Yields the local gradients of the parameters of those optimizers that are due.
+    """Yields the local gradients of the parameters of the optimizers that are due.
 
     Raises:
         GradientError: one does not fit its parameter, or is fp16 where that is not allowed.
@@ -226,13 +225,13 @@ def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool)
 
 @runtime_checkable
 class Composed(Protocol):
-    """An optimizer that may be made of others, and part of others: a keyed one."""
+    """The protocol of an optimizer that may have parts, and be part of others: a keyed one."""
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """Returns the optimizers that it is made of, to the last."""
+        """Returns the innermost optimizers."""
 
     def _family(self) -> list[Optimizer]:
-        """Returns all optimizers that it is part of or made of, itself included."""
+        """Returns all optimizers that it is part of, or consists of, itself included."""
 
 
 def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
@@ -240,7 +239,7 @@ def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: str) -> None:
-    """Refuses, as torch does, where one of the optimizers was stepped since the last update.
+    """Raises, as torch does, if one of the optimizers was stepped since the last update.
 
     Raises:
         RuntimeError: one was.
@@ -252,7 +251,7 @@ def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: 
 
 
 def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
-    """Lets torch's GradScaler, which is about to step an optimizer, know which gradients it has unscaled.
+    """Tells torch's GradScaler, which is about to step an optimizer, which gradients it has unscaled.
 
     torch's knows optimizers one by one: gradients unscaled through a child of one, or through one that it is a
     child of, it would unscale again. Those that are left are unscaled here. Not to be called within a step of this
@@ -286,7 +285,7 @@ def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
 
 
 def _merged(verdicts: Iterable[Mapping[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
-    """Merges verdicts: by device, whether something was not finite in any of them."""
+    """Merges verdicts: by device, whether any of them found an element that is not finite."""
     merged: dict[torch.device, Tensor] = {}
     for verdict in verdicts:
         for device, flag in verdict.items():

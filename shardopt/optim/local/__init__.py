@@ -1,1 +1,1 @@
-"""A step of a torch optimizer on local tensors."""
+"""Steps a torch optimizer on local tensors."""

@@ -1,4 +1,4 @@
-"""One step of one group: local tensors stand in the place of the user's parameters, and have their gradients.
+"""One step of one group, with local tensors and their gradients in place of the user's parameters.
 
 On small parameters most of a step's time goes into asking each of them for its gradient and its state, although from
 one step to the next only the gradients are others. Where that is so, an algorithm is handed the lists that torch's
@@ -29,7 +29,7 @@ _OTHERS = (type(None), str, tuple, list)
 
 
 class StepCache(NamedTuple):
-    """The result of `_init_group`, and the lists that it filled, but for the gradients.
+    """The result of `_init_group`, and the lists that it filled, without gradients.
 
     Args:
         options: those that it may have gone by, of `deciding_options`.
@@ -47,7 +47,7 @@ class StepCache(NamedTuple):
 
 
 def deciding_options(group: Mapping[str, Any]) -> Options:
-    """Extracts the options on which a group's state may depend, and which gradients or options are refused.
+    """Extracts the options that a group's state depends on, or that decide what is refused.
 
     Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into, which could
     wait for a device: of learning rates the class alone matters, and another tensor (or a NumPy number,
@@ -89,18 +89,23 @@ class GroupShards:
 
     @property
     def alike(self) -> bool:
-        """Whether all parameters with elements here are sharded and have one local tensor. Only their state is replaced
-        by nobody else: that of a plain parameter is the inner optimizer's own dict."""
+        """Whether all parameters with elements here are sharded, with one local tensor each.
+
+        Only the state of such parameters is never replaced from outside: a plain parameter's state is the inner
+        optimizer's own dict.
+        """
         return None not in self._shards and len(self.readers) == len(self.local_tensors)
 
     @property
     def kinds(self) -> set[tuple[bool, torch.dtype]]:
-        """Whether on the CPU, and dtype, of the local tensors. A plain parameter gets others while it stays the same
-        (`module.to`)."""
+        """The distinct pairs (on the CPU, dtype) of the local tensors.
+
+        A plain parameter may change both while it stays the same object (`module.to`).
+        """
         return self._kinds if None not in self._shards else _kinds_of(self.local_tensors)
 
     def names_of_local_tensors(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Returns the FQN of the parameter that each local tensor belongs to.
+        """Returns, for each local tensor, the FQN of its parameter.
 
         Args:
             names: of plain parameters.
@@ -109,7 +114,7 @@ class GroupShards:
         return {**plain, **{local: name for name, local in self.sharded}}
 
     def refresh(self) -> None:
-        """Looks again which local tensors there are."""
+        """Looks up the current local tensors."""
         pairs = zip(self._parameters, self._shards, strict=True)
         tensors = ((tensor,) if shards is None else shards.local_tensors for tensor, shards in pairs)
         self.local_tensors = list(chain.from_iterable(tensors))
@@ -126,7 +131,7 @@ _IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain paramete
 
 
 class GroupStep:
-    """A group that takes part in a step; `restore` leaves it as it was.
+    """A group in a step; `restore` returns it to its earlier state.
 
     Args:
         group: with the user's parameters.
@@ -141,19 +146,21 @@ class GroupStep:
         self._borrowed = BorrowedGrads()
         self._gradients: list[Tensor | None] | None = None
         self.gradients_in_order = False
-        """Whether in a step that repeats gradients are contiguous, and of the shape of their local tensors."""
+        """Whether, in a step that repeats, gradients are contiguous and have their local tensors' shapes."""
         self.lists: list[list[Any]] | None = None
-        """The lists that torch gathers of the group: local tensors with a gradient, gradients, then lists of their
-        state, None where the step makes it. None before `gather`, and where torch does not gather ahead."""
+        """The lists that torch gathers for the group: local tensors with a gradient, gradients, and their state.
+
+        A list is None if the step makes that state. `lists` is None before `gather`, or if torch does not gather ahead.
+        """
         self.init_result: Any = None
         """The result of torch's `_init_group`."""
         self.chosen = False
-        """Whether the group names no implementation, and "fused" was set for it."""
+        """Whether the group names no implementation, and "fused" was chosen for it."""
         self.repeats = False
-        """Whether this step can go by the lists that were gathered in the last one."""
+        """Whether this step can reuse the lists gathered in the last one."""
 
     def attach(self, follow: Callable[[Shards], None], takes_dense: bool) -> None:
-        """Puts the local tensors into the group, with their gradients.
+        """Puts the local tensors, with their gradients, into the group.
 
         Args:
             follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
@@ -182,7 +189,7 @@ class GroupStep:
             shards.cache = kept if self.repeats else None
 
     def gather(self, optimizer: Optimizer) -> None:
-        """Lets torch gather the lists that it steps with, which may make state; or takes those of the last step."""
+        """Lets torch gather the lists to step with, which may make state; or reuses those of the last step."""
         shards, kept = self.shards, self.shards.cache
         if self.repeats and kept is not None and self._gradients is not None:
             self.lists = [kept.local_tensors, list(compress(self._gradients, kept.present)), *kept.state]
@@ -201,20 +208,20 @@ class GroupStep:
         shards.cache = StepCache(self._options, present, list(stepped), kept_state, self.init_result)
 
     def fill(self, lists: Sequence[list[Any]]) -> Any:
-        """Fills lists as torch's `_init_group` would in the step; returns what it would return."""
+        """Fills lists as torch's `_init_group` does in the step; returns its result."""
         assert self.lists is not None
         for each, own in zip(lists, self.lists, strict=True):
             each.extend(own)
         return self.init_result
 
     def restore(self) -> None:
-        """Undoes `attach`, and options that were set in the group for the time of the step."""
+        """Undoes `attach`, and options that were set in the group for the step."""
         self.group.update(self._before)
         self._borrowed.restore()
 
 
 def step_groups(optimizer: Optimizer, steps: Sequence[GroupStep]) -> None:
-    """Takes a step of the optimizer, without hooks, on these groups, with the lists that they have gathered."""
+    """Steps these groups of the optimizer, without hooks, with the lists that they have gathered."""
     every = optimizer.param_groups
     by_group = {id(step.group): step for step in steps}
     ahead = any(step.lists is not None for step in steps)

@@ -1,4 +1,4 @@
-"""Chooses the implementation in torch that takes a step of an algorithm: the for-loop, foreach or fused one.
+"""Chooses torch's implementation for a step of an algorithm: for-loop, foreach or fused.
 
 A group that names one (`foreach`, `fused`) gets it. One that names none gets, from `keyed`, the fastest that computes
 what the loop computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does and memory lies as
@@ -27,7 +27,7 @@ States = Mapping[Tensor, Mapping[str, Any]]
 
 
 def choose_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep]) -> None:
-    """Sets "fused" where a group names no implementation, and the fused one may take its step.
+    """Sets "fused" for a group that names no implementation, if the fused one can take its step.
 
     Args:
         spec: of the algorithm.
@@ -39,7 +39,7 @@ def choose_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep]) -> None:
 
 
 def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States, names: Mapping[Tensor, str]) -> None:
-    """Gives those steps to the for-loop that torch's fused implementation for the CPU cannot take.
+    """Gives the for-loop the steps that torch's fused CPU implementation cannot take.
 
     Args:
         spec: of the algorithm.
@@ -81,7 +81,7 @@ def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States,
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises where a shard has a sparse gradient, and the group's options would change rows that it does not have.
+    """Raises if a shard has a sparse gradient, and the group's options would change rows that it lacks.
 
     Args:
         spec: of the algorithm.
@@ -111,7 +111,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
 
 
 def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
-    """Whether a group names no implementation, and the fused one is the fastest that agrees.
+    """Whether a group names no implementation, and the fused one is the fastest with equal results.
 
     It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
     """
@@ -127,7 +127,7 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bo
 
 
 def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Tensor]] | None:
-    """Returns local tensors with gradients, these, and each kind of state that lies like them, as far as there is any.
+    """Returns columns of equal layout: local tensors with gradients, the gradients, and each kind of state that exists.
 
     None where some local tensors have such state, and others get it in this step: torch's fused implementations make it
     for all of their parameters or for none, and fail otherwise.
@@ -152,7 +152,7 @@ def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[T
 
 
 def _name_of(column: Sequence[Tensor | None], local_tensors: Sequence[Tensor], state: States) -> str:
-    """Returns the name of the state in a column that torch has gathered; "" where there is none yet."""
+    """Returns the name of the state in a column that torch has gathered; "" if there is none yet."""
     for local, value in zip(local_tensors, column, strict=False):  # torch leaves lists empty of what options do without
         if value is not None:
             return next((name for name, entry in state.get(local, {}).items() if entry is value), "")

@@ -1,4 +1,4 @@
-"""A torch optimizer that steps on local tensors in the place of the user's parameters.
+"""A torch optimizer that steps local tensors in place of the user's parameters.
 
 Its groups are the user's: one dict per group, with the user's parameters under "params", so that options changed from
 outside (schedules, warm-up) and by the algorithm are the same numbers. Only inside of `step` do the local tensors
@@ -37,7 +37,7 @@ from shardopt.sharding.view import empty_local_tensor, local_tensors
 
 
 class LocalOptimizer:
-    """A torch optimizer over the local tensors of parameters, with its state and its groups as seen from outside.
+    """A torch optimizer over parameters' local tensors; from outside, its state and groups go by parameter.
 
     Where `chooses` is set, groups that name no implementation step with the fastest that agrees with the for-loop.
 
@@ -81,7 +81,7 @@ class LocalOptimizer:
 
     @property
     def state(self) -> LocalState:
-        """Parameter → its state, live; another mapping that is set here is taken over entry by entry."""
+        """Parameter → its live state; copies the entries of a mapping that is assigned."""
         return self._state
 
     @state.setter
@@ -90,7 +90,7 @@ class LocalOptimizer:
 
     @property
     def param_groups(self) -> list[Group]:
-        """The live groups; "params" are the user's parameters, also of others that are set here."""
+        """The live groups; "params" are the user's parameters, as in groups that are assigned."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -101,7 +101,7 @@ class LocalOptimizer:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options of groups that are added without them."""
+        """The default options for groups that are added."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -110,11 +110,11 @@ class LocalOptimizer:
 
     @property
     def steps_on_parameters(self) -> bool:
-        """Whether the inner optimizer is handed the user's own tensors, sharded as they are."""
+        """Whether the inner optimizer gets the user's own tensors, sharded as they are."""
         return self.spec is not None and self.spec.steps_on is StepsOn.PARAMETERS
 
     def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
-        """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
+        """Adds parameters, as torch's `add_param_group`; makes state if the class does so at construction."""
         bound = self._bind(names)
         try:
             groups = [*self.param_groups, {**self.optimizer.defaults, **options}]
@@ -134,7 +134,7 @@ class LocalOptimizer:
             self._state.make(names, frozen_too=True)
 
     def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Makes parameters their own local tensors where the algorithm steps on parameters, and gives it their names.
+        """If the algorithm steps on parameters, makes these their own local tensors, and passes it their names.
 
         Until here local tensors stood in for them, whose class torch knows.
         """
@@ -144,27 +144,27 @@ class LocalOptimizer:
             refuse_global_name(self._state.global_names, names)
 
     def work_with(self, group: SharedGroup) -> None:
-        """Gives an algorithm that sums over all of its parameters the ranks that train them."""
+        """Passes the ranks that train the parameters to an algorithm that sums over all of them."""
         if self.spec is not None and self.spec.has_global_state:
             cast(CommunicatingOptimizer, self.optimizer).shared_group = group
 
     @property
     def deferred(self) -> DeferredChecks:
-        """The checks of steps that are yet to be run."""
+        """The checks of earlier steps that have not run yet."""
         return self.optimizer.deferred if isinstance(self.optimizer, CommunicatingOptimizer) else NO_CHECKS
 
     @property
     def needs_closure(self) -> bool:
-        """Whether a step evaluates the model itself."""
+        """Whether a step evaluates the model itself, by a closure."""
         return self.spec is not None and self.spec.needs_closure
 
     @property
     def evaluating(self) -> bool:
-        """Whether the algorithm has put averages into the parameters, in which no step may be taken."""
+        """Whether the algorithm has put averages into the parameters, and so refuses steps."""
         return isinstance(self.optimizer, ScheduleFree) and is_evaluating(self.param_groups)
 
     def train(self, mode: bool) -> None:
-        """Lets an algorithm with weights of two kinds put those to train into the parameters, or those to evaluate."""
+        """Switches the parameters between weights to train and weights to evaluate, if the algorithm has both."""
         groups = self.param_groups
         if not isinstance(self.optimizer, ScheduleFree) or all(group[TRAIN_MODE] == mode for group in groups):
             return
@@ -208,7 +208,7 @@ class LocalOptimizer:
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:
-        """Takes one step on a single parameter, with the options of its group; no other parameter is looked at.
+        """Takes one step on a single parameter, with the options of its group; leaves all others alone.
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
@@ -228,7 +228,7 @@ class LocalOptimizer:
         self._step_groups(self.spec, [(group, shards)])
 
     def _step_groups(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupShards]]) -> None:
-        """Takes a step of an elementwise algorithm on these shards, and on nothing else."""
+        """Steps an elementwise algorithm on these shards only."""
         steps = [GroupStep(group, shards) for group, shards in grouped]
         try:
             with torch.no_grad():
@@ -241,7 +241,7 @@ class LocalOptimizer:
                 step.restore()
 
     def _gather(self, spec: AlgorithmSpec, steps: list[GroupStep]) -> None:
-        """Gathers the lists to step with, and chooses the implementation; a refusal here has changed nothing."""
+        """Gathers the lists to step with, and chooses the implementation; refuses before anything has changed."""
         fresh = [step for step in steps if not step.repeats]
         for step in fresh:
             if step.shards.sharded:
@@ -267,7 +267,7 @@ class LocalOptimizer:
             zero_gradients(parameter, set_to_none)
 
     def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
-        """Returns parameter → its local tensors; one without has an empty stand-in, by which its group is known."""
+        """Returns parameter → its local tensors, or an empty stand-in, by which its group is found."""
         bound = {}
         for parameter, name in names.items():
             tensors = local_tensors(parameter)
@@ -278,14 +278,14 @@ class LocalOptimizer:
         return bound
 
     def _drop_stand_ins(self, bound: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
-        """Takes back state that the class has made for stand-ins at construction."""
+        """Removes the state that the class made for stand-ins at construction."""
         elsewhere = {each for each in bound if each in self.shards and not self.shards[each].is_held}
         self._state.elsewhere |= elsewhere
         for local in chain.from_iterable(bound[parameter] for parameter in elsewhere):
             self.optimizer.state.pop(local, None)
 
     def _parameters_of_groups(self) -> list[list[Tensor]]:
-        """Returns the value under "params" of each group, whatever it is by now.
+        """Returns the current value of "params" in each group.
 
         Raises:
             StateError: something is no group.
@@ -297,7 +297,7 @@ class LocalOptimizer:
             raise
 
     def _check_groups(self) -> None:
-        """Refuses parameters that somebody has put into groups, or has wrapped, and that cannot be stepped."""
+        """Raises for unsteppable parameters that somebody has added to groups, or has wrapped."""
         parameters = self._parameters_of_groups()
         if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
             return
@@ -307,5 +307,5 @@ class LocalOptimizer:
 
 
 def _same(parameters: Any, known: list[Tensor]) -> bool:
-    """Whether a group has the very parameters that it had; anything may stand there by now."""
+    """Whether a group still has the very same parameters."""
     return isinstance(parameters, list | tuple) and len(parameters) == len(known) and all(map(is_, parameters, known))

@@ -1,4 +1,4 @@
-"""Whether tensors that one kernel walks through together lie in memory alike.
+"""Checks that tensors that one kernel walks through together have the same order in memory.
 
 torch's fused kernels for the CPU take the memory of a parameter, its gradient and its state for runs of the same
 elements in the same order, and never ask for strides: a column of a wider matrix is overwritten with its neighbours, a
@@ -24,19 +24,18 @@ _NBYTES = attrgetter("nbytes")
 
 
 def are_contiguous(tensors: Iterable[Tensor]) -> bool:
-    """Whether all of them lie in C order without gaps. Sparse ones do not."""
+    """Whether all tensors are contiguous in C order. Sparse ones are not."""
     return all(map(Tensor.is_contiguous, tensors))
 
 
 def lie_in_order(columns: Columns) -> bool:
-    """Whether in every row all tensors have one shape, and lie in C order without gaps: as they mostly do."""
+    """Whether, in every row, all tensors have one shape and are contiguous in C order, as they mostly are."""
     sizes = [list(map(Tensor.size, column)) for column in columns]
     return all(each == sizes[0] for each in sizes) and are_contiguous(chain.from_iterable(columns))
 
 
 def misfits(columns: Columns) -> list[tuple[Row, Tensor]]:
-    """Returns the rows whose tensors are not all runs of the same elements in the same order, each with the first
-    that is not.
+    """Returns the rows with tensors in different memory orders, each with the first tensor that differs.
 
     Where they are, in whatever order of dimensions, a kernel may walk through them together.
     """
@@ -45,7 +44,7 @@ def misfits(columns: Columns) -> list[tuple[Row, Tensor]]:
 
 
 class InOrder:
-    """The columns that were seen to `lie_in_order` in one step, so that the next one has less to check.
+    """The columns for which `lie_in_order` held in one step, so that the next step checks less.
 
     Parameters and gradients are checked again: gradients are others, and a parameter may get other memory while it
     stays the same tensor (`.data`, `set_`). Of state it is enough that nobody has replaced it, and that there is none
@@ -63,7 +62,7 @@ class InOrder:
         self._nbytes = list(map(_NBYTES, lists[0]))
 
     def still(self, lists: Columns) -> bool:
-        """Whether the tensors of this step, which may be others but for their state, lie so too."""
+        """Whether the tensors of this step are still in order; only their state must be the same."""
         return (
             list(map(_NBYTES, lists[0])) == self._nbytes
             and all(_has_none(lists[place]) for place in self._without)
@@ -73,7 +72,7 @@ class InOrder:
 
 
 def _has_none(column: Sequence[Tensor | None]) -> bool:
-    """Whether a list of one kind of state has none: torch leaves it empty, or has None for each that the step makes."""
+    """Whether a list of one kind of state has none: torch leaves it empty, or None where the step makes it."""
     return not column or column[0] is None
 
 
@@ -88,12 +87,12 @@ def _misfit(row: Row) -> Tensor | None:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Returns the strides without those of dimensions of size 1, which say nothing."""
+    """Returns the strides without those of dimensions of size 1, which have no meaning."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def _is_run(tensor: Tensor) -> bool:
-    """Whether the elements lie without gaps in memory, and each in a place of its own."""
+    """Whether the elements fill their memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

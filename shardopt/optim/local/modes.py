@@ -1,4 +1,4 @@
-"""Steps and new state outside of the modes that a program is in: autocast, a default device, inference mode.
+"""Runs steps and makes state outside of the program's modes: autocast, a default device, inference mode.
 
 Computed in 16 bits a step would be another one; a counter on a default device (meta, say) would have no number; and
 state that is made in inference mode could never be changed outside of it.
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class CallersModes:
-    """Ends the caller's modes while this is open; gradients are recorded as little as before."""
+    """Suspends the caller's modes while it is open; gradients stay unrecorded if they were."""
 
     def __init__(self) -> None:
         self._device = torch.get_default_device()
@@ -41,7 +41,7 @@ class CallersModes:
         self._ended.close()
 
     def call(self, closure: Callable[[], Result]) -> Result:
-        """Calls a function of the caller's, with autocast and the default device that it expects."""
+        """Calls a function of the caller's, with the autocast and default device that it expects."""
         with ExitStack() as again:
             again.enter_context(self._device)
             for kind, dtype in self._autocast:
@@ -50,7 +50,7 @@ class CallersModes:
 
 
 def step_in_own_modes(step: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
-    """Has a method `step(closure)` run outside of the caller's modes, and the closure within them."""
+    """Makes a method `step(closure)` run outside of the caller's modes, and the closure within them."""
 
     @wraps(step)
     def run(*args: Arguments.args, **options: Arguments.kwargs) -> Any:
@@ -65,7 +65,7 @@ def step_in_own_modes(step: Callable[Arguments, Any]) -> Callable[Arguments, Any
 
 
 def in_own_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Has a function run outside of the caller's modes."""
+    """Makes a function run outside of the caller's modes."""
 
     @wraps(function)
     def run(*args: Arguments.args, **options: Arguments.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""Refuses parameters that a torch optimizer cannot step on."""
+"""Refuses parameters that a torch optimizer cannot step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_unfit(
     shards: Iterable[Shards],
     groups: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Raises where the algorithm cannot step the parameters.
+    """Raises if the algorithm cannot step the parameters.
 
     Args:
         optimizer: the inner one.
@@ -60,7 +60,7 @@ def refuse_unfit(
 
 
 def refuse_global_name(taken: Collection[str], names: Mapping[Tensor, str]) -> None:
-    """Raises where a parameter has the name under which state is saved that belongs to no parameter.
+    """Raises if a parameter has the name under which the state of no parameter is saved.
 
     Args:
         taken: such names.
@@ -98,7 +98,7 @@ def parameters_of(
     local_tensors: Mapping[Tensor, tuple[Tensor, ...]],
     names: Mapping[Tensor, str],
 ) -> list[Tensor]:
-    """Returns the parameters that a group of local tensors belongs to, each once, in the group's order.
+    """Returns the parameters of a group's local tensors, each once, in the group's order.
 
     Args:
         taken: the group's tensors.

@@ -1,4 +1,4 @@
-"""Shards of parameters: the local tensors that an optimizer steps on in their place.
+"""Shards of parameters: the local tensors that an optimizer steps in their place.
 
 A plain parameter is its own local tensor and is not listed here; a sharded one has a local tensor per shard. A rank
 that holds no elements of it has none, and no state: it cannot see whether the others had a gradient, so that a counter
@@ -25,14 +25,14 @@ State = dict[str, Any]
 
 
 class BorrowedGrads:
-    """Gradients that local tensors have only for the time of a step."""
+    """Gradients that local tensors have only during a step."""
 
     def __init__(self) -> None:
         self.borrowers: list[Tensor] = []
         self._own: list[tuple[Tensor, Tensor]] = []
 
     def attach(self, local: Tensor, gradient: Tensor | None) -> None:
-        """Gives a local tensor a gradient, or none, in the place of its own, if it has one."""
+        """Replaces a local tensor's gradient by another one, or by none."""
         if local.grad is not None:
             self._own.append((local, local.grad))
         self.borrowers.append(local)
@@ -47,7 +47,7 @@ class BorrowedGrads:
 
 
 class Shards:
-    """The local tensors of one sharded parameter, and whether these are still the ones that it has.
+    """The local tensors of one sharded parameter, with a check that they are still current.
 
     Args:
         name: the parameter's FQN, for errors.
@@ -62,7 +62,7 @@ class Shards:
         self.reader = GradientReader(parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
-        """Returns the local tensors that were replaced since the last call, if the parameter got others; else ().
+        """Returns the local tensors that were replaced since the last call; () if none were.
 
         Raises:
             StateError: the new local tensors have other shapes, so that state cannot follow them.
@@ -85,7 +85,7 @@ class Shards:
         return replaced
 
     def attach_gradients(self, borrowed: BorrowedGrads, takes_dense: bool = True) -> None:
-        """Gives each local tensor its own of the parameter's gradient.
+        """Gives each local tensor its part of the parameter's gradient.
 
         Where one shard has a gradient the whole parameter has one, which is zero on the shards without, or without rows
         where the gradient is sparse.
@@ -103,12 +103,12 @@ class Shards:
         self.reader.accepted()
 
     def assemble(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Makes a tensor that lies like the parameter, of one tensor per shard, without a copy."""
+        """Assembles a tensor laid out like the parameter from one tensor per shard, without a copy."""
         return assemble(self.parameter, tensors)
 
 
 class ShardedState(MutableMapping[str, Any]):
-    """State of one sharded parameter: live, made of the states of its local tensors when it is looked at.
+    """Live state of one sharded parameter, assembled from its local tensors' states on lookup.
 
     Entries that lie like the parameter are assembled without a copy; others are those of the first local tensor, and
     are the same for all of them. A copy is a dict of copies, live no more.
@@ -162,7 +162,7 @@ class ShardedState(MutableMapping[str, Any]):
         return dict, (dict(self),)
 
     def share_scalars(self) -> None:
-        """Copies entries that the first local tensor has for the whole parameter to the others."""
+        """Copies the first local tensor's entries for the whole parameter to the others."""
         for state in self._states[1:]:
             for name, value in self._states[0].items():
                 if self._kinds.get(name) is not Kind.PARAMETER and isinstance(value, Tensor):
@@ -170,7 +170,7 @@ class ShardedState(MutableMapping[str, Any]):
 
 
 class Untouched:
-    """State that was made before the first step and that the inner optimizer does not know yet.
+    """State made before the first step, which the inner optimizer does not know yet.
 
     Args:
         entries: names and values, as the user sees them.
@@ -183,7 +183,7 @@ class Untouched:
         self._made = [(value, value._version) for value in self._tensors()]
 
     def written(self) -> bool:
-        """Whether someone wrote into the tensors or replaced them, so that they are no longer initial values."""
+        """Whether tensors were written to or replaced, so that they are no longer initial values."""
         now = self._tensors()
         same = len(now) == len(self._made) and all(
             value is made and value._version == version for value, (made, version) in zip(now, self._made, strict=True)

@@ -1,4 +1,4 @@
-"""State of an optimizer that steps on local tensors, by the user's parameters: `state` of a keyed optimizer."""
+"""The state of an optimizer that steps local tensors, by the user's parameters: a keyed optimizer's `state`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_DEFAULT = object()
 
 
 class LocalState(MutableMapping[Any, Any]):
-    """Parameter → its state, live; looking one up takes constant time.
+    """Parameter → its live state; a lookup takes constant time.
 
     A parameter that has none is looked up as an empty dict. On a rank that holds no elements of a parameter there is no
     place for its state: setting it there changes nothing.
@@ -46,14 +46,14 @@ class LocalState(MutableMapping[Any, Any]):
         self._optimizer, self._spec, self._names, self._shards = optimizer, spec, names, shards
         self._untouched: dict[Tensor, Untouched] = {}  # state that the optimizer does not know yet, by local tensor
         self.elsewhere: set[Tensor] = set()
-        """Parameters of which this rank holds no elements."""
+        """The parameters without elements on this rank."""
         self.caches: tuple[Any, ...] = ()
-        """What steps keep of state, to be cleared when someone else than the optimizer changes it."""
+        """State that steps cache; cleared when anyone but the optimizer changes it."""
         self.narrow = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         self._settled = spec is not None and spec.settled_at_first_step
 
     def local_tensors(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors that are stepped on in place of a parameter; none on a rank without elements of it."""
+        """Returns the tensors that are stepped in place of a parameter; none if this rank has no elements of it."""
         if self.elsewhere and parameter in self.elsewhere:
             return ()
         shards = self._shards.get(parameter)
@@ -103,7 +103,7 @@ class LocalState(MutableMapping[Any, Any]):
         return repr(dict(self))
 
     def replace(self, state: Mapping[Any, Any]) -> None:
-        """Takes over the entries of another mapping, which is not kept, and drops all others.
+        """Copies the entries of another mapping, and drops all others.
 
         Raises:
             StateError: it has state of a tensor that is no parameter; nothing was changed.
@@ -117,7 +117,7 @@ class LocalState(MutableMapping[Any, Any]):
             self[key] = value
 
     def clear(self) -> None:
-        """Removes all state; where a class makes its state when it is constructed, all have it again."""
+        """Removes all state; if a class makes state at construction, all parameters get it again."""
         self._changed()
         self._untouched.clear()
         self._optimizer.state.clear()
@@ -125,7 +125,7 @@ class LocalState(MutableMapping[Any, Any]):
             self.make(list(self._names), frozen_too=True)
 
     def pop(self, key: Any, default: Any = _NO_DEFAULT) -> Any:
-        """Removes an entry and returns it, as of a dict."""
+        """Removes and returns an entry, like a dict's `pop`."""
         if key not in self:
             if default is _NO_DEFAULT:
                 raise KeyError(key)
@@ -135,13 +135,13 @@ class LocalState(MutableMapping[Any, Any]):
         return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Returns an entry, which is set to the default if absent, as of a dict; one that is empty counts as absent."""
+        """Returns an entry, set to the default if it is absent or empty, like a dict's `setdefault`."""
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]
 
     def make(self, parameters: Iterable[Tensor], frozen_too: bool = False) -> None:
-        """Makes state for those parameters that have none; changes nothing else.
+        """Makes state for the parameters without state; changes nothing else.
 
         Args:
             frozen_too: whether also for those that get no gradient now.
@@ -166,18 +166,18 @@ class LocalState(MutableMapping[Any, Any]):
 
     @property
     def global_names(self) -> frozenset[str]:
-        """The names under which there is, or will be, state that belongs to no parameter."""
+        """The names of present or future state that belongs to no parameter."""
         if self._spec is None or not self._spec.has_global_state:
             return frozenset()
         return frozenset([GLOBAL_STATE])
 
     def make_global(self, names: Collection[str]) -> None:
-        """Makes the state of these names that belongs to no parameter, where there is none yet."""
+        """Makes the state of these names, which belongs to no parameter, if there is none yet."""
         if not self.global_names.isdisjoint(names):
             cast(CommunicatingOptimizer, self._optimizer).make_global()
 
     def initial(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
-        """Returns those whose state is there and as `make` makes it: without it training goes the same way.
+        """Returns the parameters whose state equals what `make` makes, so that training does not need it.
 
         Args:
             keys: parameters, and names of state that belongs to none.
@@ -205,11 +205,11 @@ class LocalState(MutableMapping[Any, Any]):
 
     @property
     def saves_untouched(self) -> bool:
-        """Whether it is saved which parameters have state and never had a step: the first step makes that again."""
+        """Whether a save notes which parameters have state but no step yet, as the first step replaces that state."""
         return self._settled or (self.narrow is not None and self.narrow.settles_late)
 
     def is_untouched(self, parameter: Tensor, group: Group) -> bool:
-        """Whether the parameter of a group has state and never had a step, so that the first step makes it again."""
+        """Whether the parameter of a group has state but no step yet, so that the first step replaces the state."""
         tensors = self.local_tensors(parameter)
         if self.narrow is not None:
             return bool(tensors) and self.narrow.is_unstepped(group, parameter)
@@ -232,7 +232,7 @@ class LocalState(MutableMapping[Any, Any]):
             self.narrow.state_loaded(parameter)
 
     def follow(self, shards: Shards, group: Group) -> None:
-        """Moves the state of a sharded parameter to the local tensors that it has now, if these are others.
+        """Moves the state of a sharded parameter to its current local tensors, if they have changed.
 
         It stays the same dicts, which someone may hold, with the same values where the new tensors need them; where
         these have the old ones' dtype, state keeps its own.
@@ -254,7 +254,7 @@ class LocalState(MutableMapping[Any, Any]):
                 self._untouched[new] = Untouched(entries, written)
 
     def hand_over(self, tensors: Collection[Tensor] | None = None) -> Callable[[], None]:
-        """Lets the inner optimizer make state again for those of the tensors that are to have their first step.
+        """Lets the inner optimizer make state again for tensors that are about to have their first step.
 
         Early state that someone wrote into is not lost: it is handed to the inner optimizer as it is.
 
@@ -297,7 +297,7 @@ class LocalState(MutableMapping[Any, Any]):
         return local in self._untouched or bool(self._optimizer.state.get(local))
 
     def _put(self, local: Tensor, entries: State, untouched: bool) -> None:
-        """Sets the state of a local tensor; `untouched` is that which the first step makes again."""
+        """Sets the state of a local tensor; with `untouched`, state that the first step replaces."""
         if untouched:
             self._optimizer.state.pop(local, None)
             self._untouched[local] = Untouched(entries)
@@ -311,7 +311,7 @@ class LocalState(MutableMapping[Any, Any]):
         self._optimizer.state.pop(local, None)
 
     def _of(self, parameter: Tensor) -> MutableMapping[str, Any]:
-        """Returns the live state of a parameter; empty if there is none yet, or no element of the parameter."""
+        """Returns the live state of a parameter; empty if there is none, or this rank has no elements of it."""
         if self.elsewhere and parameter in self.elsewhere:
             return {}
         shards = self._shards.get(parameter)

@@ -1,1 +1,1 @@
-"""The stages of a warm-up: their policies, and the multiplier of each iteration."""
+"""All schedules: stages of a warm-up, ramps of decays, and torch's plateau scheduler over all ranks."""

@@ -1,4 +1,4 @@
-"""Decays of moving averages that begin small, so that the first weights are forgotten soon."""
+"""Decays of moving averages that start small, so that the first weights are soon forgotten."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def ramped_decay(
 ) -> Callable[[int], float]:
     """Makes a decay for `EMA` that rises to `decay` with the number n of updates so far.
 
-    It is min(decay, (1 + n) / (10 + n)); with a power min(decay, 1 − (1 + n / inv_gamma)^−power), where 2/3 suits runs
-    of a million steps and 3/4 shorter ones. n is in checkpoints, so that a resumed run goes on with the ramp.
+    It is min(decay, (1 + n) / (10 + n)); with a power, min(decay, 1 − (1 + n / inv_gamma)^−power). A power of 2/3 suits
+    runs of a million steps, 3/4 shorter ones. Checkpoints have n, so that a resumed run continues the ramp.
 
     Args:
         decay: the last value, in [0, 1].

@@ -1,4 +1,4 @@
-"""Stages of a warm-up: their fields, the checks of these, and the multiplier at every iteration of a list of stages."""
+"""Stages of a warm-up: their fields, the checks of these, and the multiplier of the rate at every iteration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardopt.errors import Problem, StateError
 class WarmupPolicy(Enum):
     """The multiplier of a stage as a function of the iteration.
 
-    i is the iteration: steps done since training began; its multiplier is that of step i + 1. s is the iteration at
-    which the stage before ended, 0 for the first stage, N the stage's `max_iters`, v its `value`: a stage is s < i <= N
-    and, if first, i = 0. A stage multiplies the full rate by `lr_scale` times one of the following:
+    i is the iteration, the steps done since training began; its multiplier is that of step i + 1. s is the iteration at
+    which the stage before ended, 0 for the first stage. N is the stage's `max_iters`, v its `value`. A stage is s < i
+    <= N and, if first, i = 0. A stage multiplies the full rate by `lr_scale` times one of the following:
 
     NONE: 1.
 
@@ -45,9 +45,9 @@ class WarmupPolicy(Enum):
     below v (or above).
 
     In a first stage that is what torchrec's policy of that name gives, where that is finite. A later stage begins its
-    own curve where the one before ended, at the multiplier that the curve has in a first stage at i = 0: torchrec goes
-    on counting from the beginning of training, so that a later LINEAR begins in its middle and a POLY below the rate
-    that it is to decay from.
+    curve where the one before ended, with the multiplier of a first stage at i = 0. In contrast, torchrec continues to
+    count from the beginning of training. There a later LINEAR begins in its middle, and a POLY below the rate that it
+    is to decay from.
     """
 
     NONE = "none"
@@ -70,8 +70,8 @@ class WarmupStage:
             larger than that of the stage before.
         value: v of the policy: a multiplier, for POLY the exponent; >= 0.
         lr_scale: multiplies the whole stage; >= 0.
-        decay_iters: of POLY, the iteration at which the multiplier reaches 0; of STEP, the iterations from one
-            multiplication to the next. 0 and less stands for `max_iters` with POLY and for 1 with STEP.
+        decay_iters: for POLY, the iteration at which the multiplier reaches 0; for STEP, the iterations between
+            multiplications. 0 or less stands for `max_iters` with POLY, and for 1 with STEP.
         sgdr_period: of COSINE_ANNEALING_WARM_RESTARTS, in iterations; >= 1.
         start_interpolating_iters: of INTERPOLATE, which needs it: the iteration up to which the multiplier is `value`.
         end_value: of INTERPOLATE, which needs it: the multiplier at `max_iters`; >= 0.
@@ -88,7 +88,7 @@ class WarmupStage:
 
 
 class _Policy(NamedTuple):
-    """The fields that a policy uses besides `max_iters` and `lr_scale`, and its multiplier from stage, s and i."""
+    """The fields that a policy uses beside `max_iters` and `lr_scale`, and its multiplier from stage, s and i."""
 
     fields: tuple[str, ...]
     multiplier: Callable[[WarmupStage, int, int], float]
@@ -135,7 +135,7 @@ _POLICIES = {
 
 
 class Schedule:
-    """The multiplier at every iteration, through all stages; after the last one it stays as it was at its end.
+    """The multiplier at every iteration of all stages; after the last stage it stays constant.
 
     Args:
         stages: are copied.
@@ -166,7 +166,7 @@ class Schedule:
         return self._ends[-1]
 
     def stage_at(self, iteration: int) -> int:
-        """Returns the position of the stage that an iteration is in; the number of stages after the last one's end."""
+        """Returns the index of the stage that an iteration is in; the number of stages after the last one."""
         return bisect_left(self._ends, iteration)
 
     def multiplier(self, iteration: int) -> float:
@@ -175,11 +175,11 @@ class Schedule:
         return self._at(k, min(max(iteration, self._starts[k]), self._ends[k]))
 
     def described(self) -> list[str]:
-        """Each stage in a line: all that its multiplier depends on, and nothing else."""
+        """Returns each stage as a line with everything that its multiplier depends on, and nothing else."""
         return [line_of(stage) for stage in self.numbers()]
 
     def numbers(self) -> list[dict[str, float]]:
-        """Each stage as it is saved: its policy with the iteration at which it ends, and what else its line has."""
+        """Returns each stage as saved: its policy with its last iteration, and the other fields of its line."""
         return [
             {
                 stage.policy.value: stage.max_iters,
@@ -193,7 +193,7 @@ class Schedule:
         return _POLICIES[stage.policy].multiplier(stage, self._starts[k], iteration) * stage.lr_scale
 
     def _wrong_multipliers(self) -> Iterator[Problem]:
-        """Yields faults of a stage that depend on the others: a decay that is over before it begins, an overflow."""
+        """Yields problems of a stage that depend on other stages: a decay that ends before it begins, an overflow."""
         for k, (stage, start) in enumerate(zip(self._stages, self._starts, strict=True)):
             if stage.policy is WarmupPolicy.POLY and stage.decay_iters <= start:
                 described = f"{stage.decay_iters}, while the stage begins at {start}"
@@ -211,7 +211,7 @@ class Schedule:
 
 
 def line_of(stage: object) -> str:
-    """Returns a saved stage in a line; one that was saved as a line is that."""
+    """Returns a saved stage as a line; an earlier version saved it as one."""
     if not isinstance(stage, Mapping) or not stage:
         return str(stage)
     (policy, end), *others = stage.items()
@@ -223,7 +223,7 @@ def _fields(stage: WarmupStage) -> tuple[str, ...]:
 
 
 def _with_defaults(stage: WarmupStage) -> WarmupStage:
-    """Copies a stage, with numbers of Python's own types, and `decay_iters` as meant."""
+    """Copies a stage, with Python's own numbers, and with its default `decay_iters`."""
     decay_iters = int(stage.decay_iters)
     if decay_iters <= 0:
         decay_iters = 1 if stage.policy is WarmupPolicy.STEP else stage.max_iters
@@ -264,10 +264,10 @@ def _wrong_fields(stages: Sequence[WarmupStage], k: int) -> Iterator[Problem]:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it counts iterations: an int, and not a bool."""
+    """Whether the value is an int, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_rate(value: object) -> bool:
-    """Whether it is a finite number that is not negative."""
+    """Whether the value is a finite number ≥ 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

@@ -1,4 +1,4 @@
-"""Semi-synchronous training: the optimizer (`semi_sync`), its half of anchors (`outer`), an island's `weights`.
+"""Semi-synchronous training: the optimizer (`semi_sync`), its anchors (`outer`), and an island's `weights`.
 
 `semisync_optimizer` has torchrec's optimizer, under its name and signature.
 """

@@ -1,4 +1,4 @@
-"""The outer half of a semi-synchronous optimizer: anchors, what islands exchange, and steps on their mean change."""
+"""The outer half of a semi-synchronous optimizer: anchors, exchanges between islands, and steps by the mean change."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import STATE
 
 ANCHORS = "anchors."
-"""Before the name of a parameter: its anchor, in state."""
+"""The prefix of a parameter's name in state, for its anchor."""
 ANCHOR = "anchor"
 POSITION = "__semi_sync"
-"""In state: where in the interval this is, and the options that say what that means."""
+"""The name in state of the position within the interval, and the options that give it a meaning."""
 STEPS, BEGUN, ISLANDS = "steps", "begun", "islands"
 
 MakeOuter = Callable[[Mapping[str, Tensor]], KeyedOptimizer]
 
 
 class OuterOptimizer(OptimizerWrapper):
-    """An optimizer of anchors: the weights that all islands had when they last met.
+    """An optimizer of anchors, the weights that all islands had when they last met.
 
     R ranks of an island have an anchor as they have the parameter, all islands the same. After H local steps
     the outer gradient of a parameter is its anchor minus its weights, as a mean over the islands; the wrapped optimizer
@@ -56,7 +56,7 @@ class OuterOptimizer(OptimizerWrapper):
     """
 
     steps_own_tensors = True
-    """For saves, which find optimizers of other tensors than their model's."""
+    """Tells saves, which look for optimizers of other tensors than their model's, that this is intended."""
 
     def __init__(
         self, inner: KeyedOptimizer, make_outer: MakeOuter, islands: Islands, schedule: SyncSchedule, alpha: float
@@ -81,7 +81,7 @@ class OuterOptimizer(OptimizerWrapper):
         self._fragment_of = self.agree()
 
     def agree(self, new: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Finds what differs between islands; returns name → fragment. Collective over all islands.
+        """Finds differences between islands; returns name → fragment. Collective over all islands.
 
         Raises:
             MismatchError: parameters or options differ.
@@ -97,12 +97,12 @@ class OuterOptimizer(OptimizerWrapper):
 
     @property
     def at_sync_point(self) -> bool:
-        """Whether all islands have the same weights: no local step was taken since they met."""
+        """Whether all islands have the same weights: none has taken a local step since they met."""
         return bool(self._position[STEPS] == 0)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Takes the weights of before the first local step as anchors. Collective over all islands, that first time.
+        """Copies the weights before the first local step to anchors. Collective over all islands, the first time.
 
         Raises:
             MismatchError: islands begin with other weights.
@@ -115,7 +115,7 @@ class OuterOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def after_local_step(self) -> None:
-        """Begins to exchange what is due after this local step, and merges what is to be merged."""
+        """Begins the exchanges that are due after this local step, and merges fragments that are due."""
         self._position[STEPS] += 1
         step = self._position[STEPS]
         due, merged = self._schedule.due(step), self._schedule.merged(step)
@@ -128,7 +128,7 @@ class OuterOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Has all islands meet now: merges what is under way, and takes an outer step on all else. Collective."""
+        """Makes all islands meet now: merges running exchanges, and takes an outer step on the rest. Collective."""
         if self.at_sync_point:
             return
         wait_for_copies()
@@ -139,14 +139,14 @@ class OuterOptimizer(OptimizerWrapper):
         self._position[STEPS] = 0
 
     def settle(self) -> None:
-        """Takes the outer steps for which means are under way; their merge is still to come. Local, but for waiting."""
+        """Takes the outer steps of running exchanges, without merging them. Local, but waits for the means."""
         if self._exchanges:
             wait_for_copies()
         for fragment in list(self._exchanges):
             self._outer_step(fragment)
 
     def add(self, params: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Prepares anchors of further parameters; what is returned adds them. Collective over all islands.
+        """Prepares anchors for further parameters; the returned function adds them. Collective over all islands.
 
         Raises:
             StateError: islands are in the middle of an interval.
@@ -171,17 +171,17 @@ class OuterOptimizer(OptimizerWrapper):
         return put
 
     def take_any_islands(self, take: bool) -> None:
-        """Whether loads take state that was saved by another number of islands, at a sync point."""
+        """Sets whether loads accept state saved by another number of islands, at a sync point."""
         self._takes_any_islands = take
 
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:
-        """Makes the wrapped optimizer's state, of all anchors where no names are given: they take no gradients."""
+        """Makes the wrapped optimizer's state; for all anchors if no names are given, since they take no gradients."""
         super().init_state(sparse_grad_parameter_names, names=self._anchors if names is None else names)
 
     def held_state_names(self) -> set[str]:
-        """Returns the wrapped optimizer's names, the position, and the anchors that this rank has a share of."""
+        """Returns the wrapped optimizer's names, the position, and the anchors of which this rank holds a part."""
         return {*self._optimizer.held_state_names(), *self._own_state()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class OuterOptimizer(OptimizerWrapper):
         super()._plan(plan, offered)
 
     def _plan_position(self, plan: LoadPlan, stored: Mapping[str, Any]) -> None:
-        """Notes what the position was saved under and is not so here; at a sync point any interval may begin."""
+        """Notes options saved with the position that differ here; at a sync point any interval may begin."""
         steps, key = stored.get(STEPS), f"{plan.section(STATE)}.{POSITION}"
         other_islands = stored.get(ISLANDS) != self._islands.count
         sync = "save where islands have just met (after sync(), or at the end of an interval)"
@@ -236,7 +236,7 @@ class OuterOptimizer(OptimizerWrapper):
                 plan.problem(f"{key}.{name}", found, repr(here), same)
 
     def _forget_exchanges(self) -> None:
-        """Drops the means that are under way, which are of weights that are no more; what they were for is loaded."""
+        """Drops running exchanges, whose weights a load has replaced."""
         for _, buckets in self._exchanges.values():
             buckets.end_mean()
         self._exchanges.clear()
@@ -264,7 +264,7 @@ class OuterOptimizer(OptimizerWrapper):
         del self._exchanges[fragment]  # not before: a step that has failed is not one that was taken
 
     def _merge(self, fragment: int, alpha: float) -> None:
-        """Takes the outer step of a fragment, unless it was taken when the state was looked at, and sets weights."""
+        """Takes a fragment's outer step, unless a look at the state has taken it, and sets the weights."""
         names = list(self._anchors) if fragment == _ALL else self._names_in(fragment)
         if fragment in self._exchanges:
             self._outer_step(fragment)
@@ -278,4 +278,4 @@ class OuterOptimizer(OptimizerWrapper):
 
 
 _ALL = -1
-"""Stands for all fragments."""
+"""Means all fragments."""

@@ -1,4 +1,4 @@
-"""Semi-synchronous training: islands step by themselves, and meet every so many steps (DiLoCo)."""
+"""Semi-synchronous training: islands step independently, and meet after a number of steps (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from shardopt.state.param_groups import PARAMS
 __all__ = ["SemiSync"]
 
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-"""The outer options with which DiLoCo was published (arXiv:2311.08105)."""
+"""The outer options published for DiLoCo (arXiv:2311.08105)."""
 ISLANDS, GLOBAL = "islands", "global"
 
 Factory = Callable[[Mapping[str, Tensor]], KeyedOptimizer]
 
 
 class SemiSync(CombinedOptimizer):
-    """Local steps on each island, and every so many one outer step on the islands' mean change.
+    """Takes local steps on each island, and at intervals an outer step by the islands' mean change.
 
     An island is some ranks of the job that train a whole model by themselves (`fully_shard`, tensor parallel, …), on
     data of their own. All islands begin with the same weights and are laid out alike. Each step is one of `inner`, on
-    this island alone. After `every` of them the change since islands last met, as a mean over them, is the gradient
-    (its negative) of one step of `outer` on the weights of then, the *anchors*; the result is given to all islands.
+    this island alone. After `every` of them, the islands average the change since they last met. The negative of that
+    mean is the gradient of one step of `outer` on the weights of then, the *anchors*. All islands get the result.
     Source: Douillard et al., DiLoCo (2023), arXiv:2311.08105.
 
     With `fragments` the parameters are exchanged in so many parts, one after the other over the interval. With `delay`
-    the exchange runs behind that many further local steps, and `alpha` is what the weights then keep of these: alpha ·
-    weight + (1 - alpha) · anchor. Source: Streaming DiLoCo (2025), arXiv:2501.18512.
+    the exchange runs during that many further local steps. `alpha` is the share that the weights then keep of these:
+    alpha · weight + (1 - alpha) · anchor. Source: Streaming DiLoCo (2025), arXiv:2501.18512.
 
-    **State.** What belongs to one island has the names "islands.<number>.<fqn>" (its inner state and groups), what all
-    share "global.<fqn>" (outer state), "global.anchors.<fqn>" and "global.__semi_sync" (the position in the interval).
-    Parameters that differ between islands are saved for each of them: put the model under `own`. Anchors are in fp32
-    where parameters have fewer bits. `param_groups` are those of `inner`, which schedules and scalers so drive; those
-    of the outer optimizer are in `outer`.
+    **State.** What belongs to one island has the names "islands.<number>.<fqn>" (its inner state and groups). What all
+    share has "global.<fqn>" (outer state), "global.anchors.<fqn>" and "global.__semi_sync" (the position in the
+    interval). Parameters that differ between islands are saved for each of them: put the model under `own`. Anchors are
+    in fp32 where parameters have fewer bits. `param_groups` are those of `inner`, which schedules and scalers so drive;
+    those of the outer optimizer are in `outer`.
 
     Args:
-        inner: the optimizer of the parameters, or a wrapper of it; with this island as its group (`keyed(...,
+        inner: the optimizer of the parameters, or a wrapper of it. This island must be its group (`keyed(...,
             process_group=mesh["island"])`), so that norms and agreement stay within it. It lives on inside.
         outer: an algorithm's name or class, or a function that makes a keyed optimizer of {name: anchor}.
         every: local steps from one exchange of a parameter to its next.
@@ -110,12 +110,12 @@ class SemiSync(CombinedOptimizer):
 
     @property
     def outer(self) -> KeyedOptimizer:
-        """The optimizer of the anchors; its options are to be changed right after a merge, if at all."""
+        """The optimizer of the anchors; change its options only right after a merge."""
         return self._outer._optimizer
 
     @property
     def anchors(self) -> Mapping[str, Tensor]:
-        """FQN → the weights of when islands last met, live; placed as the parameter."""
+        """FQN → the live weights at the islands' last meeting, placed like the parameter."""
         return dict(self._outer._anchors)
 
     @property
@@ -127,21 +127,21 @@ class SemiSync(CombinedOptimizer):
         return self._outer.at_sync_point
 
     def own(self, app: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what of an app belongs to this island, under its number: `{"islands": {"0": app}}`.
+        """Returns this island's own part of an app, under the island's number: `{"islands": {"0": app}}`.
 
             app = {"optimizer": optimizer, "step": 0, **optimizer.own({"model": model, "data": sampler})}
 
-        The model, whose weights differ between islands from one local step to the next meeting, its buffers, and what
-        each island has by itself: positions in its data, random states.
+        That is the model, whose weights differ between islands from a local step to the next meeting, and its buffers.
+        It is also what each island has by itself: positions in its data, random states.
         """
         return {ISLANDS: {self._number: dict(app)}}
 
     @contextmanager
     def as_island(self, number: int) -> Iterator[SemiSync]:
-        """Within it, loads take for this island's own what island `number` has saved, of however many islands.
+        """Within this context, loads read what island `number` saved as this island's own, from any number of islands.
 
-        So that a run goes on with more or fewer islands: what was saved at a sync point is the same weights for all,
-        and each takes the inner state of one of those that there were. `own` has that number, too.
+        So a run resumes with more or fewer islands. What was saved at a sync point has the same weights for all; each
+        island takes the inner state of one of the former islands. `own` has that number, too.
 
             with optimizer.as_island(optimizer_number % 2):
                 checkpoint.load(url, {"optimizer": optimizer, **optimizer.own({"model": model})}, init_state=True)
@@ -158,20 +158,20 @@ class SemiSync(CombinedOptimizer):
             self._outer.take_any_islands(False)
 
     def sync(self) -> None:
-        """Has the islands meet now: an outer step on all that has changed; a new interval begins. Collective over all.
+        """Makes the islands meet now: takes an outer step on all changes, and begins an interval. Collective over all.
 
-        What is under way is merged first. Nothing happens at a sync point. It is an outer step more than without it, so
-        training goes on otherwise.
+        What is under way is merged first. Nothing happens at a sync point. It is one more outer step, so training
+        continues differently.
 
-        The hooks before a step run, as weights are changed here too: it waits for saves in the background, and is
-        refused after a load that has failed in the middle, and while averages stand in the model.
+        The hooks before a step run, as weights are changed here too. It waits for saves in the background. It is
+        refused after a load that failed halfway, and while the model holds averages.
         """
         refuse_swapped(STEP_IN_SWAP, self._inner.params.values())
         self._before_backward()
         self._outer.sync()
 
     def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-        """Returns the parameters that have values of this island's own now, and the place in an app for them."""
+        """Returns the parameters whose values now belong to this island alone, and their place in an app."""
         return [] if self.at_sync_point else [((ISLANDS, self._number), list(self._inner.params.values()))]
 
     @property
@@ -185,7 +185,7 @@ class SemiSync(CombinedOptimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of `inner`."""
+        """The defaults of `inner`."""
         return self._inner.defaults
 
     @defaults.setter
@@ -211,7 +211,7 @@ class SemiSync(CombinedOptimizer):
         self._index()
 
     def as_torch(self) -> ByPosition:
-        """Refused: positions are for the parameters of a model, of which anchors are none.
+        """Raises, as positions are for a model's parameters, and anchors are none.
 
         Raises:
             StateError: always.
@@ -238,7 +238,7 @@ class SemiSync(CombinedOptimizer):
         self._outer.after_local_step()
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """Returns those of `inner`: anchors get no gradients that a scaler could see."""
+        """Returns the innermost optimizers of `inner`, as anchors have no gradients for a scaler."""
         return self._inner._atoms()
 
     @property

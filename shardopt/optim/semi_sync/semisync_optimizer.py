@@ -34,13 +34,13 @@ _COUNT, _ANCHOR = "count", "anchor"
 
 
 class SemisyncOptimizer(CombinedOptimizer):
-    """Steps of a local optimizer, and after every `num_local_steps` of them one of a global one on the same parameters.
+    """Takes local steps, and after every `num_local_steps` a step of a global optimizer on the same parameters.
 
     If the global optimizer, or the torch optimizer in it, has a method `global_step(local_step_counter, closure)`, that
-    is called, as torchrec's is, and does whatever it does. Any other keyed optimizer makes the outer step of DiLoCo:
-    the parameters get the values of the last meeting, and as gradients these minus their own, as a mean over
-    `process_group`; then the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32
-    anchors of bf16 parameters, overlaps, and saves all islands in one checkpoint.
+    is called instead, as in torchrec. Any other keyed optimizer makes the outer step of DiLoCo. The parameters get the
+    values of the last meeting. Their gradients are these minus their own values, as a mean over `process_group`. Then
+    the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32 anchors of bf16
+    parameters, overlaps, and saves all islands in one checkpoint.
 
     Names in `state_dict()` have "semi_sync_local_optim.", "semi_sync_global_optim." or "semi_sync." (counters and the
     values of the last meeting) before them. Islands that differ are saved each by itself: `checkpoint.save(url of the
@@ -119,7 +119,7 @@ class SemisyncOptimizer(CombinedOptimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The groups of the local optimizer, then those of the global one: a new list of the live groups."""
+        """The groups of the local optimizer, and then of the global one; a new list of the live groups."""
         return [*self._optimizer.param_groups, *self._global_optimizer.param_groups]
 
     @param_groups.setter
@@ -138,7 +138,7 @@ class SemisyncOptimizer(CombinedOptimizer):
 
     @property
     def state(self) -> Any:
-        """Parameter → its local state and its global one, with prefixes, and the counters; a new dict."""
+        """Parameter → its local and global state, with prefixes, and the counters; a new dict."""
         self._refuse_torchs_getters()
         local, outer = self._optimizer.state, self._global_optimizer.state
         merged: dict[Any, dict[str, Any]] = {
@@ -165,21 +165,21 @@ class SemisyncOptimizer(CombinedOptimizer):
         self._refuse_replacing("defaults")
 
     def save_param_groups(self, save: bool) -> None:
-        """Whether `state_dict` has the groups of both, and `load_state_dict` needs them."""
+        """Sets whether `state_dict` has the groups of both, and `load_state_dict` needs them."""
         self._own_defaults["_save_param_groups"] = save
         self._optimizer.save_param_groups(save)
         self._global_optimizer.save_param_groups(save)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Hands a step number to either optimizer, if it takes one."""
+        """Passes a step number to each optimizer that takes one."""
         self._hand_on("set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Hands options to either optimizer, if it takes them so."""
+        """Passes options to each optimizer that takes them this way."""
         self._hand_on("update_hyper_parameters", params_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: a group has options of one optimizer.
+        """Raises, as a group has options for one optimizer only.
 
         Raises:
             StateError: always.
@@ -216,7 +216,7 @@ class SemisyncOptimizer(CombinedOptimizer):
 
     @torch.no_grad()
     def _step_globally(self) -> None:
-        """Steps the global optimizer from the values of the last meeting, by the mean of what has changed since."""
+        """Steps the global optimizer from the values at the last meeting, by the mean change since."""
         wait_for_copies()
         names = sorted(self._anchors)
         params = [local_tensors(self._global_params[name]) for name in names]
@@ -257,7 +257,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         return Islands(group, SharedGroup(self._optimizer.process_group))
 
     def _index(self) -> None:
-        """Two children may have one parameter, under one name: they never step at once."""
+        """Indexes the parameters, which both children may have under one name, as they never step at once."""
         own, outer = self._optimizer.params, self._global_optimizer.params
         twice = [name for name in own.keys() & outer.keys() if own[name] is not outer[name]]
         if twice:
@@ -274,12 +274,12 @@ class SemisyncOptimizer(CombinedOptimizer):
 
     @staticmethod
     def _extract_prefixed_state(param_state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Returns the entries whose names begin with a prefix, without it."""
+        """Returns the entries whose names begin with a prefix, with the prefix removed."""
         return {name.removeprefix(prefix): value for name, value in param_state.items() if name.startswith(prefix)}
 
 
 def _global_step_of(optimizer: KeyedOptimizer) -> Callable[[Tensor, Any], Any] | None:
-    """Returns the `global_step` of an optimizer, or of one that it is made of; None where there is none.
+    """Returns the `global_step` of an optimizer, or of one of its parts; None if there is none.
 
     torchrec asks what is under `_optimizer`, as a keyed optimizer of somebody's own may have it.
     """

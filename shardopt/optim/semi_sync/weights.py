@@ -1,4 +1,4 @@
-"""The weights of an island: what its inner optimizer steps, measured against the anchors and set from them."""
+"""The weights of an island, which its inner optimizer steps: measures them against the anchors, and sets them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardopt.sharding.view import assemble, local_tensors, view_of
 
 
 def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
-    """Refuses algorithms whose weights are not the parameters alone, and steps that nothing can be done before.
+    """Raises for algorithms whose weights are not the parameters alone, and for steps that nothing can precede.
 
     Raises:
         AlgorithmError: it is Schedule-Free, evaluates the model itself (L-BFGS), or updates in backward.
@@ -46,7 +46,7 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
 
 
 def anchor_of(name: str, param: Tensor) -> Tensor:
-    """Makes the anchor of a parameter: its values, placed as it is, in fp32 where it has fewer bits. Local.
+    """Makes the anchor of a parameter: its values, placed like it, in fp32 at least. Local.
 
     Raises:
         LayoutError: it is not of real floating-point numbers, of a kind from outside, or cannot be described.
@@ -64,7 +64,7 @@ def anchor_of(name: str, param: Tensor) -> Tensor:
 
 
 class Weights:
-    """The weights of one parameter on this rank: its local tensors, or those of the master from which it is made.
+    """The weights of one parameter on this rank: its local tensors, or those of its master.
 
     Args:
         inner: the optimizer that steps it.
@@ -77,7 +77,7 @@ class Weights:
         self._weights = self._params if masters is None else masters
 
     def subtract_from(self, anchors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Computes what was given to the island minus what it has: the outer gradient.
+        """Computes the outer gradient: the weights that the island was given, minus the current ones.
 
         What was given is the anchor in the weights' own dtype. So weights that no local step has changed have a
         gradient of zeros, although they cannot hold the anchor's every bit.
@@ -86,12 +86,12 @@ class Weights:
             into.copy_(anchor.to(weight.dtype)).sub_(weight)
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the weights into tensors of their shapes."""
+        """Copies the weights to tensors of their shapes."""
         for weight, into in zip(self._weights, tensors, strict=True):
             into.copy_(weight)
 
     def mix(self, anchors: Sequence[Tensor], alpha: float) -> None:
-        """Sets the weights to alpha · weight + (1 - alpha) · anchor; those to exactly the anchor with alpha 0."""
+        """Sets the weights to alpha · weight + (1 - alpha) · anchor; with alpha 0 to exactly the anchor."""
         for anchor, weight, param in zip(anchors, self._weights, self._params, strict=True):
             weight.copy_(anchor if alpha == 0 else weight.to(anchor.dtype).lerp_(anchor, 1 - alpha))
             if param is not weight:
@@ -99,7 +99,7 @@ class Weights:
 
 
 def step_by(optimizer: KeyedOptimizer, tensors: Mapping[str, Tensor], gradients: Iterable[Tensor]) -> None:
-    """Steps an optimizer by gradients that its tensors have for this step alone.
+    """Steps an optimizer by gradients that its tensors have only during this call.
 
     Args:
         tensors: name → tensor that it steps.
@@ -116,7 +116,7 @@ def step_by(optimizer: KeyedOptimizer, tensors: Mapping[str, Tensor], gradients:
 
 
 def _masters(inner: KeyedOptimizer, param: Tensor) -> Sequence[Tensor] | None:
-    """Returns the local masters that the next step goes by; None where it goes by the parameter itself."""
+    """Returns the local masters that the next step uses; None if it uses the parameter itself."""
     if not any(isinstance(atom, LowPrecisionOptimizer) for atom in inner._atoms()):
         return None
     entries: Any = inner.state.get(param) or {}

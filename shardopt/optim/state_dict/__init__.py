@@ -1,1 +1,1 @@
-"""The saved form of optimizers, and loading it."""
+"""The saved form of optimizers, and how it is loaded."""

@@ -21,10 +21,10 @@ from shardopt.sharding.view import is_held, local_tensors
 from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, refuse_unmatched
 
 Texts = dict[str, str]
-"""Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
+"""Name of an option, or of an entry of state → its value as a text that is equal for equal values."""
 
 Alike = tuple[int, ...]
-"""Ranks that have everything alike, ascending: their numbers in the job."""
+"""Ranks that are alike in everything, ascending, by their numbers in the job."""
 
 _WHAT = "comparing optimizers between ranks"
 _ABSENT = "nothing"
@@ -38,7 +38,7 @@ def differences(
     state: Callable[[], Mapping[str, Mapping[str, Any]]],
     unmatched: Sequence[Problem] = (),
 ) -> list[Problem]:
-    """Returns the first parameter for each option and each number in state that differs between ranks. Collective.
+    """Returns, for each option and number in state that differs between ranks, the first parameter. Collective.
 
     One exchange where ranks agree in everything, and a second one where they do not, or have different parameters: in
     it one rank of each kind tells what all of its kind have.
@@ -83,14 +83,14 @@ def differences(
 
 
 def _options(names: Mapping[Tensor, str], param_groups: Any) -> Iterator[tuple[list[str], Texts]]:
-    """Yields the names in each group, sorted, and its options."""
+    """Yields the sorted names in each group, with the group's options."""
     for group in param_groups:
         options = {name: value for name, value in group.items() if name not in {PARAMS, *IMPLEMENTATION_OPTIONS}}
         yield sorted(names[param] for param in group[PARAMS]), _texts(options)
 
 
 def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Texts]:
-    """Returns the values of state that can be compared. Tensors may differ a little between replicas; counters may not.
+    """Returns the comparable values of state. Tensors may differ slightly between replicas; counters may not.
 
     A parameter that has elements here and no state has an entry without numbers.
     """
@@ -102,7 +102,7 @@ def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]
 
 
 def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
-    """Returns the values that can be compared: plain ones, and plain tensors up to a size."""
+    """Returns the comparable values: plain ones, and plain tensors up to a size."""
     texts = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -115,7 +115,7 @@ def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
 
 
 def _compare(reports: Mapping[Alike, Any]) -> list[tuple[str, str, str, str]]:
-    """Finds differences, on rank 0: for each option and entry the first parameter; `reports` by kind of rank."""
+    """Finds, on rank 0, the first parameter that differs for each option and entry; `reports` by kind of rank."""
     options: dict[str, dict[Alike, Texts]] = {}
     numbers: dict[str, dict[Alike, Texts]] = {}
     group_of: dict[str, str] = {}
@@ -143,7 +143,7 @@ def _compare(reports: Mapping[Alike, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _differing(by_kind: Mapping[Alike, Texts]) -> Iterator[tuple[str, str]]:
-    """Yields the names under which ranks have different values, and which value is on which rank."""
+    """Yields the names whose values differ between ranks, with the ranks of each value."""
     for name in dict.fromkeys(name for texts in by_kind.values() for name in texts):
         ranks_of: dict[str, list[int]] = {}
         for ranks, texts in by_kind.items():

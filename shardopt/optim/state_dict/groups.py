@@ -21,14 +21,14 @@ from shardopt.state.state import Tied, refuse_chains
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 GroupsOfNamed = Iterable[Mapping[str, Any]]
-"""Groups as torch's optimizers take them, whose "params" are named: `{"params": module.named_parameters(), ...}`."""
+"""Groups as torch's optimizers take them, with named parameters: `{"params": module.named_parameters(), ...}`."""
 
 _MOST_NAMES = 20
 _ADD = 'add it under its name, add_param_group({"params": {name: tensor}}), or make the optimizer after the model'
 
 
 class NamedParameters(dict[str, Tensor]):
-    """Parameters by their plain names, in their order.
+    """Parameters by their plain names, in order.
 
     Attributes:
         dropped: the prefix of every name, which is left out of all; of names that are added later, too.
@@ -42,7 +42,7 @@ class NamedParameters(dict[str, Tensor]):
 def named(
     parameters: NamedTensors, dropped: str | None = None, alone: bool | None = None, tied: Tied | None = None
 ) -> NamedParameters:
-    """Returns the parameters by `plain_name`, without the prefix that DistributedDataParallel puts before all names.
+    """Returns the parameters by `plain_name`, without the prefix that DistributedDataParallel adds to all names.
 
     Args:
         parameters: given back as they are if they have their plain names already.
@@ -85,7 +85,7 @@ def named(
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
-    """Returns tensor → its name; a tensor with several names (tied parameters) goes by the first."""
+    """Returns tensor → name; for a tensor with several names (tied parameters) the first."""
     names: dict[Tensor, str] = {}
     for name, tensor in parameters.items():
         names.setdefault(tensor, name)
@@ -93,7 +93,7 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
 
 
 def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuses names that an optimizer does not have. Raises StateError."""
+    """Raises StateError for names that an optimizer does not have."""
     unknown = sorted(set(names).difference(known))
     if unknown:
         remedy = "mend their spelling; within combined optimizers the key of each stands before its names"
@@ -102,7 +102,7 @@ def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) 
 
 
 def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
-    """Refuses parameters of FullyShardedDataParallel (FSDP1), which do not say what they are pieces of.
+    """Raises for parameters of FullyShardedDataParallel (FSDP1), which do not say what they are pieces of.
 
     A rank has a flat piece of each, of its own length or none: a norm would take them for replicas, and a checkpoint
     for the parameters.
@@ -129,7 +129,7 @@ def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
 def refuse_unfit_groups(
     groups: Any, names: Mapping[Tensor, str], required: Collection[str] = (), once: bool = True
 ) -> None:
-    """Checks groups that anybody may have changed against the parameters of their optimizer.
+    """Checks groups, which anyone may have changed, against the parameters of their optimizer.
 
     Args:
         groups: of the optimizer, live or to be.
@@ -170,7 +170,7 @@ def refuse_unfit_groups(
 
 
 def described(value: Any) -> str:
-    """Describes a tensor that has no name, in a few words."""
+    """Describes a tensor without a name, in a few words."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     try:
@@ -181,7 +181,7 @@ def described(value: Any) -> str:
 
 
 def refuse_non_leaf_tensors(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:
-    """Refuses tensors that are no leaves of autograd, as torch does, unless the step is differentiable itself.
+    """Raises for tensors that are no leaves of autograd, as torch does, unless the step itself is differentiable.
 
     Args:
         parameters: name → tensor.
@@ -203,7 +203,7 @@ def refuse_non_leaf_tensors(parameters: Mapping[str, Tensor], groups: Iterable[M
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Stands for a pattern that is found in these names alone."""
+    """A pattern that matches exactly these names."""
 
     names: frozenset[str]
 
@@ -226,7 +226,7 @@ def named_in_groups(
     alone: bool | None = None,
     tied: Tied | None = None,
 ) -> tuple[NamedParameters, list[dict[str, Any]] | None]:
-    """As `named`, also of groups in the place of parameters, as torch's optimizers take them.
+    """Returns named parameters like `named`, also from groups as torch's optimizers take them.
 
     Returns:
         The parameters; and those groups with `OneOf` their names under "match", or None where none were given so.
@@ -254,7 +254,7 @@ def named_in_groups(
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places that the groups of one optimizer have among all that `keyed` was given.
+    """The positions of one optimizer's groups among all groups given to `keyed`.
 
     Args:
         patterns: of all groups in their order; after them comes the group of what none matches.
@@ -265,7 +265,7 @@ class Places:
     places: tuple[int, ...] = ()
 
     def has(self, position: int, name: str) -> bool:
-        """Whether a parameter belongs to the group at a position; not known of groups that were added later."""
+        """Whether a parameter belongs to the group at a position; unknown for groups added later."""
         return position < len(self.places) and _place_of(name, self.patterns) == self.places[position]
 
 
@@ -274,7 +274,7 @@ def _place_of(name: str, patterns: Sequence[Pattern]) -> int:
 
 
 class Sorted(NamedTuple):
-    """Parameters in groups.
+    """Parameters sorted into groups.
 
     Args:
         groups: options and parameters of each, and last those that no pattern matched, under no options.
@@ -288,7 +288,7 @@ class Sorted(NamedTuple):
 
 
 def by_pattern(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> Sorted:
-    """Sorts parameters into groups: each goes to the first group whose pattern is found in its name, or to a last one.
+    """Sorts parameters into groups: each goes to the first group whose pattern matches its name, or to a last one.
 
     Every group keeps its place, also where it is empty: another rank, or another job that goes on, may have parameters
     for it, and schedules are to have the same rates there.
@@ -322,7 +322,7 @@ def by_pattern(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str,
 
 
 def listed(names: Iterable[str]) -> str:
-    """Lists names for a sentence, the first twenty of them."""
+    """Lists up to twenty names, for a sentence."""
     names = list(names)
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,4 +1,4 @@
-"""Loads state in place, all or nothing: finds everything that does not fit, and only then changes anything.
+"""Loads state in place, all or nothing: first finds everything that does not fit, and only then changes anything.
 
 A `LoadPlan` walks the live state (`into`) and the loaded one (`offered`) side by side. It collects problems, copies
 between local tensors, and replacements of plain values; `apply` carries the last two out if there is no problem.
@@ -23,14 +23,14 @@ _PLAIN = "a plain value"
 
 
 class Unmatched(NamedTuple):
-    """Keys that a load passed over because it was not strict: keys not offered, and offered keys without a place."""
+    """Keys that a non-strict load skipped: missing keys, and offered keys without a place."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class LoadPlan:
-    """The changes of a load, and the problems that it has.
+    """The changes that a load will make, and its problems.
 
     Args:
         strict: whether names on one side only are problems; otherwise they are only kept in `unmatched`.
@@ -67,17 +67,17 @@ class LoadPlan:
         self._afterwards: list[Callable[[], None]] = []
 
     def child(self, opt_key: str) -> LoadPlan:
-        """Returns a view of this plan for a child whose names have the prefix "opt_key." in the whole; "" for none."""
+        """Returns this plan for a child whose names have the prefix "opt_key." in the whole; "" for no prefix."""
         child = copy(self)  # shares the lists
         child.opt_key = ".".join(filter(None, (self.opt_key, opt_key)))
         return child
 
     def seen_as(self, name: str) -> str:
-        """Returns a parameter's name in the whole, or that of another key under "state" or "param_groups"."""
+        """Returns a parameter's name in the whole, or the name of another key under "state" or "param_groups"."""
         return f"{self.opt_key}.{name}" if self.opt_key else name
 
     def section(self, key: str) -> str:
-        """Returns the key under which all of "state" or "param_groups" stands in the whole."""
+        """Returns the key of the whole section "state" or "param_groups" in the whole."""
         return f"{key}.{self.opt_key}" if self.opt_key else key
 
     def problem(self, key: str, found: str, required: str, remedy: str) -> None:
@@ -97,7 +97,7 @@ class LoadPlan:
             self.problem(key, "a value", f"nothing, as this {self._into} has no such key", remedy)
 
     def unmatched_names(self, prefix: str, into: Collection[Any], offered: Collection[Any], remedy: str) -> None:
-        """Notes the names that are on one side only.
+        """Notes the names that only one side has.
 
         Args:
             prefix: stands before the names in errors.
@@ -111,7 +111,7 @@ class LoadPlan:
             self.unexpected(f"{prefix}{name}", remedy)
 
     def mapping(self, key: str, into: MutableMapping[Any, Any], offered: Any, remedy: str) -> None:
-        """Plans to load a mapping into another, which keeps its tensors, inner mappings and lists.
+        """Plans to load a mapping into another one, which keeps its tensors, inner mappings and lists.
 
         Args:
             key: stands before the names of the entries in errors.
@@ -130,7 +130,7 @@ class LoadPlan:
                 self._values.append((into, name, new))
 
     def check(self) -> None:
-        """Raises the problems that were found.
+        """Raises the problems found.
 
         Raises:
             MismatchError: lists every problem; nothing was changed.
@@ -142,7 +142,7 @@ class LoadPlan:
             )
 
     def apply(self) -> None:
-        """Carries the plan out: copies into tensors where they lie, replaces plain values."""
+        """Carries out the plan: copies into tensors in place, replaces plain values."""
         self.check()
         with torch.no_grad():
             for into, offered in self._copies:
@@ -153,12 +153,11 @@ class LoadPlan:
             call()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Plans a call for when tensors and values are in place."""
+        """Plans a call for after tensors and values are loaded."""
         self._afterwards.append(call)
 
     def _merge(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
-        """Plans to load one value; returns the one that is to stand there: the same tensor, mapping or object, or a new
-        plain value."""
+        """Plans to load one value; returns what to store: the same tensor, mapping or object, or a new plain value."""
         if isinstance(into, Tensor) and isinstance(offered, Tensor):
             self._tensor(key, into, offered)
         elif is_stateful(into):
@@ -244,7 +243,7 @@ class LoadPlan:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is nothing but memory, or none (meta): then shape and dtype say all. No other class is asked more."""
+    """Whether it is plain memory, or meta, so that shape and dtype describe it; no other class is asked further."""
     return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
 
 
@@ -259,14 +258,14 @@ def _kind(value: Any) -> str:
 
 
 def _is_number_for(into: Any, offered: Any) -> bool:
-    """Whether a number is offered for a tensor of its kind: torch before 1.12 had counters and rates as numbers."""
+    """Whether a number is offered for a tensor of its kind, as torch before 1.12 stored counters and rates."""
     if type(offered) not in (int, float) or not isinstance(into, Tensor):
         return False
     return view_of(into).shape == () and (type(offered) is int or into.is_floating_point())
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it is an object that gives and takes state of its own."""
+    """Whether it is an object with state of its own."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 

@@ -1,4 +1,4 @@
-"""What is offered to a load: the forms that it may have, and which part of an optimizer it is for.
+"""The state offered to a load: the forms that it may have, and which part of an optimizer it is for.
 
 Names of a part are seen with its key before them: `weight` of the part "dense" is `dense.weight`; a part without a key
 keeps its names.
@@ -18,29 +18,29 @@ from shardopt.state.paths import PARAM_GROUPS, STATE
 
 
 def with_key(name: str, key: str) -> str:
-    """Returns the name as seen from the whole: "key.name", or "name" where the key is ""."""
+    """Returns the name in the whole: "key.name", or "name" if the key is ""."""
     return f"{key}.{name}" if key else name
 
 
 def without_key(name: str, key: str) -> str:
-    """Strips the key of the part from a name; one that does not begin with it stays."""
+    """Strips a part's key from a name; a name without that prefix stays."""
     return name.removeprefix(f"{key}.") if key else name
 
 
 def begins(name: str, key: str) -> bool:
-    """Whether a name may be one of the part with that key."""
+    """Whether a name may belong to the part with that key."""
     return not key or name.startswith(f"{key}.")
 
 
 def meant(name: str, keys: Sequence[str]) -> set[int]:
-    """Returns the parts whose key a new name begins with; where there is none, those without a key."""
+    """Returns the parts whose key a new name begins with; if there are none, those without a key."""
     keyed = {index for index, key in enumerate(keys) if key and begins(name, key)}
     return keyed or {index for index, key in enumerate(keys) if not key}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part, for what is offered to the whole.
+    """A part of an optimizer, as far as a load must know it.
 
     Args:
         key: stands before its names in the whole.
@@ -53,12 +53,12 @@ class Part:
     group_count: int | None
 
     def takes(self, section: str) -> bool:
-        """Whether it loads "state", or "param_groups"."""
+        """Whether the part loads "state", or "param_groups"."""
         return section == STATE or self.group_count is not None
 
 
 def distributed(plan: LoadPlan, parts: Sequence[Part], offered: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns what is offered to each part, under the names that it has itself; notes what is for none, or for several.
+    """Returns what is offered to each part, under the part's own names; notes what is for none, or for several.
 
     Of groups, each part gets those of its parameters; where there are as many as here, also empty ones at the places
     of its own.
@@ -100,7 +100,7 @@ def _nothing() -> dict[str, Any]:
 
 
 def _owners(plan: LoadPlan, section: str, names: Iterable[str], parts: Sequence[Part]) -> dict[str, int]:
-    """Returns offered name → the part that it is for; notes those that are for none, or for several."""
+    """Returns offered name → its part; notes names for none, or for several."""
     keys = [part.key for part in parts]
     known = {with_key(name, part.key): {index} for index, part in enumerate(parts) for name in part.names}
     owners = {}
@@ -114,7 +114,7 @@ def _owners(plan: LoadPlan, section: str, names: Iterable[str], parts: Sequence[
 
 
 def with_named_groups(offered: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns state with its groups as a list, and parameters by name in both; what is none of the forms stays.
+    """Returns state with its groups as a list, and parameters by name in both; other forms stay unchanged.
 
     Taken are groups as a list, or as a mapping by the least name in each (earlier versions), with names under "params",
     or with positions under "params" and names under "param_names" (torch's optimizers). Those are without what

@@ -1,4 +1,4 @@
-"""Options of groups: as they are given, as they are saved and loaded, and which of them a load has overridden.
+"""Options of groups: as given, as saved and loaded, and which of them a load has overridden.
 
 A number is saved as a number, also where the live option is a tensor of one element (as torch.compile and CUDA graphs
 want learning rates): so a run resumes with either. Loading keeps the kind that is there, and fills a tensor in place.
@@ -35,7 +35,7 @@ _log = logging.getLogger("shardopt")
 def refuse_bad_options(
     optimizer: type[Optimizer], options: Mapping[str, Any], where: str, known_besides: Iterable[str] = ()
 ) -> None:
-    """Checks options against the arguments of the optimizer's class: their names, and their kinds by its defaults.
+    """Checks options against the arguments of the optimizer's class: their names, and their types by its defaults.
 
     A group may have keys of the user's own, but none that look like an option.
 
@@ -71,7 +71,7 @@ def refuse_bad_options(
 
 
 def known_options(optimizer: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that the constructor of the optimizer's class takes, without keys of the user's own."""
+    """Returns the options that the constructor of the optimizer's class accepts, without users' own keys."""
     arguments = inspect.signature(optimizer).parameters
     if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
         return dict(options)
@@ -79,7 +79,7 @@ def known_options(optimizer: type[Optimizer], options: Mapping[str, Any]) -> dic
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Returns the option that a name is close to; "" for one that stands for itself, as "lr_scale" does."""
+    """Returns the option that a misspelt name is close to; "" for a key of its own, such as "lr_scale"."""
     if any(name.startswith(f"{option}_") or name.endswith(f"_{option}") for option in known):
         return ""
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.8)
@@ -89,7 +89,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1)
 def _not_own() -> frozenset[str]:
-    """Returns names that a group's own key cannot have: options of any algorithm, and what saved groups have."""
+    """Returns the names that a group's own key cannot have: options of any algorithm, and keys of saved groups."""
     arguments = (each for spec in algorithms() for each in inspect.signature(spec.optimizer).parameters)
     return frozenset(
         {*arguments, *STORAGE_OPTIONS, "initial_lr", PARAMS, "algorithm", "given", "train_mode", UNTOUCHED, ELSEWHERE}
@@ -97,7 +97,7 @@ def _not_own() -> frozenset[str]:
 
 
 def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the options of a group as they are saved. Waits for the device of a number that is a tensor there.
+    """Returns the options of a group as saved. Waits for the device of a number that is a tensor there.
 
     Args:
         where: the key of the group in errors.
@@ -122,7 +122,7 @@ def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> Any:
-    """Converts a plain tensor of one element to the number in it, also within a list or tuple; all else stays."""
+    """Converts a one-element plain tensor to its number, also within a list or tuple; leaves everything else."""
     if _is_number_tensor(value):
         return value.item()
     if isinstance(value, list | tuple) and any(map(_is_number_tensor, value)):
@@ -131,7 +131,7 @@ def as_number(value: Any) -> Any:
 
 
 def replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
-    """Returns an option of a live group with a value as it is saved; a tensor that is there is filled in place.
+    """Returns an option of a live group with a saved value; fills an existing tensor in place.
 
     Args:
         filled: the value put into each tensor so far, by identity, in this load: groups may share one.
@@ -148,20 +148,20 @@ def replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
 
 
 def given_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group that the code gave: those that are not the defaults of the optimizer's class."""
+    """Returns the options of a group that the code gave: those that differ from the defaults of the class."""
     defaults = {name: argument.default for name, argument in inspect.signature(type(optimizer)).parameters.items()}
     own = {name: value for name, value in plain_options(group).items() if name in defaults}
     return {name: value for name, value in own.items() if not is_equal_option(value, as_number(defaults[name]))}
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that are numbers, texts and the like, as they are saved, and that say what to compute."""
+    """Returns the options that are numbers, texts and similar, as saved, and that say what to compute."""
     saved = {name: as_number(value) for name, value in options.items() if name not in _NOT_SAVED}
     return {name: value for name, value in saved.items() if _is_plain(value)}
 
 
 class Overridden(NamedTuple):
-    """An option of the code that a load has overridden.
+    """An option given by the code that a load has overridden.
 
     Args:
         key: "param_groups.<least name>.<option>", as it is seen from the outermost optimizer.
@@ -178,7 +178,7 @@ class Overridden(NamedTuple):
 
 
 def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], given_then: Any) -> list[Overridden]:
-    """Finds options for which the code gives another value than when a group was saved, and than the group has.
+    """Finds options for which the code now gives another value than at the save, and than the group has.
 
     Changes by a schedule or the training loop are no difference: compared are the values that the code gave then and
     gives now. Of a group that has none (older checkpoints) it is the rate from which a schedule started.
@@ -202,7 +202,7 @@ def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], 
 
 
 def warn_of(plan: LoadPlan) -> None:
-    """Logs what a load has taken otherwise than the code says: options, algorithms, roundings and forms of state."""
+    """Logs what a load took from the checkpoint in contradiction to the code: options, algorithms, forms of state."""
     if plan.overridden:
         lines = [
             f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in plan.overridden
@@ -239,7 +239,7 @@ def warn_of(plan: LoadPlan) -> None:
 
 
 def _first(lines: Sequence[str], indent: str = "") -> list[str]:
-    """Returns the first lines, and how many more there are."""
+    """Returns the first lines, and the number of the others."""
     more = len(lines) - _MOST_LINES
     return [*lines[:_MOST_LINES], *([f"{indent}and {more} more"] if more > 0 else [])]
 
@@ -255,7 +255,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_equal_option(one: Any, other: Any) -> bool:
-    """Whether two options as they are saved are the same; a list may stand for a tuple."""
+    """Whether two saved options are equal; a list equals a tuple."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other or (type(one) is type(other) is Tensor and torch.equal(one, other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -272,7 +272,7 @@ def _storable(value: Any) -> bool:
 
 
 def _kind_wanted(default: Any) -> str:
-    """Describes the kind of an option by its default, in a few words; "" where that says nothing."""
+    """Describes the type of an option by its default, in a few words; "" if that says nothing."""
     if isinstance(default, bool):
         return "True or False"
     if isinstance(default, Real):
@@ -281,7 +281,7 @@ def _kind_wanted(default: Any) -> str:
 
 
 def _is_alike(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind of a default that is a bool, a number, or a tuple of numbers."""
+    """Whether a value has the type of a default that is a bool, a number, or a tuple of numbers."""
     if isinstance(default, tuple):
         fits = isinstance(value, list | tuple) and len(value) == len(default)
         return fits and all(map(_is_alike, value, default))

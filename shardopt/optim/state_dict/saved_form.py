@@ -52,7 +52,7 @@ _GROUPS_REMEDY = "load what was saved from the same parameters, or pass strict=F
 
 @dataclass(frozen=True, slots=True)
 class KeyedGroup:
-    """A group of an optimizer and its saved form.
+    """A group of an optimizer, and its saved form.
 
     Args:
         live: the group's own dict.
@@ -71,19 +71,19 @@ class KeyedGroup:
     unlike: Callable[[Mapping[str, Any]], Iterable[tuple[str, Any, Any]]] = lambda options: ()
 
     def where(self, section: str, position: int) -> str:
-        """Returns the key of the group in errors: that of its least parameter, or its position if it has none."""
+        """Returns the key of the group for errors: its least parameter, or its position if it is empty."""
         names = self.saved[PARAMS]
         return f"{section}.{names[0]}" if names else f"{section}[{position}]"
 
     def take(self, filled: dict[int, Any]) -> None:
-        """Puts options of `saved`, which a load has changed, into the group; `filled` as for `replaced`."""
+        """Puts the options of `saved` that a load has changed into the group; `filled` as for `replaced`."""
         for name, value in self.saved.items():
             if name in self.live and name != PARAMS and name not in self.kept:
                 self.live[name] = replaced(self.live[name], value, filled)
 
 
 def as_saved(value: Any) -> Any:
-    """Copies a value of state: new dicts, lists and tuples, the same tensors, the state of objects that have any."""
+    """Copies a value of state: new dicts, lists and tuples, the same tensors, and the state of stateful objects."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
@@ -94,7 +94,7 @@ def as_saved(value: Any) -> Any:
 
 
 def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:
-    """Compares the outermost keys of a saved form with those of an optimizer that does or does not save groups.
+    """Compares the outermost keys of a saved form with those of an optimizer, which may or may not save groups.
 
     One without any state needs none: where all of it lies on other ranks, a checkpoint has nothing for this one.
     """
@@ -162,7 +162,7 @@ def plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> N
 
 
 def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
-    """Plans to load the options that the members of a group have, by member, into the group."""
+    """Plans to load the options of a group's members, given by member, into the group."""
     saved, variants = group.saved, _distinct(by_member)
     own_keys = {ALGORITHM, GIVEN} - group.live.keys()  # options may have these names
     if ALGORITHM in own_keys and ALGORITHM in saved:  # older checkpoints and torchrec's do not say
@@ -195,7 +195,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
 
 
 def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options by which a group stores its state; one that names none stores it as torch does."""
+    """Returns a group's options for storage, with torch's way to store as the default."""
     if not STORAGE_OPTIONS.keys() <= group.keys():
         return {**STORAGE_OPTIONS}
     options = {name: group[name] for name in STORAGE_OPTIONS}
@@ -205,7 +205,7 @@ def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
-    """Notes the parameters whose state was saved in another form than it has here; the first for each form."""
+    """Notes the parameters whose state was saved in another form than here; the first one for each form."""
     here, noted = _storage(group.saved), set()
     for member, options in by_member.items():
         for name, stored in _storage(options).items():
@@ -240,7 +240,7 @@ def _common_options(
     left_out: Collection[str],
     here: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Returns the options that all members of a group have; notes those in which they disagree, with the members.
+    """Returns the options that all members of a group share; notes those that differ, with the members.
 
     Args:
         here: the options that the group has.
@@ -267,7 +267,7 @@ def _common_options(
 
 
 def _disagree_remedy(name: str, here: Collection[str]) -> str:
-    """Returns the remedy for an option in which the members of a group disagree, and which the group may not have."""
+    """Returns the remedy for an option that differs between members of a group, and that the group may lack."""
     kept = name if name in here else name.removeprefix("initial_")
     other = (
         f'call keep_options("{kept}") before loading, to go on with what the code gives'
@@ -278,7 +278,7 @@ def _disagree_remedy(name: str, here: Collection[str]) -> str:
 
 
 class _Absent:
-    """Stands for an option that a member has not."""
+    """Stands for an option that a member lacks."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -288,7 +288,7 @@ _ABSENT = _Absent()
 
 
 def _distinct(by_member: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns each set of options once; members with the same options mostly share it."""
+    """Returns each distinct set of options once; most members share one."""
     return list({id(options): options for options in by_member.values()}.values())
 
 

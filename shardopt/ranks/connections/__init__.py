@@ -1,4 +1,4 @@
-"""The connections of a rank with others, and what is said over them, without knowing what it is for.
+"""The connections of a rank with others, and their messages, regardless of what these are for.
 
 Each file imports only those before it: tree (who is connected with whom), frames (messages as bytes), link (one
 connection), proof and unauthenticated (who may connect), meeting (how ranks get to each other), address (where to

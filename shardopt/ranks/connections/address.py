@@ -1,4 +1,4 @@
-"""The addresses and ports at which a rank listens for others: those of its host by which they can come.
+"""The addresses and ports at which a rank listens: those of its host that other ranks can reach.
 
 SHARDOPT_NETWORK       interfaces of this host, and ports: "ib0", "eth0,eth1", "eth0:30000-30100", ":30000-30100"
 GLOO_SOCKET_IFNAME     interfaces, as gloo takes them: names
@@ -30,7 +30,7 @@ _PORTS = re.compile(r"(.*?)(?::([0-9]{1,5})-([0-9]{1,5}))?")
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where a rank listens.
+    """The addresses at which a rank listens.
 
     Args:
         addresses: of this host, in the order in which others should try them.
@@ -41,7 +41,7 @@ class Network:
     ports: range | None = None
 
     def listen(self) -> list[Socket]:
-        """Listens at these addresses, where that is possible. Raises OSError where it is at none."""
+        """Listens at as many of these addresses as possible. Raises OSError if it can listen at none."""
         listeners: list[Socket] = []
         errors: list[OSError] = []
         for address in self.addresses:
@@ -55,7 +55,7 @@ class Network:
 
 
 def network_of(store: Store) -> Network:
-    """Returns where this rank listens, for those who share a store with it.
+    """Returns where this rank listens, for ranks that share a store with it.
 
     Raises:
         OptionError: SHARDOPT_NETWORK is not written like that, or names what this host has not.
@@ -73,7 +73,7 @@ def network_of(store: Store) -> Network:
 
 
 def _addresses(store: Store) -> list[str]:
-    """Returns one address of this host or more, in the order in which others should try them.
+    """Returns at least one address of this host, in the order in which others should try them.
 
     Whoever reaches the store's host from here is reached by the same address. Where the name of that host means this
     one itself, as on the host of the store, other hosts may know it by another address; and of a store in a file
@@ -96,7 +96,7 @@ def _addresses(store: Store) -> list[str]:
 
 
 def _chosen_for_torch() -> list[str]:
-    """Returns the addresses of the interfaces that torch's own backends are told to use; none where they are not."""
+    """Returns the addresses of the interfaces configured for torch's own backends; none if not configured."""
     here = world().interfaces() if {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys() else []
     gloo = _names(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if chosen := [address for name, address in here if name in gloo]:
@@ -152,7 +152,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _means_this_host_alone(host: str) -> bool:
-    """Whether a name means this host on whichever host it is read, so that all ranks must be here."""
+    """Whether a name means this host wherever it is read, so that all ranks must be here."""
     if host == "localhost":
         return True
     with suppress(ValueError):

@@ -33,7 +33,7 @@ MOST_FRAME_BYTES = 1 << 20
 MOST_UNPROVEN_BYTES = 4 << 10
 MOST_MESSAGE_BYTES = 1 << 30
 MAIN = bytes(8)
-"""The session of the program itself; others have random names."""
+"""The session of the program itself; other sessions have random names."""
 
 _COPIED_BYTES = 64 << 10  # beside their header; of more, messages to several ranks have one copy
 _HEADER = struct.Struct("!IBB8sQ")
@@ -44,7 +44,7 @@ _TAG_BYTES = 16
 
 
 class Kind(IntEnum):
-    """What a message is; see `message_hub.py` for what is done with it."""
+    """The kinds of messages; `message_hub.py` says how each is handled."""
 
     HELLO = 1  # these four as two peers meet: `proof.py`
     CHALLENGE = 2
@@ -71,7 +71,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """One message; `data` is nothing but bytes."""
+    """One message; `data` is opaque bytes."""
 
     kind: Kind
     session: bytes = MAIN
@@ -80,11 +80,11 @@ class Message(NamedTuple):
 
 
 class BadFrame(Exception):
-    """What came is no frame, or too large: whoever sent it is not one of us."""
+    """The received bytes are no frame, or a too large one, so the sender is none of the ranks."""
 
 
 class Frame:
-    """A frame as buffers to be sent one after the other. Several peers may be sent the same one.
+    """A frame as buffers to be sent in order. Several peers may get the same one.
 
     Attributes:
         buffers: bytes.
@@ -101,7 +101,7 @@ class Frame:
         return b"".join(self.buffers)
 
     def digest(self) -> bytes:
-        """Returns the SHA-256 of the frame, which is computed once for all peers."""
+        """Returns the SHA-256 of the frame, computed once for all peers."""
         if not self._digest:
             hashed = hashlib.sha256()
             for buffer in self.buffers:
@@ -111,7 +111,7 @@ class Frame:
 
 
 class Sealer:
-    """Makes seals. `number` is of the next frame."""
+    """Makes seals for frames; `number` is the next frame's."""
 
     def __init__(self, key: bytes, number: int) -> None:
         self._key, self.number = key, number
@@ -124,7 +124,7 @@ class Sealer:
 
 
 class Unsealer:
-    """Looks at seals.
+    """Checks seals of received frames.
 
     Args:
         number: of the frame that comes next.
@@ -142,7 +142,7 @@ class Unsealer:
         self.unconfirmed_bytes = 0
 
     def open(self, frame: memoryview, seal: bytes) -> bool:
-        """Returns whether a frame is new, and has not come before. Raises BadFrame where it is not the peer's."""
+        """Returns whether a frame is new. Raises BadFrame if it is not from the peer."""
         (taken,) = _TAKEN.unpack_from(seal)
         tag = _tag(self._key, self._number, taken, hashlib.sha256(frame).digest())
         if not hmac.compare_digest(tag, seal[_TAKEN.size :]):
@@ -161,14 +161,14 @@ def _tag(key: bytes, number: int, taken: int, digest: bytes) -> bytes:
 
 
 def require_sendable(messages: Iterable[bytes]) -> None:
-    """Raises ValueError where one is too long."""
+    """Raises ValueError if a message is too long to be sent."""
     longest = max(map(len, messages))
     if longest > MOST_MESSAGE_BYTES:
         raise ValueError(f"a message of {longest} bytes; {MOST_MESSAGE_BYTES} are the most")
 
 
 def encode(message: Message) -> list[Frame]:
-    """Encodes a message as frames to be sent one after the other."""
+    """Encodes a message as frames to be sent in order."""
     kind, session, number, data = message
     require_sendable([data])
     if len(data) <= _COPIED_BYTES:
@@ -183,7 +183,7 @@ def encode(message: Message) -> list[Frame]:
 
 
 class Decoder:
-    """Makes messages of the bytes of one peer, however they are cut.
+    """Decodes messages from one peer's bytes, in chunks of any size.
 
     Attributes:
         most_bytes: the longest data of a frame that is taken.
@@ -201,7 +201,7 @@ class Decoder:
         self._nbytes = 0
 
     def trust(self, unsealer: Unsealer | None = None) -> None:
-        """Takes what only a peer sends that has proved itself.
+        """Accepts messages that only a proven peer may send.
 
         Args:
             unsealer: looks at the seals of the frames that come from now on; None where they have none.
@@ -209,22 +209,22 @@ class Decoder:
         self.most_bytes, self.trusts, self._unsealer = MOST_FRAME_BYTES, True, unsealer
 
     def begin_again(self, unread: bytes = b"") -> None:
-        """Goes on with what comes over another connection, of which some bytes were read; the frames so far stay."""
+        """Continues with another connection, from which some bytes were read; keeps the frames so far."""
         self._buffer[:] = unread
         self.error = None
 
     @property
     def unread(self) -> bytes:
-        """What has come after the last frame that was complete."""
+        """The bytes after the last complete frame."""
         return bytes(self._buffer)
 
     @property
     def session_under_way(self) -> bytes | None:
-        """The session of a message of which a part has come."""
+        """The session of a partly received message."""
         return None if self._head is None else self._head[1]
 
     def feed(self, data: bytes) -> list[Message]:
-        """Takes what was received; returns the messages that are complete.
+        """Takes received bytes; returns the messages that are complete.
 
         Raises:
             BadFrame: it is not what a rank sends.

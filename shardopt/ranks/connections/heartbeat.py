@@ -1,4 +1,4 @@
-"""Signs of life: a rank that is in a call shows them in its session, and one that shows none is named.
+"""Signs of life: a rank in a call sends them in its session; a rank that sends none is named.
 
 A rank that has neither answered nor shown life for a deadline is given up, and named. Clocks of different hosts are
 never compared.
@@ -19,12 +19,12 @@ _LONGEST_LOOK_SECONDS = 1.0
 
 
 def beat_interval(seconds: float) -> float:
-    """Returns how often a rank shows life, in seconds, whom others give up after a deadline of so many seconds."""
+    """Returns the interval in seconds at which a rank sends signs of life, for a deadline in seconds."""
     return min(seconds / 5, _LONGEST_INTERVAL_SECONDS)
 
 
 class Silence:
-    """Watches counts of signs of life, by this process's clock alone."""
+    """Watches counters of signs of life, by this process's clock alone."""
 
     def __init__(self, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
@@ -33,15 +33,15 @@ class Silence:
         self._seen: dict[object, tuple[int, float]] = {}  # its last count, and for how many seconds it has stood
 
     def left(self) -> float:
-        """Returns in how many seconds it is time to look again; not more than 0 where it is now."""
+        """Returns the seconds until the next look is due; 0 or less if it is due now."""
         return self._looked + self._interval_seconds - world().monotonic()
 
     def due(self) -> bool:
-        """Whether it is time to look again."""
+        """Whether the next look is due."""
         return self.left() <= 0
 
     def silent(self, counts: Mapping[T, int]) -> list[T]:
-        """Looks; returns those whose count has not changed for the deadline."""
+        """Takes a look; returns the keys whose counters have not changed within the deadline."""
         now = world().monotonic()
         # A look that comes late may be late because this process, or the whole machine, was stopped for a while; the
         # others had no chance to be heard then.

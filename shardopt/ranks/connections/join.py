@@ -1,4 +1,4 @@
-"""How ranks of a job find each other: through the job's store, which may still have what an older job left there.
+"""Lets ranks of a job find each other through the job's store, which may still hold an older job's entries.
 
 session                   the last session that a rank 0 has begun: its name, its key, and where it listens
 <name>/leader/<rank>      where a leader of that session listens; rank 0 has taken it by then
@@ -27,15 +27,15 @@ from shardopt.world import world
 T = TypeVar("T")
 
 PAUSE_SECONDS = (0.002, 1.0)
-"""Between two looks at the store: the first, and the longest; each is as long as a fourth of what was waited."""
+"""The shortest and the longest pause between two looks at the store; each is a fourth of the time waited."""
 STORE_SECONDS = 5.0
-"""For what the store is asked only once something has failed."""
+"""The time limit of requests to the store that are made only after a failure."""
 _NOTHING = "-"  # what no entry is: the store answers it where there is no such key, and it stands where one was
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What stands in the store of a session, or of a leader.
+    """The entry of a session, or of a leader, in the store.
 
     Args:
         name, key: of the session, in hexadecimal digits; a leader's entry has no key.
@@ -48,7 +48,7 @@ class Entry:
 
 
 def publish(store: Store, key: str, entry: Entry) -> None:
-    """Writes an entry. Raises OSError where its key cannot be kept secret."""
+    """Writes an entry. Raises OSError if its key cannot be kept secret."""
     if entry.key:
         keep_secret(store, entry.name, entry.key)
     store.set(key, _text(store, entry))
@@ -59,7 +59,7 @@ def _text(store: Store, entry: Entry) -> str:
 
 
 def read(store: Store, key: str) -> Entry | None:
-    """Reads an entry; None where there is none, or one that another version of this package wrote.
+    """Reads an entry; None if there is none, or if another version of this package wrote it.
 
     Raises OSError: its key is not for this user.
     """
@@ -79,29 +79,29 @@ def read(store: Store, key: str) -> Entry | None:
 
 
 def leader_key(name: str, rank: int) -> str:
-    """Returns where the entry of a leader stands."""
+    """Returns the key of a leader's entry."""
     return f"{name}/leader/{rank}"
 
 
 def record(store: Store, name: str, session: bytes, error: dict[str, Any]) -> None:
-    """Writes by which error a session ended, for ranks that cannot be told."""
+    """Writes the error that ended a session, for ranks that no message reaches."""
     store.set(f"{name}/broken/{session.hex()}", json.dumps(error))
 
 
 def read_record(store: Store, name: str, session: bytes) -> dict[str, Any] | None:
-    """Reads by which error a session ended; None where none is known."""
+    """Reads the error that ended a session; None if none is known."""
     key = f"{name}/broken/{session.hex()}"
     error: dict[str, Any] | None = json.loads(store.get(key)) if store.check([key]) else None
     return error
 
 
 def unreached_key(name: str, rank: int) -> str:
-    """Returns where a rank writes why it does not reach the one above it."""
+    """Returns the key under which a rank writes why it cannot reach the rank above it."""
     return f"{name}/unreached/{rank}"
 
 
 def within(seconds: float, question: Callable[[], T]) -> T:
-    """Asks the store in a thread of its own: a client of a store that has frozen may wait without an end.
+    """Asks the store in a thread of its own, as a frozen store may block its client forever.
 
     Raises:
         TimeoutError: it did not answer in time.
@@ -126,7 +126,7 @@ def within(seconds: float, question: Callable[[], T]) -> T:
 
 
 def withdraw(store: Store, keys: Sequence[str], session: Entry, is_last: bool) -> None:
-    """Takes out of the store what is needed no more once all have joined.
+    """Removes from the store what is not needed after all ranks have joined.
 
     Of `session` only what this session has put there: another one, of a job that has begun since, may have put its own,
     and nobody would find it any more. No store deletes a key if it has a value, so the key stays, with nothing in it.
@@ -145,7 +145,7 @@ def withdraw(store: Store, keys: Sequence[str], session: Entry, is_last: bool) -
 
 
 def keep_secret(store: Store, name: str, key: str) -> None:
-    """Writes the key of a session that has just begun, for this user alone, where it lies beside the store.
+    """Writes the key of a new session beside a store that is a file, readable for this user alone.
 
     Raises:
         OSError: that cannot be done there.
@@ -165,7 +165,7 @@ def keep_secret(store: Store, name: str, key: str) -> None:
 
 
 def read_secret(store: Store, name: str) -> str | None:
-    """Reads the key of a session; None where it is over by now. Raises OSError: it is another user's."""
+    """Reads the key of a session; None if the session has ended. Raises OSError: it is another user's."""
     path = _path(store, name)
     if path is None:
         return ""
@@ -177,7 +177,7 @@ def read_secret(store: Store, name: str) -> str | None:
 
 
 def forget_secret(store: Store, name: str) -> None:
-    """Removes the key of a session that all have joined, where it lies beside the store."""
+    """Removes the key of a session that all have joined, if it is beside the store."""
     path = _path(store, name)
     if path is not None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""One connection with another rank, which may go on over another socket: what is sent and heard, and its end."""
+"""One connection with another rank, which may continue over another socket: its queue, what it receives, its end."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _CHUNK_BYTES = 256 << 10
 _UNCONFIRMED_BYTES = 256 << 10  # of frames that have come: so many are confirmed, if nothing is said anyway
 
 LINGER_SECONDS = 0.002
-"""Between two looks at peers that are waited for."""
+"""The pause between two looks at peers that are waited for."""
 _MOST_TIMES_IN_VAIN = 64  # for which a peer comes back, and not one frame passes either way
 
 
 class Ended(Exception):
-    """There is nothing more to expect of the peer: it has closed the connection, or has sent what no rank sends."""
+    """Nothing more will come from the peer: it has closed the connection, or sent what no rank sends."""
 
 
 class Closed(Ended):
-    """The peer has closed the connection: its process has ended, or is about to."""
+    """The peer has closed the connection, as its process has ended or is about to."""
 
 
 class Broken(Ended):
-    """The connection broke, or somebody has put bytes into it: nothing is known of the peer."""
+    """The connection broke, or got foreign bytes; nothing is known of the peer."""
 
 
 class Link:
-    """A socket that does not block, with a queue before it. One thread alone sends and receives.
+    """A non-blocking socket with a queue of messages to send. Only one thread sends and receives.
 
     The queue has no bound of its own: a rank that takes nothing can be due no more than the answer of a round, its
     sections, and some bytes each few seconds, for without its report there is no other round. What was sent is kept
@@ -67,16 +67,16 @@ class Link:
 
     @property
     def session_under_way(self) -> bytes | None:
-        """The session of a message of which a part has come."""
+        """The session of a partly received message."""
         return self._decoder.session_under_way
 
     @property
     def taken(self) -> int:
-        """How many frames of the peer were taken since it proved itself."""
+        """The number of the peer's frames taken since it proved itself."""
         return 0 if self._unsealer is None else self._unsealer.taken
 
     def seal(self, key: str, sends: bytes, receives: bytes) -> None:
-        """Has all that follows be of a peer that has proved itself.
+        """Seals everything that follows, after the peer has proved itself.
 
         Args:
             key: by which it comes back.
@@ -87,7 +87,7 @@ class Link:
         self._decoder.trust(self._unsealer)
 
     def suspend(self) -> bool:
-        """Waits for the peer to come back; returns whether there is hope: not where it always does so in vain."""
+        """Waits for the peer to come back; returns whether that may help, which it does not after repeated failures."""
         self.suspended = True
         world().abort(self.socket)
         self._out.clear()
@@ -98,7 +98,7 @@ class Link:
         return self.key != "" and self._times_in_vain < _MOST_TIMES_IN_VAIN
 
     def resume(self, other: Link, sends: bytes, receives: bytes, said: int, told: int) -> None:
-        """Goes on over another link's socket, on which the same peer has proved itself.
+        """Continues over another link's socket, on which the same peer has proved itself.
 
         Args:
             sends, receives: the keys of the frames of each direction.
@@ -121,7 +121,7 @@ class Link:
         self._decoder.trust(self._unsealer)
 
     def take_over(self, other: Link) -> None:
-        """Queues what another link had for the same peer, which has never had anything of it."""
+        """Queues what another link had queued for the same peer, which has received none of it."""
         self.put([*other._kept, *other._queue])
 
     def _confirm(self, taken: int) -> None:
@@ -132,7 +132,7 @@ class Link:
             self._confirmed += 1
 
     def put(self, frames: Sequence[Frame]) -> None:
-        """Queues a message that was encoded."""
+        """Queues an encoded message."""
         for frame in frames:
             if self._sealer is None:
                 self._out.extend(map(memoryview, frame.buffers))
@@ -147,21 +147,21 @@ class Link:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all that was queued has been handed to the system."""
+        """Whether everything queued was handed to the system."""
         return not self._queue and not self._out
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the peer has all that was queued for it, and has said so."""
+        """Whether the peer has confirmed everything that was queued for it."""
         return not self._queue and not self._kept
 
     @property
     def mark(self) -> tuple[int, int]:
-        """All that has been queued, for `is_handed_over`."""
+        """The current end of the queue, for `is_handed_over`."""
         return self._put, self._put_bytes
 
     def is_handed_over(self, mark: tuple[int, int]) -> bool:
-        """Whether this process may end, and the peer gets all up to a mark.
+        """Whether the peer will get everything up to a mark even if this process ends.
 
         What was handed to the system arrives, unless the peer says something to a process that has ended: that destroys
         what is on the way. It says something where it confirms, so all is waited for that it is to confirm.
@@ -172,11 +172,11 @@ class Link:
 
     @property
     def moved_bytes(self) -> int:
-        """What grows for as long as the peer takes something."""
+        """A number that grows while the peer takes anything."""
         return self.sent_bytes + self._confirmed_bytes
 
     def flush(self) -> None:
-        """Hands to the system what it takes.
+        """Hands queued bytes to the system, as many as it accepts.
 
         Raises:
             Broken: it takes nothing any more.
@@ -209,7 +209,7 @@ class Link:
             self._out.extend(map(memoryview, (*frame.buffers, seal)))
 
     def receive(self) -> list[Message]:
-        """Takes what has come; returns the messages that are complete.
+        """Takes received bytes; returns the messages that are complete.
 
         Raises:
             Ended: nothing more will come, or what came is not what a rank sends. Broken: as far as is known.
@@ -227,11 +227,11 @@ class Link:
         return self._decode(data)
 
     def rest(self) -> list[Message]:
-        """Returns the messages that had come before this end knew the seals of them. Raises Ended."""
+        """Returns the messages that came before this end knew their seals. Raises Ended."""
         return self._decode(b"")
 
     def check(self) -> None:
-        """Raises Ended where what has come after the last messages is not what a rank sends."""
+        """Raises Ended if the bytes after the last message are nothing that a rank sends."""
         if self._decoder.error is not None:
             self._decode(b"")
 
@@ -248,7 +248,7 @@ class Link:
         return [message for message in messages if message.kind not in (Kind.CONFIRM, Kind.BYE)]
 
     def close(self) -> None:
-        """Closes the socket. What was handed to the system is still delivered."""
+        """Closes the socket. The system still delivers what it was handed."""
         if self.open:
             self.open = False
             self._queue.clear()
@@ -258,7 +258,7 @@ class Link:
 
 
 def take_leave(links: Sequence[Link], seconds: float) -> list[Link]:
-    """Sends what is queued, says that nothing more comes, and waits for the peers to end; so many seconds at most.
+    """Sends what is queued, announces the end, and waits for the peers to end; at most so many seconds.
 
     Returns:
         Those that broke before their peers had all.

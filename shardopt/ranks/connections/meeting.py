@@ -1,4 +1,4 @@
-"""How a rank gets to another one that listens at several addresses: at which of them it is, its proof tells.
+"""Connects with a rank that listens at several addresses; a valid proof identifies the right one.
 
 They are tried one after the other, the next one as soon as one fails, or has not answered for a moment: behind a wrong
 address may be nobody, a firewall that says nothing, this host itself, or a program of somebody else's.
@@ -18,7 +18,7 @@ from shardopt.ranks.connections.proof import NEW, Connecting, Forgotten, Meeting
 from shardopt.world import READ, WRITE, Selector, world
 
 CONNECT_SECONDS = (0.5, 5.0)
-"""For a host to take a connection: the shortest, and the longest."""
+"""The shortest and the longest time for a host to accept a connection."""
 _NEXT_SECONDS = 0.2  # after which the next address is tried beside one that has not answered
 _CHALLENGE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between two looks whether there is still reason to wait
@@ -27,7 +27,7 @@ Place = tuple[str, int]
 
 
 class NotMet(Exception):
-    """At none of its addresses was the rank.
+    """The rank was at none of its addresses.
 
     Args:
         reasons: why, by address; those are missing that were not tried to the end.
@@ -41,7 +41,7 @@ class NotMet(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A connection on which both have proved themselves, at one of the addresses."""
+    """A connection at one of the addresses, on which both sides have proved themselves."""
 
     link: Link
     side: Connecting
@@ -49,7 +49,7 @@ class Met:
 
 
 def text_of(places: Sequence[Place]) -> str:
-    """Returns addresses as text: "10.0.0.1:4100, [fd00::1]:4100"."""
+    """Formats addresses: "10.0.0.1:4100, [fd00::1]:4100"."""
     return ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in places)
 
 
@@ -62,7 +62,7 @@ def meet(
     key: str = "",
     taken: int = NEW,
 ) -> Met:
-    """Connects with a rank that listens, and proves to each other who both are.
+    """Connects with a listening rank; both prove to each other who they are.
 
     Who listens may be of an older job, and stopped or cut off: its system takes the connection, and nobody answers. So
     whoever waits for an answer looks now and then whether a later session has begun.
@@ -104,7 +104,7 @@ def meet(
 
 @dataclass(slots=True)
 class _Try:
-    """One address: the connection, and until when it is to answer."""
+    """One address that is tried: its connection, and its deadline."""
 
     place: Place
     link: Link
@@ -125,7 +125,7 @@ class _Trying:
     next_at: float = 0.0
 
     def look(self, goes_on: Callable[[], bool]) -> _Try | None:
-        """Waits for something to happen; returns one that has given its proof, and got this rank's. Raises NotMet."""
+        """Waits for an event; returns a connection on which both sides are proved, if any. Raises NotMet."""
         now = world().monotonic()
         while self.waiting and (now >= self.next_at or not self.tries):
             self._begin(self.waiting.popleft(), now)
@@ -184,7 +184,7 @@ class _Trying:
 
 
 def _wait_for_welcome(one: _Try, selector: Selector, goes_on: Callable[[], bool], is_last: Callable[[], bool]) -> None:
-    """Whoever listens notes this rank as soon as it reads the proof, and takes no second one.
+    """Waits for the listener's welcome: it notes this rank when it reads the proof, and accepts no second one.
 
     So this is waited for as long as the connection stands, however busy the other process is.
     """

@@ -1,4 +1,4 @@
-"""Counts and forwards messages without parsing them: what a rank does with those of its neighbours.
+"""Counts and forwards messages between a rank and its neighbours, without parsing them.
 
 message    from          to            what
 BEAT       any           its leader    shows life in a session
@@ -40,7 +40,7 @@ Share = tuple[bytes, Sequence[int]]
 
 
 class MessageHub:
-    """Counts and forwards messages, and keeps what came in each session. All of it is guarded by `changed`.
+    """Counts and forwards messages, and keeps what came in each session. `changed` guards all of it.
 
     Attributes:
         links: connections with others that have proved who they are, by rank.
@@ -68,19 +68,19 @@ class MessageHub:
         self.forgotten: dict[bytes, None] = {}
 
     def session(self, name: bytes) -> Session:
-        """Returns a session, which begins with whoever speaks in it first."""
+        """Returns a session; the first message in it creates it."""
         if name not in self.sessions:
             self.sessions[name] = Session()
         return self.sessions[name]
 
     def notify(self) -> None:
-        """Wakes all threads that wait for something here."""
+        """Wakes all threads that wait for a change here."""
         self.changed.notify(1 << 20)
 
     # What this rank's own threads want.
 
     def begin(self) -> None:
-        """Forgets what others said in a session that was not this job's, and says again what this rank has to say."""
+        """Forgets messages of a session that was not this job's, and repeats this rank's own."""
         self.links.clear()
         self.to_flush.clear()
         self.ended.clear()
@@ -91,13 +91,13 @@ class MessageHub:
             session.signs.clear()
 
     def repeat(self) -> None:
-        """Reports once more what was reported before there was a connection, or on one that is gone."""
+        """Repeats reports that were made before there was a connection, or on a lost one."""
         for name, session in self.sessions.items():
             for number, report in session.own.items():
                 self._report(name, number, report)
 
     def report(self, name: bytes, number: int, report: bytes) -> None:
-        """Any rank but 0: reports in a round."""
+        """Reports in a round; on any rank except 0."""
         self.session(name).own[number] = report
         self._report(name, number, report)
 
@@ -108,7 +108,7 @@ class MessageHub:
             self._send_up(Message(Kind.REPORT, name, number, report))
 
     def answer(self, name: bytes, number: int, answer: bytes, shares: Iterable[Share] = ()) -> None:
-        """Rank 0: tells all, and gives some of them sections before."""
+        """Sends the answer to all, and before that sections to some; on rank 0."""
         shared = [(encode(Message(Kind.SECTION, name, number, section)), ranks) for section, ranks in shares]
         self.answered = True
         self.session(name).pass_answer(number)
@@ -129,7 +129,7 @@ class MessageHub:
         self._send(self.tree.children, answer)
 
     def welcome(self, rank: int, link: Link) -> None:
-        """Takes the connection of a rank below, which has proved whose it is."""
+        """Takes the connection of a rank below, which has proved its identity."""
         self.came.add(rank)
         self.links[rank] = link
         self.to_flush[rank] = link
@@ -139,24 +139,24 @@ class MessageHub:
             self.early.clear()
 
     def beat(self, name: bytes) -> None:
-        """Shows life in a session."""
+        """Sends a sign of life in a session."""
         if self.tree.rank == 0:
             self._send(self.tree.children, Message(Kind.BEAT, name))
         else:
             self._send_up(Message(Kind.BEAT, name))
 
     def ask(self, name: bytes, number: int, missing: Iterable[int]) -> None:
-        """Rank 0: has leaders say who is missing, and send what they have."""
+        """Asks leaders who is missing, and for what they have; on rank 0."""
         blocks = dict.fromkeys(self.tree.block_of(rank)[0] for rank in missing)
         self._send([leader for leader in blocks if leader != 0], Message(Kind.ASK, name, number))
 
     def ask_where(self, name: bytes, number: int, rank: int) -> None:
-        """Asks another rank where it is; the answer comes to `here`, if it can answer."""
+        """Asks another rank for its stack; the answer comes to `here`, if the rank can answer."""
         question = json.dumps([self.tree.rank, rank]).encode()
         self._route(rank, Message(Kind.WHERE, name, number, question))
 
     def halt(self, name: bytes) -> None:
-        """Wants all ranks to stop at one place."""
+        """Asks all ranks to stop at one place."""
         halting = self.session(name).halting
         if self.tree.rank == 0:
             self._freeze(name)
@@ -167,7 +167,7 @@ class MessageHub:
     # What others say.
 
     def take(self, rank: int, message: Message) -> None:
-        """Takes a message of a neighbour.
+        """Handles a message of a neighbour.
 
         Raises:
             Ended: it is none that this neighbour sends.
@@ -249,12 +249,12 @@ class MessageHub:
             raise ValueError("not of a member")
 
     def sign(self, rank: int, name: bytes) -> None:
-        """Notes that a neighbour shows life in a session: that a beat of it has come, or a part of a long message."""
+        """Notes a neighbour's sign of life in a session: a beat, or a part of a long message."""
         if name not in self.forgotten:  # or late beats would make it anew, and it would stay
             self.session(name).sign(0 if rank == self.tree.leader else rank)
 
     def lose(self, rank: int) -> None:
-        """Notes that the connection with a neighbour has closed."""
+        """Notes that the connection with a neighbour was closed."""
         del self.links[rank]
         self.to_flush.pop(rank, None)
         if rank == self.tree.leader:
@@ -353,11 +353,11 @@ class MessageHub:
             self._send([self.tree.leader], message)
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
-        """Queues a message for neighbours; those that are not connected get nothing."""
+        """Queues a message for those neighbours that are connected."""
         self._put(ranks, encode(message))
 
     def _put(self, ranks: Iterable[int], frames: Sequence[Frame]) -> None:
-        """Does the same with its frames: a copy of a section for each rank would be hundreds of MiB."""
+        """Queues frames, as `_send` does: a copy of a section for each rank could take hundreds of MiB."""
         for rank in ranks:
             link = self.links.get(rank)
             if link is not None:
@@ -365,7 +365,7 @@ class MessageHub:
                 self.to_flush[rank] = link
 
     def forget(self, name: bytes) -> None:
-        """Drops a session that nobody uses here any more."""
+        """Drops a session that is no longer used here."""
         if name != MAIN:
             self.sessions.pop(name, None)
             self.forgotten[name] = None

@@ -1,4 +1,4 @@
-"""One rank's connections with the others, and the thread that serves them.
+"""One rank's connections with the others, and the thread that runs them.
 
 The thread waits for all sockets at once, sends what is queued, and shows life while this rank is in a call. It hears
 others, and answers them, whatever the program does meanwhile.
@@ -35,7 +35,7 @@ _NEVER = float("inf")
 
 
 class Node:
-    """The place of one rank in the tree of its job or group.
+    """One rank's node in the tree of its job or group.
 
     Args:
         store: of these ranks; nobody else uses its keys "session", and those below the sessions' names.
@@ -66,19 +66,19 @@ class Node:
 
     @property
     def session(self) -> Entry | None:
-        """The session that this rank is in, or tries; None before it knows one."""
+        """The session that this rank is in, or tries to join; None before it knows one."""
         return self.peers.session
 
     @property
     def was_taken(self) -> bool:
-        """Whether the rank above had taken this one in the session that it tries, and is gone: nobody comes twice."""
+        """Whether the rank above accepted this one in the session that it tries, and is gone: no rank joins twice."""
         left, session = self.peers.left, self.peers.session
         return left is not None and session is not None and left.name == session.name
 
     # For the program's threads; those that speak of `changed` are called while it is held.
 
     def start(self) -> None:
-        """Begins to look for the others, where that has not begun. With `changed` held.
+        """Begins to look for the others, unless that has begun. With `changed` held.
 
         Raises:
             RankError: no thread or descriptor is free.
@@ -103,7 +103,7 @@ class Node:
         _nodes[next(_numbers)] = self
 
     def stop(self) -> None:
-        """Has the thread close all connections and end. Never waits, so that a finalizer can call it anywhere."""
+        """Makes the thread close all connections and end. Never waits, so a finalizer can call it anywhere."""
         self.peers.stopping = True
         self._poke()
 
@@ -113,7 +113,7 @@ class Node:
             self._thread.join(seconds)
 
     def wake(self) -> None:
-        """Has the thread send what was queued. With `changed` held."""
+        """Makes the thread send what was queued. With `changed` held."""
         if not self._woken:
             self._woken = True
             self._poke()
@@ -126,7 +126,7 @@ class Node:
 
     @contextmanager
     def beating(self, name: bytes, seconds: float) -> Iterator[None]:
-        """Shows life in a session until the end of the block; blocks may overlap, also in several threads.
+        """Sends signs of life in a session until the block ends; blocks may overlap, even in several threads.
 
         Connects with the others where that is not done.
 
@@ -152,7 +152,7 @@ class Node:
                 session.intervals.remove(interval)
 
     def wait_until_handed_over(self, seconds: float) -> None:
-        """Waits until the ranks below have all that is queued for them, or get it from the system, or they are gone.
+        """Waits until ranks below have all that is queued for them, will get it from the system, or are gone.
 
         A process may end after that, in whatever way. Who takes nothing for some seconds is not waited for, nor before
         it takes something again: it is stopped or cut off, and must not stop this rank too. Its messages stay queued.
@@ -184,11 +184,11 @@ class Node:
                 self._handing_over -= 1
 
     def refuse(self) -> None:
-        """Takes nobody any more: the session has ended. With `changed` held."""
+        """Accepts no further ranks, as the session has ended. With `changed` held."""
         self.peers.refuses = True
 
     def exchanged_bytes(self) -> tuple[int, int]:
-        """Returns how many bytes were sent and received over the connections that there are."""
+        """Returns the number of bytes sent and received over the current connections."""
         with self.changed:
             links = self.hub.links.values()
             return sum(link.sent_bytes for link in links), sum(link.received_bytes for link in links)
@@ -213,7 +213,7 @@ class Node:
                 self.hub.notify()
 
     def _meet(self) -> None:
-        """Connects with the leader, and listens for those below; returns once that is done, or this rank has gone."""
+        """Connects with the leader, and listens for ranks below; returns when done, or when this rank has left."""
         with self.changed:
             assert self._wake is not None
             self.peers.open(self._wake[0])
@@ -236,7 +236,7 @@ class Node:
             self._pause(min(max(waited / 4, PAUSE_SECONDS[0]), PAUSE_SECONDS[1]))
 
     def _connect(self, most_seconds: float) -> bool:
-        """Tries once to get to the leader; returns whether this rank is connected."""
+        """Tries once to connect with the leader; returns whether it succeeded."""
         session = read(self.store, "session")
         if session is None or self.tree.leader is None:
             return False
@@ -266,12 +266,12 @@ class Node:
         return True
 
     def _listen(self) -> tuple[Place, ...]:
-        """Listens at the addresses of this host; returns them."""
+        """Listens at this host's addresses; returns them."""
         assert self._network is not None
         return self.peers.listen(self._network)
 
     def _say_unreached(self, waited: float, told: str) -> str:
-        """Tells rank 0, by the store, why this rank does not get to the one above it; returns what it was told."""
+        """Tells rank 0, through the store, why this rank cannot reach the one above it; returns that text."""
         text = self.unreached if waited >= _UNREACHED_SECONDS else ""
         if text and text != told and self.session is not None:
             self.store.set(unreached_key(self.session.name, self.tree.rank), text)
@@ -283,7 +283,7 @@ class Node:
             self._drain_wake()
 
     def _serve(self, goes_on: Callable[[], bool], most_seconds: float = _NEVER) -> None:
-        """Sends and receives, and looks each time, and after so many seconds at most, whether this `goes_on`."""
+        """Sends and receives while `goes_on`, which it checks each time, and after a limited number of seconds."""
         peers = self.peers
         while True:
             with self.changed:
@@ -329,7 +329,7 @@ class Node:
             self._wake[0].recv(4096)
 
     def abandon(self) -> None:
-        """In a child that was forked, where its sockets are closed and it has no thread: it stays the parent's."""
+        """Abandons the node in a forked child, which has no thread and closed sockets; they stay the parent's."""
         self.peers.stopping = True
         self.peers.abandon()
 

@@ -1,4 +1,4 @@
-"""The connections of a node with its neighbours, each of which goes on over another socket where it breaks."""
+"""The connections of a node with its neighbours, each of which continues over another socket after a break."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEVER = float("inf")
 
 
 class Peers:
-    """The sockets of one rank. The node's thread alone uses them, with the hub's `changed` held where they change.
+    """The sockets of one rank. Only the node's thread uses them, and changes them with the hub's `changed` held.
 
     Attributes:
         session: the session that this rank is in, or tries; None before it knows one.
@@ -45,24 +45,24 @@ class Peers:
 
     @property
     def selector(self) -> Selector:
-        """What waits for all sockets, while they are open."""
+        """The selector that waits for all sockets, while they are open."""
         assert self._selector is not None
         return self._selector
 
     @property
     def are_open(self) -> bool:
-        """Whether there are any sockets."""
+        """Whether the sockets are open."""
         return self._selector is not None
 
     def open(self, wake: Socket) -> None:
-        """Begins again with none but the socket that wakes the thread."""
+        """Starts again with only the socket that wakes the thread."""
         self.close(0.0)
         self.meets_again = False
         self._selector = world().selector()
         self._selector.register(wake, READ)
 
     def listen(self, network: Network) -> tuple[Place, ...]:
-        """Listens at the addresses of this host; returns them."""
+        """Listens at this host's addresses; returns them."""
         listeners = network.listen()
         with self._hub.changed:
             for listener in listeners:
@@ -81,7 +81,7 @@ class Peers:
         self._take(link, link.rest)
 
     def attend(self, socket: object, link: Link | None, mask: int) -> bool:
-        """Does what a socket is ready for; returns whether it is one of these."""
+        """Handles a ready socket; returns whether it is one of these."""
         if link is None:
             if socket not in self._listeners:
                 return False
@@ -94,7 +94,7 @@ class Peers:
         return True
 
     def _take(self, link: Link, receive: Callable[[], list[Message]]) -> None:
-        """Takes what comes; or, by `Link.rest`, what came before this end knew the keys of the frames."""
+        """Takes received messages; with `Link.rest`, those that came before this end knew the frames' keys."""
         try:
             for message in receive():
                 if not link.open:
@@ -113,7 +113,7 @@ class Peers:
             self._end(link, error)
 
     def _end(self, link: Link, error: Exception) -> None:
-        """Drops a connection that has ended; waits for its peer where that may live, and comes back.
+        """Drops an ended connection; waits for its peer if that may live and come back.
 
         Who listens is told the end of a process by its system, which closes the connection: so that one is lost at
         once. Whoever has connected tries to come back each time: where that process has ended nobody listens.
@@ -134,24 +134,24 @@ class Peers:
             self._drop(link)
 
     def due(self) -> float:
-        """Returns when the next one may have waited too long, or is to come back."""
+        """Returns when the next peer has waited too long, or is to come back."""
         leader = self._tree.leader
         returns = [self._returns_at if link.rank == leader else end for link, end in self._broken.items()]
         return min([self.unauthenticated.due(), *returns])
 
     def drop_late(self, now: float) -> None:
-        """Drops those who have waited too long to prove themselves, or who have not come back."""
+        """Drops peers that have waited too long to prove themselves, or have not come back."""
         late = [link for link, end in self._broken.items() if end <= now and link.rank != self._tree.leader]
         for link in [*self.unauthenticated.silent(now), *late]:
             self._drop(link)
 
     def comes_back(self, now: float) -> Link | None:
-        """Returns the connection with the rank above, where it broke and it is time to try once more."""
+        """Returns the connection with the rank above, if it broke and is due for another try."""
         above = next((link for link in self._broken if link.rank == self._tree.leader), None)
         return above if above is not None and self._returns_at <= now else None
 
     def come_back(self, link: Link) -> None:
-        """Any rank but 0: connects once more with the leader. Without `changed`, as it waits."""
+        """Connects again with the leader; on any rank except 0. Without `changed`, as it waits."""
         assert self.session is not None and self._tree.leader is not None and self._above_at is not None
         until = self._broken[link]
         meeting = Meeting(self.session.name, self.session.key, self._tree.rank, self._tree.leader)
@@ -169,7 +169,7 @@ class Peers:
             self._resume(link, met.link, met.side)
 
     def _resume(self, link: Link, other: Link, side: Side) -> None:
-        """Goes on with a peer over another connection, on which it has proved itself."""
+        """Continues with a peer over another connection, on which it has proved itself."""
         self._broken.pop(link, None)
         sends, receives = side.from_below, side.from_above
         told, said = side.taken
@@ -200,7 +200,7 @@ class Peers:
         self.selector.register(socket, READ, link)
 
     def _known(self, rank: int) -> Link | None:
-        """Returns the connection of a rank below, which may come back."""
+        """Returns the connection of a rank below that may come back."""
         return self._hub.links.get(rank) if rank in self._tree.children else None
 
     def _prove(self, link: Link, message: Message) -> None:
@@ -252,7 +252,7 @@ class Peers:
             self._hub.lose(rank)
 
     def flush(self) -> None:
-        """Hands to the system what is queued."""
+        """Hands queued bytes to the system."""
         while self._hub.to_flush:
             links, self._hub.to_flush = self._hub.to_flush, {}
             for link in links.values():
@@ -268,7 +268,7 @@ class Peers:
                     self.selector.modify(link.socket, READ | WRITE if link.waits_to_write else READ, link)
 
     def leave(self, seconds: float, seconds_after_breaks: float) -> Callable[[], bool]:
-        """Sees that ranks below get what was sent to them; returns whether one whose connection broke has yet to.
+        """Delivers what was sent to ranks below; returns a function that tells whether any of it is still undelivered.
 
         Args:
             seconds: for all of them to take it.
@@ -289,7 +289,7 @@ class Peers:
         return lambda: any(not link.is_confirmed for link in self._broken) and world().monotonic() < until
 
     def close(self, seconds: float) -> None:
-        """Closes all connections, when their peers have all that was queued for them, or so much time has passed."""
+        """Closes all connections, once their peers have everything queued, or after a time limit."""
         self._broken.clear()
         if self._selector is not None:
             take_leave([*self._hub.links.values()], seconds)
@@ -303,7 +303,7 @@ class Peers:
         self.abandon()
 
     def abandon(self) -> None:
-        """Closes what waits for the sockets; in a child that was forked these are closed, and stay the parent's."""
+        """Closes the selector in a forked child, whose sockets are closed already and stay the parent's."""
         if self._selector is not None:
             self._selector.close()
             self._selector = None

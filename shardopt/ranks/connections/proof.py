@@ -1,4 +1,4 @@
-"""Proof between two peers that both know a session's key, which is never sent.
+"""Mutual proof of two peers that both know a session's key, which is never sent.
 
 connects                                   listens
 HELLO  session, rank, nonce, taken     →
@@ -26,7 +26,7 @@ from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.world import world
 
 NEW = -1
-"""What is said to have been taken by who comes for the first time."""
+"""The number of frames taken that a peer reports when it comes for the first time."""
 
 _NONCE_BYTES = 16
 
@@ -46,7 +46,7 @@ class Meeting:
     above: int
 
     def proof(self, role: str, nonces: tuple[str, str], taken: tuple[int, int]) -> str:
-        """Returns what only a peer with the key can say."""
+        """Returns a text that only a peer with the key can make."""
         said = json.dumps([role, self.session, self.below, self.above, *nonces, *taken]).encode()
         return hmac.new(bytes.fromhex(self.key), said, "sha256").hexdigest()
 
@@ -56,11 +56,11 @@ class Refused(Exception):
 
 
 class Forgotten(Refused):
-    """The peer is the one that was looked for, and does not wait for this rank any more."""
+    """The peer is the right one, but no longer waits for this rank."""
 
 
 class Known(Protocol):
-    """A peer that may come back: its key, and how many of its frames were taken."""
+    """A peer that may come back: its key, and the number of its frames taken."""
 
     key: str
 
@@ -69,7 +69,7 @@ class Known(Protocol):
 
 
 class Side:
-    """What both sides know once both have proved themselves.
+    """What both sides know after the proof.
 
     Attributes:
         key: by which the one that connects comes back; "" before both have proved themselves.
@@ -90,7 +90,7 @@ class Side:
 
 
 class Connecting(Side):
-    """The side that connects.
+    """The connecting side.
 
     Args:
         key: by which it comes back; "" if it comes for the first time.
@@ -103,7 +103,7 @@ class Connecting(Side):
         self.taken, self._nonces = (taken, NEW), (world().random_name(_NONCE_BYTES), "")
 
     def hello(self) -> Message:
-        """Returns what is sent first."""
+        """Returns the first message."""
         return _message(
             Kind.HELLO,
             session=self._meeting.session,
@@ -113,7 +113,7 @@ class Connecting(Side):
         )
 
     def answer(self, challenge: Message) -> Message:
-        """Returns the proof of this side, where the other has given its own. Raises Refused."""
+        """Returns this side's proof, if the other side's is valid. Raises Refused."""
         nonce, taken, proof = _fields(challenge, Kind.CHALLENGE, nonce=str, taken=int, proof=str)
         self._nonces, self.taken = (self._nonces[0], nonce), (self.taken[0], taken)
         is_forgotten = self.taken[0] != NEW and taken == NEW
@@ -127,7 +127,7 @@ class Connecting(Side):
 
 
 class Listening(Side):
-    """The side that listens: one for each connection that has not proved itself.
+    """The listening side; one for each unproven connection.
 
     Args:
         known: gives who may come back as a rank; None for nobody.
@@ -146,7 +146,7 @@ class Listening(Side):
         self.rank, self.returns = NEW, False
 
     def take(self, message: Message) -> tuple[Message | None, int | None]:
-        """Takes what the peer says; returns what it is told, and its rank once that is proved.
+        """Takes the peer's message; returns the reply and, once it is proved, the peer's rank.
 
         Raises:
             Refused: it is none of this session.
@@ -185,7 +185,7 @@ def _message(kind: Kind, **fields: object) -> Message:
 
 
 def _fields(message: Message, kind: Kind, **types: type) -> list:  # type: ignore[type-arg]  # of these types
-    """Returns the fields of a message of a kind. Raises Refused."""
+    """Returns the fields of a message of this kind. Raises Refused."""
     try:
         fields = json.loads(message.data) if message.kind == kind else None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a rank knows of one session: reports that came, answers, signs of life, sections, and where all stop.
+"""One rank's knowledge of a session: reports, answers, signs of life, sections, and where all ranks stop.
 
 Where ranks that count their steps stop together: nobody asks anybody, until one of them wants to.
 
@@ -24,27 +24,27 @@ _TOGETHER_BYTES = 1 << 20  # of reports in one message, or the one that is longe
 
 
 class Gathering:
-    """The reports of one round: equal ones are counted, and each is passed on once with the ranks that have it."""
+    """The reports of one round: equal ones are counted, and each is forwarded once with its ranks."""
 
     def __init__(self) -> None:
         self.reported: set[int] = set()
         self._new: dict[bytes, list[int]] = {}
 
     def add(self, report: bytes, ranks: Iterable[int]) -> None:
-        """Notes the report of some ranks; a second one of the same rank is dropped."""
+        """Notes the report of some ranks; drops a second one of the same rank."""
         new = [rank for rank in ranks if rank not in self.reported]
         if new:
             self.reported.update(new)
             self._new.setdefault(report, []).extend(new)
 
     def take(self) -> list[tuple[bytes, list[int]]]:
-        """Returns what has come since the last time: reports, each with its ranks, ascending."""
+        """Returns the reports since the last call, each with its ranks, ascending."""
         new, self._new = self._new, {}
         return [(report, sorted(ranks)) for report, ranks in new.items()]
 
 
 def pack_reports(reports: Iterable[tuple[bytes, Sequence[int]]]) -> Iterator[bytes]:
-    """Encodes reports with their ranks, many together: their runs and lengths as JSON, a line feed, and all reports.
+    """Encodes many reports with their ranks: their runs and lengths as JSON, a line feed, and the reports.
 
     A message for each would take rank 0 longer than what is in them, where every rank reports its own.
     """
@@ -67,7 +67,7 @@ def _packed(reports: Sequence[tuple[bytes, Sequence[int]]]) -> bytes:
 
 
 def unpack_reports(data: bytes, within: range) -> Iterator[tuple[bytes, list[int]]]:
-    """Decodes what `pack_reports` encoded. Raises ValueError, TypeError, LookupError where it did not."""
+    """Decodes what `pack_reports` encoded. Raises ValueError, TypeError, LookupError for anything else."""
     head, _, reports = data.partition(b"\n")
     at = 0
     for runs, nbytes in json.loads(head):
@@ -78,7 +78,7 @@ def unpack_reports(data: bytes, within: range) -> Iterator[tuple[bytes, list[int
 
 
 class Halting:
-    """What a rank knows of this in one session, guarded by the lock of its `MessageHub`.
+    """One rank's knowledge of a halt in one session, guarded by the lock of its `MessageHub`.
 
     Attributes:
         passed: the last place that this rank has passed.
@@ -96,18 +96,18 @@ class Halting:
         self.waits_for: set[int] = set()
 
     def passes(self, place: int) -> bool:
-        """Whether this rank may pass a place now; notes it then."""
+        """Whether this rank may pass a place now; if so, notes it."""
         if self.frozen:
             return self.at is not None and place < self.at
         self.passed = place
         return True
 
     def freeze(self, below: Iterable[int]) -> None:
-        """Has this rank wait where it is, and waits for the answers of those below."""
+        """Makes this rank wait where it is, and waits for the answers of ranks below."""
         self.frozen, self.foremost, self.waits_for = True, self.passed, set(below)
 
     def answer(self, rank: int, passed: int) -> None:
-        """Notes how far a rank below, with all below it, has come."""
+        """Notes how far a rank below, with all ranks below it, has come."""
         self.foremost = max(self.foremost, passed)
         self.waits_for.discard(rank)
 
@@ -143,15 +143,15 @@ class Session:
         self.told: tuple[int, str] = (0, "")
 
     def gathering(self, number: int) -> Gathering:
-        """Returns that of a round, which has begun for somebody."""
+        """Returns the gathering of a round that has begun on some rank."""
         return self.gatherings.setdefault(number, Gathering())
 
     def sign(self, rank: int) -> None:
-        """Notes that a rank shows life."""
+        """Notes a rank's sign of life."""
         self.signs[rank] = self.signs.get(rank, 0) + 1
 
     def pass_answer(self, number: int) -> None:
-        """Forgets what was only kept until the answer of a round came by."""
+        """Drops what was kept only until the answer of a round passed."""
         self.answered = max(self.answered, number)
         for kept in (self.gatherings, self.own):
             for each in [each for each in kept if each <= number]:
@@ -160,6 +160,6 @@ class Session:
             self.section = (0, b"")
 
     def missing(self, number: int, ranks: Sequence[int]) -> list[int]:
-        """Returns those of some ranks whose report of a round has not come."""
+        """Returns the ranks, of these, whose report of a round has not come."""
         gathering = self.gatherings.get(number)
         return [rank for rank in ranks if gathering is None or rank not in gathering.reported]

@@ -1,15 +1,15 @@
-"""Who is connected with whom: blocks of ranks around their first ones, and those around rank 0."""
+"""The tree of connections: blocks of ranks around their first ones, and these around rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 RANKS_PER_BLOCK = 128
-"""So that at 16,384 ranks nobody has more than 255 connections. The same on all ranks."""
+"""The size of a block, by which no rank of 16,384 has more than 255 connections. The same on all ranks."""
 
 
 class Tree:
-    """Two levels: ranks in blocks of consecutive numbers, led by the first of each, which rank 0 leads.
+    """A tree of two levels: ranks in blocks of consecutive numbers, each led by its first; rank 0 leads the leaders.
 
     Attributes:
         leader: the rank that this one is connected to, on its way to rank 0; None for rank 0.
@@ -28,12 +28,12 @@ class Tree:
         self.has_listener = bool(self.children)
 
     def block_of(self, rank: int) -> range:
-        """Returns the block of a rank: first the one that leads it."""
+        """Returns the block of a rank, its leader first."""
         first = rank - rank % self._per_block
         return range(first, min(first + self._per_block, self.size))
 
     def next_towards(self, rank: int) -> int | None:
-        """Returns which neighbour is next on the way to another rank; None where there is no way."""
+        """Returns the next neighbour on the way to another rank; None if there is no way."""
         if rank in self.children:
             return rank
         if self.rank == 0:
@@ -55,7 +55,7 @@ def pack_runs(ranks: Iterable[int]) -> list[int]:
 
 
 def unpack_runs(runs: Sequence[int], within: range | None = None) -> list[int]:
-    """Decodes what `pack_runs` encoded. Raises ValueError where a rank is not within a range, if one is given."""
+    """Decodes what `pack_runs` encoded. Raises ValueError for a rank outside the range, if one is given."""
     ranks: list[int] = []
     for first, distance, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
         end = first + distance * (count - 1)

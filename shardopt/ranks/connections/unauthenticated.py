@@ -1,4 +1,4 @@
-"""Connections whose peers have not proved who they are: few at a time in a whole process, and for a short time."""
+"""Connections of unproven peers: only few at a time in the whole process, and only for a short time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _lock = world().lock()
 
 
 class UnauthenticatedPeers:
-    """Those who have come to the listeners of one thread, the first of them first. It alone uses this.
+    """The unproven peers of one thread's listeners, oldest first. Only that thread uses it.
 
     How many there are in the whole process is bounded, far below how many descriptors it may have open: one more cuts
     off the first of all, and whoever has that one sees its end.
@@ -30,7 +30,7 @@ class UnauthenticatedPeers:
         self._of: dict[Link, tuple[Listening, float]] = {}  # with the time until which each may take
 
     def add(self, link: Link, side: Listening) -> None:
-        """Takes a connection; `side` is what this rank says on it."""
+        """Adds a connection; `side` is this rank's side of the proof."""
         self._of[link] = side, world().monotonic() + _UNPROVEN_SECONDS
         most = min(_MOST_UNPROVEN, max(1, world().most_descriptors() // _SHARE_OF_DESCRIPTORS))
         with _lock:
@@ -39,7 +39,7 @@ class UnauthenticatedPeers:
             self.make_room()
 
     def make_room(self) -> None:
-        """Cuts off the first in this process, as where there is no descriptor for another one."""
+        """Cuts off the process's oldest one, for example when no descriptor is left for another."""
         with _lock:
             first = next(iter(_in_process), None)
             if first is not None:
@@ -48,7 +48,7 @@ class UnauthenticatedPeers:
                     first.socket.shutdown(SHUT_RDWR)
 
     def prove(self, link: Link, message: Message) -> Listening | None:
-        """Takes what one of them says, and answers; returns what is known of it, once that is proved.
+        """Takes a peer's message, and answers; returns its side of the proof once that is complete.
 
         Raises:
             Refused, Ended: it is none of this session; it is gone.
@@ -61,21 +61,21 @@ class UnauthenticatedPeers:
         return None if rank is None else side
 
     def forget(self, link: Link) -> None:
-        """Drops one that has proved itself, or before it is closed: nobody else's is cut off in its place."""
+        """Drops a peer that has proved itself, or is about to be closed, so that no other is cut off for it."""
         if self._of.pop(link, None) is not None:
             with _lock:
                 _in_process.pop(link, None)
 
     def silent(self, now: float) -> list[Link]:
-        """Returns those whose time has passed."""
+        """Returns the peers whose time is over."""
         return [link for link, (_, until) in self._of.items() if until <= now]
 
     def due(self) -> float:
-        """Returns when the time of the first of them has passed."""
+        """Returns when the time of the oldest one is over."""
         return min((until for _, until in self._of.values()), default=float("inf"))
 
     def links(self) -> list[Link]:
-        """Returns all of them."""
+        """Returns all connections."""
         return [*self._of]
 
     def __contains__(self, link: Link) -> bool:
@@ -83,7 +83,7 @@ class UnauthenticatedPeers:
 
 
 def _forget_all() -> None:
-    """In a child that was forked: they are the parent's, and so may be the lock."""
+    """Forgets all in a forked child: the connections are the parent's, and so may be the lock."""
     global _in_process, _lock
     _in_process, _lock = {}, world().lock()
 

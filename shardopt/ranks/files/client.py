@@ -25,7 +25,7 @@ Span = tuple[int, memoryview]
 
 
 class FileClient:
-    """Connections with the server of one rank, made when they are needed; any thread may ask.
+    """Connections with one rank's server, made on demand; any thread may ask.
 
     Args:
         server: the session's name and key, and where it listens.
@@ -58,7 +58,7 @@ class FileClient:
             self._put(socket)
 
     def read(self, directory: str, name: str, begin: int, nbytes: int) -> bytes:
-        """Returns bytes of a file, as `read_into`."""
+        """Returns bytes of a file; otherwise as `read_into`."""
         data = bytearray(nbytes)
         self.read_into(directory, name, [(begin, memoryview(data))])
         return bytes(data)

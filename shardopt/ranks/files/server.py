@@ -1,4 +1,4 @@
-"""Serves byte ranges of files to ranks of other hosts that have proved themselves. It writes nothing.
+"""Serves byte ranges of files to proven ranks of other hosts. Writes nothing.
 
 request   4 bytes: the length of what follows, at most 64 KiB; JSON: [directory, name, [[offset, bytes], ...]]
 reply     1 byte: 0 where there is such a file; 8 bytes: the length of what follows; the ranges one after the other.
@@ -25,7 +25,7 @@ from shardopt.ranks.connections.unauthenticated import UnauthenticatedPeers
 from shardopt.world import READ, SHUT_RDWR, Selector, Socket, Thread, world
 
 OpenFile = Callable[[str, str], int]
-"""Opens a file by its directory and name; returns the descriptor, which the server closes. Raises OSError."""
+"""Opens a file by directory and name; returns the descriptor, which the server closes. Raises OSError."""
 
 LENGTH = struct.Struct("!I")
 REPLY = struct.Struct("!BQ")
@@ -34,13 +34,13 @@ MOST_REQUEST_BYTES = 64 << 10
 MOST_RANGES = 512
 MOST_REASON_BYTES = 4 << 10
 SILENT_SECONDS = 20.0
-"""For which a peer may send or take nothing in the middle of something before it is given up."""
+"""The time for which a peer may send or take nothing within a message before it is given up."""
 _CLOSE_SECONDS = 2.0
 _NEVER = float("inf")
 
 
 class Request(NamedTuple):
-    """Ranges of bytes of a file; `ranges` are offsets and lengths."""
+    """A request for byte ranges of a file; `ranges` are offsets and lengths."""
 
     directory: str
     name: str
@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class NoRequest(Exception):
-    """What came is no request: whoever sent it is not one of us."""
+    """The received bytes are no request, so the sender is none of the ranks."""
 
 
 def encode(request: Request) -> bytes:
@@ -58,7 +58,7 @@ def encode(request: Request) -> bytes:
 
 
 def decode(data: bytes) -> Request:
-    """Decodes what follows the length. Raises NoRequest."""
+    """Decodes the bytes after the length. Raises NoRequest."""
     try:
         directory, name, ranges = json.loads(data)
         ranges = [(begin, nbytes) for begin, nbytes in ranges]
@@ -73,7 +73,7 @@ def decode(data: bytes) -> Request:
 
 
 def receive_into(socket: Socket, memory: memoryview) -> None:
-    """Fills memory from a socket. Raises ConnectionError if it ends before, TimeoutError if nothing comes."""
+    """Fills memory from a socket. Raises ConnectionError if it ends early, TimeoutError if nothing comes."""
     while memory.nbytes:
         got = socket.recv_into(memory)
         if not got:
@@ -82,14 +82,14 @@ def receive_into(socket: Socket, memory: memoryview) -> None:
 
 
 def receive(socket: Socket, nbytes: int) -> bytes:
-    """Receives so many bytes, as `receive_into`."""
+    """Receives this many bytes, as `receive_into`."""
     data = bytearray(nbytes)
     receive_into(socket, memoryview(data))
     return bytes(data)
 
 
 class FileServer:
-    """Listens for ranks of a session, in threads of its own: one until they have proved themselves, then one for each.
+    """Listens for ranks of a session: one thread until they have proved themselves, then one for each.
 
     Unauthenticated peers share the first thread, are given 10 seconds and 4 KiB, and of too many in this process the
     oldest is dropped: none of them holds up a rank.
@@ -237,7 +237,7 @@ class FileServer:
 
 
 def _next_request(socket: Socket) -> Request | None:
-    """Waits for the next request, however long; None once the peer has closed the connection."""
+    """Waits for the next request, without a limit; None once the peer has closed the connection."""
     socket.settimeout(None)
     head = socket.recv(LENGTH.size)
     if not head:

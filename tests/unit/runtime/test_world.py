@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from shardopt import checkpoint
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.storage import LocalStorage, common_storage
+from shardopt.checkpoint.storage import LocalStorage, marker
 from shardopt.checkpoint.storage.retry import Requests, RetryPolicy
 from shardopt.errors import CheckpointError, RankError
 from shardopt.ranks import Ranks
@@ -80,7 +80,7 @@ def test_a_rank_that_never_comes_is_given_up_by_it(monkeypatch):
 
 def test_what_other_hosts_do_not_see_is_looked_for_by_it(clock, tmp_path):
     with pytest.raises(CheckpointError, match="do not share"):
-        common_storage.wait_for_marker(LocalStorage(str(tmp_path)), "abc")
+        marker.wait_for_marker(LocalStorage(str(tmp_path)), "abc")
     assert sum(clock.pauses) == pytest.approx(10, abs=0.2)
 
 

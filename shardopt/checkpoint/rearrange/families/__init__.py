@@ -1,4 +1,4 @@
-"""Rules for models whose tensors Hugging Face names and arranges otherwise than others do."""
+"""Rules for models whose tensors Hugging Face names and arranges differently."""
 
 from shardopt.checkpoint.rearrange.families.deepseek import deepseek as deepseek
 from shardopt.checkpoint.rearrange.families.gpt2 import gpt2 as gpt2

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: Hugging Face's names ↔ torchtitan's, which stacks the experts of a layer.
+"""DeepSeek V2 and V3: Hugging Face's names ↔ torchtitan's, with the experts of a layer stacked.
 
 Both have rotary pairs as neighbours.
 """
@@ -10,7 +10,7 @@ from shardopt.checkpoint.rearrange.rules import AnyRule, Rule
 
 
 def deepseek(*, experts: Experts = "single") -> list[AnyRule]:
-    """Returns the rules from Hugging Face's DeepseekV3ForCausalLM to torchtitan's names; `inverse` for the way back.
+    """Returns the rules from Hugging Face's DeepseekV3ForCausalLM to torchtitan's names; `inverse` reverses them.
 
     Args:
         experts: see `qwen3`.

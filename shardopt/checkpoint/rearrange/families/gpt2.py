@@ -1,4 +1,4 @@
-"""GPT-2: Hugging Face's Conv1D layers, one for queries, keys and values ↔ linear layers, one for each.
+"""GPT-2: Hugging Face's joint Conv1D layer for queries, keys and values ↔ one linear layer for each.
 
 A Conv1D's weight is [inputs, outputs], a linear layer's [outputs, inputs].
 """

@@ -1,4 +1,4 @@
-"""Llama 3: Hugging Face's names and order of rotary pairs ↔ Meta's own, which torchtitan has too.
+"""Llama 3: Hugging Face's names and order of rotary pairs ↔ Meta's own, which torchtitan also uses.
 
     H heads, K heads of keys and values, D dimensions of a head
 
@@ -14,7 +14,7 @@ _ROTARY = "(head two half) ... -> (head half two) ..."
 
 
 def llama3(n_heads: int, n_kv_heads: int, *, tied: bool = False) -> list[AnyRule]:
-    """Returns the rules from Hugging Face's LlamaForCausalLM to Meta's names; `inverse` has those of the way back.
+    """Returns the rules from Hugging Face's LlamaForCausalLM to Meta's names; `inverse` reverses them.
 
     Args:
         n_heads: H.

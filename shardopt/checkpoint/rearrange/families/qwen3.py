@@ -1,4 +1,4 @@
-"""Qwen 3, dense and with experts: Hugging Face's names ↔ torchtitan's, which stacks the experts of a layer.
+"""Qwen 3, dense and with experts: Hugging Face's names ↔ torchtitan's, with the experts of a layer stacked.
 
     E experts, F features within one, M features of the model
 
@@ -41,7 +41,7 @@ def qwen3(*, tied: bool = False, experts: Experts = "single") -> list[AnyRule]:
 
 
 def feed_forward(old: str, new: str) -> list[Rule]:
-    """Returns the rules of a gated feed-forward layer: gate, down and up are w1, w2 and w3."""
+    """Returns the rules of a gated feed-forward layer, in which gate, down and up become w1, w2 and w3."""
     names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     return [Rule(f"{old}{name}.weight", f"{new}{its}.weight") for name, its in names.items()]
 

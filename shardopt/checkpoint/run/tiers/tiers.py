@@ -1,4 +1,4 @@
-"""The tiers of a run: directories that each host has for itself, faster than the root, and lost with their hosts.
+"""The tiers of a run: directories of each host, faster than the root, and lost together with their host.
 
 A save goes to the first tier that is due. The rest goes on in the background, from the files of that tier and never
 from the training's state, in one thread with rounds of its own:
@@ -53,7 +53,7 @@ class Tiers(Task):
         self._led: list[str] = []  # directories of the hosts that this rank leads
 
     def prepare(self) -> None:
-        """Has the hosts meet, where they have not. Collective then.
+        """Connects the hosts, if they are not connected; collective then.
 
         Raises:
             CheckpointError: a host's directory cannot be used, or belongs to another run.
@@ -74,7 +74,7 @@ class Tiers(Task):
             self._led = [each.directory.path for each in hosts_now if each.is_leader]
 
     def _claim(self) -> None:
-        """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
+        """Marks the hosts' directories as the run's, once, before anything is written. Collective."""
         if self._met != self._own:
             claim_tiers(self._run, self._ranks, self._met)
             self._own = self._met
@@ -87,7 +87,7 @@ class Tiers(Task):
                     _log.warning("%s", error)
 
     def make_room(self) -> None:
-        """Before a save: removes those that wait to be copied while a newer one does, and never would be. Collective.
+        """Removes, before a save, checkpoints whose turn to be copied never comes, as a newer one waits. Collective.
 
         Raises:
             CheckpointError: as `prepare`.
@@ -101,17 +101,17 @@ class Tiers(Task):
             clear_shares(self._hosts()[number], CheckpointId(*id).__eq__)
 
     def is_due(self, step: int) -> bool:
-        """Whether a save of this step goes to some tier."""
+        """Whether a save of this step goes to any tier."""
         return bool(self._due(step))
 
     def urls(self, id: CheckpointId) -> list[str]:
-        """Returns where a checkpoint goes: the URL on the first tier that is due, and on the others, in turn."""
+        """Returns the URL of a checkpoint on the first tier that is due, and then those on the other tiers."""
         return [f"{PREFIX}{self._tiers[number].path}/{id.name}" for number in self._due(id.step)]
 
     def begin(
         self, id: CheckpointId, url: str, to_root: bool, then: Callable[[], None], is_restored: bool = False
     ) -> None:
-        """Begins to copy and promote a checkpoint that was saved to a tier; one in the root just has its turn.
+        """Begins to copy and promote a checkpoint saved to a tier; one saved to the root only takes its turn.
 
         Args:
             url: where it is.
@@ -125,20 +125,20 @@ class Tiers(Task):
         self._queue.begin(Job(id, ranks, self._hosts(), tier, onto, to_root and tier is not None, then, is_restored))
 
     def promoting(self) -> frozenset[str]:
-        """Returns the names of checkpoints that come to the root now or later; nothing of them is to be removed."""
+        """Returns the names of checkpoints that come to the root now or later, and must not be removed."""
         return self._queue.promoting()
 
     def _number_of(self, url: str) -> int | None:
-        """Returns the number of the tier that a checkpoint is on; None where it is on none."""
+        """Returns the number of the tier that a checkpoint is on; None if it is on none."""
         path = url.rpartition("/")[0].removeprefix(PREFIX)
         return self.paths.index(path) if url.startswith(PREFIX) and path in self.paths else None
 
     def candidates(self) -> list[Candidate]:
-        """Lists the checkpoints that are whole on a tier, those of the first tier first. Collective."""
+        """Lists the checkpoints that are whole on a tier, in the order of tiers. Collective."""
         return [Candidate(id, hosts.url(id.name)) for hosts, id, _ in self._whole()]
 
     def where(self) -> dict[int, dict[str, int | None]]:
-        """Returns by step of the run the tiers that have it, with the number of hosts that may be lost. Collective."""
+        """Returns, for each step of the run, the tiers that have it, and how many hosts may be lost. Collective."""
         found: dict[int, dict[str, int | None]] = {}
         for hosts, id, survives in self._whole():
             if self._run.branches.has(id):
@@ -146,7 +146,7 @@ class Tiers(Task):
         return found
 
     def _whole(self) -> list[tuple[Hosts, CheckpointId, int]]:
-        """Lists the checkpoints that are whole on a tier, with the number of hosts that may be lost. Collective."""
+        """Lists the checkpoints that are whole on a tier, and how many hosts may be lost. Collective."""
         self.prepare()
         return [
             (hosts, id, survives)
@@ -158,7 +158,7 @@ class Tiers(Task):
     def restored(
         self, restored: Restored | None, to_root: bool = False, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Goes on from a checkpoint: removes what is newer, verifies and copies this one, and promotes it. Collective.
+        """Continues from a checkpoint: removes newer ones; verifies, copies and promotes this one. Collective.
 
         What is newer on the run's branch is not whole on the hosts that are left, and its steps are to be saved once
         more. A promotion may have been cut off.
@@ -182,7 +182,7 @@ class Tiers(Task):
             self.begin(restored.id, restored.url, to_root, then, is_restored=True)
 
     def delete(self, id: CheckpointId) -> None:
-        """Removes a checkpoint from all tiers. Collective; nothing is under way.
+        """Removes a checkpoint from all tiers; no task is running then. Collective.
 
         Raises:
             CheckpointError: as `prepare`.
@@ -191,7 +191,7 @@ class Tiers(Task):
         self._clear(f"removing step {id.step} from tiers", id.__eq__)
 
     def _clear(self, what: str, unwanted: Callable[[CheckpointId], bool], spares: bool = False) -> None:
-        """Removes what is unwanted on all tiers, and with it what saves would be written over. Collective."""
+        """Removes unwanted shares on all tiers and, with `spares`, the spare files for the next save. Collective."""
 
         def clear() -> None:
             for hosts in self._hosts():
@@ -202,7 +202,7 @@ class Tiers(Task):
         self._ranks.agree(what, work=clear)
 
     def close(self) -> None:
-        """Waits as `finish` does, and gives back what the next save would have been written over. Raises a failure."""
+        """Waits as `finish` does, and removes the spare files for the next save. Raises a failure."""
         self.finish()
         self._remove_spares()
         self.failures.raise_taken()
@@ -228,7 +228,7 @@ class Tiers(Task):
 
 
 def warn_of_former(root: Root, paths: Collection[str], step: int) -> None:
-    """Logs which tiers a run had that this job does not look at: of what they have nothing is cleared.
+    """Logs which tiers a run had that this job does not use, and so does not clean up.
 
     Args:
         paths: of this job's tiers.

@@ -1,4 +1,4 @@
-"""Copies, mends and promotes a checkpoint of a tier, from the files that hosts have of it."""
+"""Copies, repairs and promotes a checkpoint of a tier, from the files that hosts have of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What is to be done for a checkpoint that was committed.
+    """The work to do for a committed checkpoint.
 
     Args:
         ranks: of the side channel on which it is done.
@@ -58,7 +58,7 @@ class Job:
 
 
 class TierQueue(Turns[Job]):
-    """Does jobs in the order in which they were begun, which is one on all ranks.
+    """Does jobs in the order in which they began, which is the same on all ranks.
 
     Failures of copies on other hosts alone are logged, and no failures: the next save is copied again.
 
@@ -71,7 +71,7 @@ class TierQueue(Turns[Job]):
         self._do_job = do
 
     def supersede(self) -> list[Job]:
-        """On rank 0: gives up copies that have no turn yet and will have none, as a newer one waits; returns them."""
+        """Drops and returns waiting copies that a newer one makes needless. On rank 0."""
         of_tiers = [job for job in self.jobs[1:] if job.tier is not None][:-1]
         given_up = [job for job in of_tiers if not (job.promotes or job.is_restored or job.given_up)]
         for job in given_up:
@@ -108,12 +108,12 @@ class TierWork:
         self.begin_from(None)
 
     def begin_from(self, restored: CheckpointId | None) -> None:
-        """Forgets what is copied: the run goes on from a checkpoint, or from none. Nothing may be under way. Local."""
+        """Forgets which checkpoints are copied, as the run continues from another. No task is running then. Local."""
         self._restored = restored
         self._copied: dict[int, set[CheckpointId]] = {number: set() for number in range(len(self._tiers))}
 
     def do(self, job: Job, is_newest: Callable[[], bool]) -> None:
-        """Does what is to be done for a checkpoint. Collective, on the job's ranks.
+        """Does the work for a checkpoint. Collective, on the job's ranks.
 
         Args:
             is_newest: whether no newer one is there, which would be copied next; rank 0's answer counts.
@@ -146,7 +146,7 @@ class TierWork:
             job.then()
 
     def _mend(self, ranks: Ranks, hosts: Hosts, id: CheckpointId) -> None:
-        """Has each host verify what it has of a checkpoint, and fetch again what is damaged, where another has it."""
+        """Makes each host verify its files of a checkpoint, and fetch damaged ones from a host with intact ones."""
         what = f"verifying {id.name} on {hosts.root}"
         whole = find(ranks, hosts, id.name, what)
         _, damaged = ranks.agree(
@@ -161,7 +161,7 @@ class TierWork:
         )
 
     def _copy(self, ranks: Ranks, hosts: Hosts, number: int, id: CheckpointId) -> WholeCheckpoint:
-        """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
+        """Makes each host fetch its copies of a tier's checkpoint; removes checkpoints older than those that stay."""
         begin = world().monotonic()
         what = f"copying {id.name} on {hosts.root}"
         whole = find(ranks, hosts, id.name, what)
@@ -193,7 +193,7 @@ class TierWork:
         return whole
 
     def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, id: CheckpointId) -> None:
-        """Copies a checkpoint from one tier to another: each host the files that its ranks have written."""
+        """Copies a checkpoint from one tier to another; each host copies the files that its ranks wrote."""
         what = f"promoting {id.name} to {target.root}"
         share = target.share(id.name)
         own = {
@@ -231,7 +231,7 @@ class TierWork:
 
 
 def clear_shares(hosts: Hosts, unwanted: Callable[[CheckpointId], bool]) -> None:
-    """Removes what a host has of checkpoints, on its leader. A failure is logged."""
+    """Removes a host's shares of checkpoints, on its leader; logs a failure."""
     if not hosts.is_leader:
         return
     with _logging_failures(hosts.root):
@@ -242,7 +242,7 @@ def clear_shares(hosts: Hosts, unwanted: Callable[[CheckpointId], bool]) -> None
 
 
 def clear_spares(path: str) -> None:
-    """Gives back what the next save to a host's directory would have been written over. A failure is logged."""
+    """Removes the spare files in a host's directory; logs a failure."""
     with _logging_failures(path):
         remove_spares(path)
 

@@ -1,1 +1,1 @@
-"""Planning of saves: the state of the job, and which rank writes which boxes of it. No I/O."""
+"""Plans saves: the state of the job, and which rank writes which boxes. No I/O."""

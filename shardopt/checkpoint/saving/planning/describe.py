@@ -1,4 +1,4 @@
-"""Descriptions of the job's state: made by each rank, compared, and merged (`merge`) where they differ."""
+"""Describes the job's state: each rank describes its own, ranks compare, and `merge` merges what differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, STORED_DTYPES, has_no_memory, stored_dtype
 from shardopt.checkpoint.format.values import encode_path, pack
-from shardopt.checkpoint.saving.planning.ownership import buffers_in, check_optimizers
+from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
@@ -29,7 +29,7 @@ from shardopt.state.values import encode_value
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The state of one rank, without a byte of its tensors. Plain values are in their typed JSON form."""
+    """The state of one rank without its tensors' bytes; plain values are in typed JSON."""
 
     views: Mapping[str, View]
     tensors: Mapping[str, tuple[Path, Dtype, Layout]]
@@ -46,7 +46,7 @@ class Description:
     contents_come_later: bool = False  # with what is written; until then there are none
 
     def geometry_fingerprint(self) -> str:
-        """Returns a hash, equal on two ranks, and in two saves, that describe the same tensors in the same places."""
+        """Returns a hash that is equal for equal tensors in equal places, on two ranks or in two saves."""
         aliases = sorted((key, first) for key, (first, _) in self.aliases.items())
         words = [str(len(self.tied)), json.dumps(aliases)]
         for key, first in sorted(self.tied.items()):
@@ -63,7 +63,7 @@ class Description:
         return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
     def values_fingerprint(self) -> str:
-        """Returns a hash that is equal on two ranks if they have the same plain values."""
+        """Returns a hash that is equal on two ranks with equal plain values."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.values_json(), sort_keys=True).encode())
 
     def geometry_json(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The state of the whole job without its values: every tensor with its whole layout.
+    """The state of the whole job without values: every tensor with its whole layout.
 
     `tied` has the keys of tensors that are, on every rank, one memory with the member that each is mapped to, or were
     declared as tied to it.
@@ -177,7 +177,7 @@ def describe(
 
 
 def _refuse_without_memory(key: str, view: View) -> None:
-    """Raises StateError for a tensor whose elements have no memory."""
+    """Raises StateError for a tensor with elements but without memory."""
     if any(has_no_memory(piece.tensor) for piece in view.pieces):
         found, remedy = GIVEN_BACK, "save while its parameter is there"
         if view.pieces[0].tensor.is_meta:
@@ -186,7 +186,7 @@ def _refuse_without_memory(key: str, view: View) -> None:
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:
-    """Returns the job's geometry where every rank has described the same."""
+    """Returns the job's geometry if every rank has described the same."""
     ranks = tuple(range(world_size))
     tied = {key: (first, description.tensors[key][0]) for key, first in description.tied.items()}
     members = {
@@ -200,7 +200,7 @@ def geometry_of(description: Description, world_size: int) -> Geometry:
 def with_aliases(
     tied: Mapping[str, tuple[str, Path]], aliases: Mapping[str, tuple[str, Path]]
 ) -> dict[str, tuple[str, Path]]:
-    """Returns the keys that share a member's memory, those that were declared to among them.
+    """Returns the keys that share a member's memory, including declared ones.
 
     Args:
         tied: those that were found.

@@ -1,4 +1,4 @@
-"""Names the replicas that have drifted, once their summaries have shown that some have.
+"""Names the replicas that have drifted, after summaries have shown that some have.
 
 A summary is a hash of thousands of replicas. Ranks send hashes of parts of it, then of parts of the parts that differ,
 until those are single replicas: a few rounds of a few KiB, where all hashes of all ranks would be gigabytes.
@@ -27,7 +27,7 @@ Groups = Mapping[str, Sequence[tuple[str, str, str]]]
 
 
 class _Range(NamedTuple):
-    """Replicas of a group, by their places in it; `end` is -1 for all to the last."""
+    """Replicas of a group from `begin` to `end`; `end` is -1 for the last."""
 
     group: str
     begin: int
@@ -39,7 +39,7 @@ class _Range(NamedTuple):
 
 
 def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[str]) -> None:
-    """Raises StateError, which names replicas that differ: all, or of very many the first. Collective.
+    """Raises StateError that names the replicas that differ, or the first ones of very many. Collective.
 
     Args:
         groups: this rank's.
@@ -50,7 +50,7 @@ def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[s
 
 
 def tell_buffers(ranks: Ranks, call: Call, groups: Groups, differing: Sequence[str]) -> None:
-    """Logs on rank 0 which buffers differ, of which the first holder's values are stored. Collective.
+    """Logs on rank 0 which buffers differ between ranks; the first holder's values are stored. Collective.
 
     Args:
         groups, differing: as for `refuse_drifted`.
@@ -65,8 +65,9 @@ def _meet(
     drifted: Sequence[str],
     decide: Callable[[Sequence[Any]], None],
 ) -> None:
-    """Narrows groups down to single replicas that differ, and hands these to `decide` on rank 0: number, key, box and
-    hash of each, by rank.
+    """Narrows groups down to the single replicas that differ.
+
+    Passes these to `decide` on rank 0: number, key, box and hash of each, by rank.
     """
     most = max(_MOST_RANGES // ranks.size, _LEAST_RANGES)
     ranges = [_Range(group, 0, -1) for group in drifted[:most]]
@@ -87,7 +88,7 @@ def _meet(
 
 
 def _hashes_of_parts(groups: Groups, ranges: Sequence[_Range]) -> list[list[Any]]:
-    """Returns group, begin, end and hash of each part of those ranges that this rank has."""
+    """Returns group, begin, end and hash of each part of those ranges that this rank holds."""
     parts = []
     for group, begin, end in ranges:
         replicas = groups.get(group)
@@ -102,7 +103,7 @@ def _hashes_of_parts(groups: Groups, ranges: Sequence[_Range]) -> list[list[Any]
 
 
 def _that_differ(reports: Sequence[Sequence[Sequence[Any]]]) -> list[_Range]:
-    """Returns the parts of which ranks do not have the same hash, in order."""
+    """Returns the parts whose hashes differ between ranks, in order."""
     first: dict[_Range, str] = {}
     differ: set[_Range] = set()
     for report in {id(report): report for report in reports}.values():  # many ranks may share one
@@ -125,7 +126,7 @@ def _tell(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
 
 
 def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
-    """Raises StateError for replicas that differ: number, key, box and hash of each, by rank."""
+    """Raises StateError for replicas that differ, given number, key, box and hash of each, by rank."""
     first: dict[int, tuple[int, str]] = {}
     problems: dict[int, Problem] = {}
     for rank, named in enumerate(reports):

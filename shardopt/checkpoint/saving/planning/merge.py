@@ -1,4 +1,4 @@
-"""Merges descriptions of ranks that differ into those of the job: by kinds of ranks, and cut by components.
+"""Merges the descriptions of differing ranks into the job's, by kinds of ranks, and cuts it into components.
 
     K kinds of ranks, each of equal descriptions; a component: kinds that share keys, directly or by way of others
 
@@ -32,14 +32,14 @@ _EMPTY: list[Any] = [encode_value({}), encode_value([]), encode_value(())]
 
 
 class MergedGeometry(NamedTuple):
-    """The geometry of the job, and the kinds, by number, that have each of its tensors."""
+    """The geometry of the job, and the numbers of the kinds that have each tensor."""
 
     geometry: Geometry
     kinds_of_key: Mapping[str, tuple[int, ...]]
 
 
 class _Entry(NamedTuple):
-    """A tensor as a kind of ranks describes it, with its path as it was sent."""
+    """A tensor as a kind of ranks describes it, with its path as sent."""
 
     path: Any
     dtype: str
@@ -97,7 +97,7 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
 def sections_of(
     merged: MergedGeometry, kind_count: int, assigned: Mapping[str, Assignment]
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    """Cuts a geometry by components.
+    """Cuts a geometry into components.
 
     Args:
         assigned: who writes what, of all of the job.
@@ -140,7 +140,7 @@ def sections_of(
 
 
 def read_section(wire: Mapping[str, Any]) -> tuple[Geometry, dict[str, Assignment]]:
-    """Decodes a section that `sections_of` made.
+    """Decodes a section from `sections_of`.
 
     Returns:
         The tensors of a component, and all keys of values per rank; and the assignments that do not follow from these.
@@ -165,7 +165,7 @@ def read_section(wire: Mapping[str, Any]) -> tuple[Geometry, dict[str, Assignmen
 
 
 def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geometry) -> Values:
-    """Merges plain values into those of the job.
+    """Merges the plain values of all kinds into those of the job.
 
     Args:
         descriptions: `Description.values_json` by rank, ascending; of ranks that have the same, the first is enough.
@@ -204,7 +204,7 @@ def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geomet
 
 
 def _without_filled(values: Values, geometry: Geometry) -> Values:
-    """Leaves out empty containers in which other ranks have something, such as a model without parameters here."""
+    """Drops empty containers that other ranks have filled, such as a model without parameters here."""
     empty = {path: key for key, (path, wire) in values.items() if wire in _EMPTY}
     if not empty:
         return values
@@ -216,7 +216,7 @@ def _without_filled(values: Values, geometry: Geometry) -> Values:
 
 
 def _by_identity(function: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Returns the function, run once for each object: many keys share one value."""
+    """Returns the function, memoized by object identity, as many keys share one value."""
     done: dict[int, tuple[Any, str]] = {}
 
     def run(value: Any) -> str:
@@ -241,7 +241,7 @@ def _merge_tensor(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger, i
 
 
 def _knowing(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> tuple[dict[int, _Entry], _Entry]:
-    """Returns the kinds that know of a tensor, and the entry of the first of them. Raises StateError where they differ.
+    """Returns the kinds that have a tensor, and the first one's entry. Raises StateError if they differ.
 
     A rank that holds nothing of a tensor may not even know its dtype.
     """
@@ -273,7 +273,7 @@ def _tied_on_all(
     tensors: Mapping[str, Mapping[int, _Entry]],
     merger: KindMerger,
 ) -> dict[str, str]:
-    """Returns key → the key whose memory it shares, where that is so on all ranks that hold some of either of them."""
+    """Returns key → the key whose memory it shares, if it does on all ranks that hold parts of either."""
 
     def is_held(key: str, number: int) -> bool:
         return merger.first_holder(tensors[key][number].layout, number) is not None
@@ -296,7 +296,7 @@ def _refuse_undeclared(
     tensors: Mapping[str, Mapping[int, _Entry]],
     kinds: Sequence[tuple[int, ...]],
 ) -> None:
-    """Raises StateError where some ranks declare a tensor as tied to another, and others have it for itself."""
+    """Raises StateError if some ranks declare a tensor as tied, and others have it separately."""
     remedy = "pass the same tied={...} on every rank"
     problems = [
         Problem(key, f"a tensor of its own on rank {kinds[next(iter(tensors[key]))][0]}", f"{first}, as tied", remedy)
@@ -342,7 +342,7 @@ def _decoded(key: str, paths: Mapping[int, Any]) -> dict[int, Path]:
 
 
 def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
-    """Returns a problem where a key stands in a list on one rank and in a dict on another."""
+    """Returns a problem if a key is in a list on one rank and in a dict on another."""
     first_rank, first = next(iter(paths.items()))
     for rank, path in paths.items():
         if kinds_differ(first, path):

@@ -1,4 +1,4 @@
-"""The check that ranks that hold the same box hold the same bytes: replicas that have drifted are named, not saved.
+"""Checks that all ranks that hold a box hold the same bytes; replicas that have drifted are named, not saved.
 
 Hashes are compared. By default they are of at most 64 KiB of each tensor: of all of it up to that size, and of
 64 blocks of 1 KiB beyond, the first and the last among them and the others at equal distances (the n-th begins at
@@ -33,18 +33,18 @@ _BUFFERS = "buffers "  # begins the names of their groups
 _PIECE_BYTES = 2 << 20  # of a tensor that has to be made contiguous first
 
 Contents = Mapping[str, Mapping[str, str]]
-"""Key → box → hash of the bytes, for boxes that this rank holds and others hold too."""
+"""Key → box → hash of the bytes, for boxes that this rank shares with others."""
 
 
 def refuse_unknown_choice(which: str) -> None:
-    """Raises ValueError unless this is a value of `check_replicas`."""
+    """Raises ValueError for an invalid value of `check_replicas`."""
     choices = get_args(CheckReplicas)
     if which not in choices:
         raise ValueError(f"check_replicas: found {which!r}; required one of {choices}; pass one of them")
 
 
 def contents_of(views: Mapping[str, View], which: CheckReplicas) -> dict[str, dict[str, str]]:
-    """Hashes this rank's replicas: "all" their bytes, or those that are "sampled".
+    """Hashes this rank's replicas: "all" bytes, or a "sampled" part.
 
     Bytes on an accelerator are copied to the host in one piece (of at most 64 MiB, else in several).
     """
@@ -69,7 +69,7 @@ def summary_of(
     members: Mapping[str, Member],
     buffers: Collection[str] = frozenset(),
 ) -> dict[str, str]:
-    """Sums hashes up: one hash for all replicas that the same ranks hold, by a hash of their keys, boxes and ranks.
+    """Returns one hash for all replicas that the same ranks hold, by a hash of their keys, boxes and ranks.
 
     Args:
         members: of the job, where they are known; they say which ranks have a key, and which hold a box, which is
@@ -88,7 +88,7 @@ def groups_of(
     members: Mapping[str, Member],
     buffers: Collection[str] = frozenset(),
 ) -> dict[str, list[tuple[str, str, str]]]:
-    """Groups key, box and hash of replicas by a hash of who holds them, of their keys and of their boxes; sorted.
+    """Groups key, box and hash of replicas by a hash of their holders, keys and boxes; sorted.
 
     Args:
         contents, views, members, buffers: as for `summary_of`.
@@ -117,7 +117,7 @@ def groups_of(
 
 
 def drifted_in(summaries: Iterable[Mapping[str, str]]) -> list[str]:
-    """Returns the groups of replicas, by the keys of summaries, for which ranks do not have the same hash."""
+    """Returns the groups of replicas, by the keys of summaries, whose hashes differ between ranks."""
     first: dict[str, str] = {}
     drifted = (
         where for each in summaries for where, digest in each.items() if first.setdefault(where, digest) != digest
@@ -126,23 +126,23 @@ def drifted_in(summaries: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def are_buffers(group: str) -> bool:
-    """Whether a group of replicas, by its name, is of buffers, of which each rank may have other values."""
+    """Whether a group of replicas, by its name, consists of buffers, which may differ between ranks."""
     return group.startswith(_BUFFERS)
 
 
 def is_shared(layout: Layout, box: Box) -> bool:
-    """Whether other ranks hold a box too, as far as the layout tells."""
+    """Whether other ranks hold a box too, according to the layout."""
     return layout.holders is None or layout.local or box in layout.shared
 
 
 def sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields what is hashed of a tensor as "sampled", at most 64 KiB, as flat tensors of bytes where it lies."""
+    """Yields the "sampled" parts of a tensor, at most 64 KiB, as flat byte tensors on its device."""
     for piece in _sampled_pieces(_as_integers(tensor)):
         yield piece.reshape(-1).view(torch.uint8)
 
 
 def hash_of(sample: Tensor) -> str:
-    """Returns the hash of what `sampled_pieces` gave, one after the other in the memory of the host."""
+    """Returns the hash of the parts that `sampled_pieces` yielded, concatenated in host memory."""
     return xxhash.xxh3_64_hexdigest(bytes_of(sample))
 
 
@@ -152,7 +152,7 @@ def _shared_by_name(layout: Layout) -> Mapping[str, tuple[int, ...]]:
 
 
 def _hashes(tensors: Sequence[Tensor], which: CheckReplicas) -> list[str]:
-    """Returns the hash of each tensor: of the bytes of its elements in C order, on whichever device."""
+    """Returns the hash of each tensor's bytes in C order, on any device."""
     digests = [""] * len(tensors)
     elsewhere: defaultdict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
@@ -175,7 +175,7 @@ def _hashes(tensors: Sequence[Tensor], which: CheckReplicas) -> list[str]:
 def _hashes_from_device(
     tensors: Sequence[Tensor], numbers: Sequence[int], pieces_of: Callable[[Tensor], Iterator[Tensor]]
 ) -> Iterator[tuple[int, str]]:
-    """Yields index and hash of those tensors, which lie on one device; the hashed bytes are copied in few batches."""
+    """Yields index and hash of the tensors, all on one device; copies their bytes in few batches."""
     running = {i: xxhash.xxh3_64() for i in numbers}
     with torch.no_grad():
         for batch in _batches((i, piece) for i in numbers for piece in pieces_of(_as_integers(tensors[i]))):
@@ -201,7 +201,7 @@ def _batches(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, T
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Returns the same memory as integers, which torch can gather and concatenate anywhere, unlike some floats."""
+    """Returns the same memory as integers, which torch can gather and concatenate everywhere, unlike some floats."""
     return tensor.detach().view(_OF_SIZE[tensor.element_size()])
 
 
@@ -214,7 +214,7 @@ def _all_pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields all of a small tensor, or the blocks of a large one."""
+    """Yields all of a small tensor, or some blocks of a large one."""
     numel, itemsize = tensor.numel(), tensor.element_size()
     block = _BLOCK_BYTES // itemsize
     if tensor.nbytes <= SAMPLED_BYTES:
@@ -232,11 +232,11 @@ def _sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=1024)
 def _block_starts(numel: int, itemsize: int) -> tuple[int, ...]:
-    """Returns the first element of each block of a tensor that has more elements than the blocks."""
+    """Returns the first element of each block of a tensor that is larger than all blocks together."""
     distance = _distance(numel, itemsize)
     return *range(0, distance * (_BLOCKS - 1), distance), numel - _BLOCK_BYTES // itemsize
 
 
 def _distance(numel: int, itemsize: int) -> int:
-    """Returns the elements from the start of one block to that of the next; to the last block it may be a few more."""
+    """Returns the distance in elements between the starts of blocks; the last one may be slightly larger."""
     return (numel - _BLOCK_BYTES // itemsize) // (_BLOCKS - 1)

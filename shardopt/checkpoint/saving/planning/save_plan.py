@@ -1,4 +1,4 @@
-"""The plan of a save: which rank writes which boxes, into which data files. Pure data; no I/O."""
+"""The plan of a save: which rank writes which boxes to which data files. Pure data; no I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardopt.sharding.pieces import View
 
 
 class WriteRequest(NamedTuple):
-    """One box of a tensor that this rank writes: `piece` of its view, narrowed to `inner` if that is not all of it.
+    """One box of a tensor that this rank writes: a `piece` of its view, narrowed to `inner` unless that is None.
 
     `is_patch` for some rows of what the plan has as one box, the rest of which an earlier save has: they get a key of
     their own in the data file.
@@ -39,7 +39,7 @@ class WriteRequest(NamedTuple):
 
 
 class SavePlan:
-    """The writers of all boxes of a job's state, or of one component of it; the same on every rank. Holds no tensor.
+    """The writers of all boxes of a job's state, or of one component; the same on every rank. Holds no tensor.
 
     Args:
         geometry: whose tensors are made up by their boxes (`check_covers`).
@@ -64,7 +64,7 @@ class SavePlan:
         self.stored: StoredTensors | None = None  # made at the first commit, and kept
 
     def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
-        """Yields the boxes of a tensor that a rank writes, and the slot (number) of the file that each goes to."""
+        """Yields the boxes of a tensor that a rank writes, each with the slot (number) of its file."""
         assignment = self.assigned[key]
         for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
             if writer == rank:
@@ -72,7 +72,7 @@ class SavePlan:
 
     @cached_property
     def boxes_in_order(self) -> Mapping[tuple[int, int], Sequence[tuple[str, int]]]:
-        """The boxes of each data file, by rank and slot, in the order of their bytes: key, and number in its tensor."""
+        """The boxes of each data file, by rank and slot, in byte order: key, and number of the box in its tensor."""
         boxes: defaultdict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
         for key, assignment in self.assigned.items():
             for number, writer in enumerate(assignment.writers):
@@ -84,7 +84,7 @@ class SavePlan:
 
 
 class RankWrites:
-    """The writes of one rank, by the slot of the data file and in the order of the bytes there.
+    """The writes of one rank, by slot of the data file and in byte order there.
 
     Args:
         views: of the rank's tensors, of which only the boxes count; None where the bytes come from elsewhere.
@@ -102,7 +102,7 @@ class RankWrites:
         self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: `per_rank_bytes`, and the header for it
 
     def only(self, slots: Mapping[int, Sequence[WriteRequest]]) -> RankWrites:
-        """Returns the same with other requests: some of these, or patches of them. Slots without any have no file."""
+        """Returns the writes with fewer requests, or patches of them. Slots without requests have no file."""
         writes = copy.copy(self)
         writes.slots = defaultdict(list)
         for slot, requests in slots.items():
@@ -112,13 +112,13 @@ class RankWrites:
         return writes
 
     def replaced(self, other: Callable[[WriteRequest], WriteRequest]) -> RankWrites:
-        """Returns the same with other places in memory for its requests, whose boxes stay."""
+        """Returns the writes with other memory for the same boxes."""
         writes = copy.copy(self)
         writes.slots = defaultdict(list, {slot: [*map(other, requests)] for slot, requests in self.slots.items()})
         return writes
 
     def header(self, slot: int, per_rank_bytes: int) -> bytes:
-        """Returns the header of one of this rank's data files, whose values per rank take so many bytes."""
+        """Returns the header of one of this rank's data files, for this many bytes of values per rank."""
         made_for, header = self._headers.get(slot, (-1, b""))
         if made_for != per_rank_bytes:
             stem = file_stem(self.rank, slot)
@@ -130,7 +130,7 @@ class RankWrites:
         return header
 
     def tensor_bytes(self, slot: int) -> int:
-        """Returns the bytes of tensors in one of this rank's data files."""
+        """Returns the number of tensor bytes in one of this rank's data files."""
         return sum(request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ()))
 
     def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
@@ -145,7 +145,7 @@ def _place_in_file(request: WriteRequest) -> tuple[int, str]:
 
 
 def _place_in(view: View, box: Box) -> tuple[int, Box | None]:
-    """Returns the number of the piece of the view that holds the box, and where in it; None for all of it."""
+    """Returns the number of the view's piece that holds the box, and the box within it; None for the whole piece."""
     for i, piece in enumerate(view.pieces):
         if piece.box is box or piece.box == box:
             return i, None

@@ -1,4 +1,4 @@
-"""Tied tensors: keys of one state that share one memory, such as tied weights. The memory is stored once."""
+"""Tied tensors: keys of one state that share one memory, such as tied weights. Each memory is stored once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardopt.state.state import FlatState
 
 
 def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Returns key → the first key with the same boxes in the same memory, for each key that is not the first.
+    """Returns, for each key that is not the first, the first key with the same boxes in the same memory.
 
     Args:
         addresses: of the first piece of each view, 0 for none or an empty one; None where they are not known.
@@ -39,7 +39,7 @@ def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = Non
 
 
 def refuse_untied(flat: FlatState, views: Mapping[str, View]) -> None:
-    """Raises StateError where tensors that are declared as tied are two on this rank.
+    """Raises StateError if tensors that are declared as tied have two memories on this rank.
 
     Args:
         views: by key; those that are not there are not asked about.
@@ -55,7 +55,7 @@ def refuse_untied(flat: FlatState, views: Mapping[str, View]) -> None:
 
 
 def refuse_other_ties(declared: Sequence[Mapping[str, str]]) -> None:
-    """Raises StateError where ranks declare other parameters as tied.
+    """Raises StateError if ranks declare different parameters as tied.
 
     Args:
         declared: by rank, name → the name that stands for it.

@@ -1,1 +1,1 @@
-"""Writing: copies to host memory, data files, and saves that go on in the background."""
+"""Writes data files and copies to host memory, and tracks saves in the background."""

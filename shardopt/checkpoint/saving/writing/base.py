@@ -28,7 +28,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class FoundBase(NamedTuple):
-    """The base that rank 0 has opened, for all ranks; `is_sent` is whether its manifest is a section for the others."""
+    """The base that rank 0 opened, for all ranks; `is_sent` if its manifest is sent to the others as a section."""
 
     url: str
     digest: str
@@ -36,7 +36,7 @@ class FoundBase(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a box that a rank is to write, `begin` up to `end` of the tensor's.
+    """Rows of a box to write, `begin` to `end` in the tensor's rows.
 
     `unchanged_in` is the number of the base's box that has them; None where they have changed.
     """
@@ -81,7 +81,7 @@ class Base:
         return self.source.digest
 
     def is_there(self) -> bool:
-        """Whether the manifest is still there that was read."""
+        """Whether the manifest that was read still exists."""
         try:
             data = self.source.storage.read(MANIFEST_NAME)
         except FileNotFoundError:
@@ -94,13 +94,13 @@ class Base:
         return DataFile(file.name, file.nbytes, file.digest, file.directory or self.directory)
 
     def bytes_in(self, number: int) -> int:
-        """Returns the bytes of tensors in one of the base's files, which must have been opened."""
+        """Returns the tensor bytes in one of the base's files, which must have been opened."""
         file = self._files.get(number)
         entries = [] if file is None else [*file.entries.values()]
         return entries[-1].begin - entries[0].begin if entries else 0
 
     def layout_of(self, request: WriteRequest) -> StoredLayout | None:
-        """Returns the layout that the base has of a tensor; None where it has none of its name and dtype."""
+        """Returns the base's layout of a tensor; None if it has none of this name and dtype."""
         tensor = self.manifest.tensors.get(request.key)
         if tensor is None or tensor.tied_to is not None or tensor.stored_as is not None:
             return None  # data files have it under another key
@@ -115,7 +115,7 @@ class Base:
         return layout.files[part.unchanged_in]
 
     def rows_like(self, layout: StoredLayout, box: Box) -> list[tuple[int, int, int]]:
-        """Returns first and last row (exclusive) and number of those stored boxes that have a box's columns."""
+        """Returns first row, end and number of the stored boxes with the same columns as a box."""
         if layout not in self._columns:
             columns: defaultdict[tuple[Any, ...], list[tuple[int, int, int]]] = defaultdict(list)
             for number, stored in enumerate(layout.boxes):
@@ -126,7 +126,7 @@ class Base:
         return self._columns[layout].get(columns_of(box), [])
 
     def checksums(self, number: int, request: WriteRequest, entry: StoredEntry) -> bytes | None:
-        """Returns the checksums of an entry of one of the base's files; None where it is not as it was written."""
+        """Returns the checksums of an entry of one of the base's files; None if it is not as it was written."""
         try:
             if number not in self._files:
                 self._files[number] = None
@@ -145,7 +145,7 @@ class Base:
 def find_base(
     url: str, required: bool, target: Storage, ranks: int
 ) -> tuple[Base | None, FoundBase | None, list[bytes]]:
-    """Opens the base on rank 0. Returns it, what all ranks get of it, and the section that they need then.
+    """Opens the base on rank 0. Returns it, what all ranks get of it, and the section that they then need.
 
     Args:
         required: whether it is an error that there is no such save, or a damaged one; otherwise all is written.
@@ -166,7 +166,7 @@ def find_base(
 
 
 def open_found(found: FoundBase, section: bytes, target: Storage) -> Base | None:
-    """Opens the base that rank 0 has found, on another rank; None where this rank cannot see the same."""
+    """Opens the base that rank 0 found, on another rank; None if this rank sees something else."""
     try:
         base = Base(found.url, target, zlib.decompress(section) if found.is_sent else None)
     except CheckpointError as error:
@@ -182,10 +182,10 @@ def open_found(found: FoundBase, section: bytes, target: Storage) -> Base | None
 
 
 def rows_of(box: Box) -> tuple[int, int]:
-    """Returns the first row of a box, and the one after its last; a box without dimensions has one."""
+    """Returns the first row of a box and its end; a box without dimensions has one row."""
     return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
 
 
 def columns_of(box: Box) -> tuple[Any, ...]:
-    """Returns where a box lies in the dimensions but the first."""
+    """Returns a box's place in all dimensions except the first."""
     return box.offsets[1:], box.sizes[1:]

@@ -1,4 +1,4 @@
-"""Streams tensors from accelerators to the host: one of two pinned buffers is filled while the other one is written.
+"""Streams tensors from accelerators to the host: fills one of two pinned buffers while the other is written.
 
     window      tensors whose bytes fill a buffer; those of the host among them stand for themselves
 
@@ -27,7 +27,7 @@ _MOST_MEMBERS = 4096  # of a window, which tensors of the host do not fill
 
 
 def streamed(tensors: Iterable[Tensor], nbytes: int) -> Iterator[memoryview]:
-    """Yields the bytes of tensors one after the other, of large ones in parts of whole segments; and `FLUSH`.
+    """Yields the bytes of tensors one after the other, large ones in parts of whole segments; and `FLUSH`.
 
     What was yielded before `FLUSH` is overwritten once the next is asked for.
 
@@ -51,12 +51,12 @@ def streamed(tensors: Iterable[Tensor], nbytes: int) -> Iterator[memoryview]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor in plain memory of the host, whatever it is and wherever it lies."""
+    """Returns a copy of any tensor in plain host memory."""
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
 class _Window:
-    """Tensors in order, each with its place in the buffer; without one where it is not streamed."""
+    """Tensors in order, each with its place in the buffer, or none if it is not streamed."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer, self._used = buffer, 0
@@ -64,11 +64,11 @@ class _Window:
         self._copied: list[tuple[Any, Any]] = []  # stream, event
 
     def takes(self, nbytes: int) -> bool:
-        """Whether so many bytes have room."""
+        """Whether this many bytes fit."""
         return self._used + nbytes <= len(self._buffer) and len(self._members) < _MOST_MEMBERS
 
     def add(self, tensor: Tensor, streams: bool) -> None:
-        """Adds a tensor, for which there is room if it is streamed."""
+        """Adds a tensor; a streamed one must fit."""
         host: Tensor | None = None
         if streams:
             end = self._used + tensor.nbytes
@@ -77,7 +77,7 @@ class _Window:
         self._members.append((tensor, host))
 
     def begin(self, memory: HostMemory) -> None:
-        """Begins the copies, each on the stream for its device. Does not wait."""
+        """Begins the copies, each on its device's stream. Does not wait."""
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, host in self._members:
             if host is not None:
@@ -107,7 +107,7 @@ class _Window:
 
 
 class _Windows:
-    """Cuts tensors into windows, with two buffers in turn."""
+    """Splits tensors into windows that use two buffers in turn."""
 
     def __init__(self, memory: HostMemory, buffer_bytes: int) -> None:
         self._memory, self._bytes = memory, buffer_bytes
@@ -115,7 +115,7 @@ class _Windows:
         self._ordered: set[torch.device] = set()
 
     def begun(self, tensors: Iterable[Tensor]) -> Iterator[_Window]:
-        """Yields windows whose copies have begun; the one before the last has to be taken before the next is made."""
+        """Yields windows whose copies have begun; the caller takes the one before last before the next is made."""
         window: _Window | None = None
         for tensor in tensors:
             streams = self._streams(tensor)
@@ -139,7 +139,7 @@ class _Windows:
                     stream.synchronize()
 
     def _streams(self, tensor: Tensor) -> bool:
-        """Whether a tensor is streamed; orders copies from its device after what was queued on the current stream."""
+        """Whether a tensor is streamed; orders its copy after what is queued on its device's current stream."""
         if tensor.is_cpu or not tensor.numel() or not has_streams(tensor.device) or tensor.is_conj() or tensor.is_neg():
             return False
         if tensor.device not in self._ordered:

@@ -1,4 +1,4 @@
-"""Host memory for copies of a rank's state: allocated once, populated at once, and not inherited by children.
+"""Host memory for copies of a rank's state: allocated and populated once, and not inherited by forked children.
 
 The first touch of a page costs ten times as much as the copy into it, and more where other threads fault too; the first
 save would wait for that. So the pages are large ones where the system has them, and are populated by one call, beside
@@ -33,11 +33,11 @@ if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 Wanted = tuple[torch.dtype, torch.Size, torch.device]
-"""What is to be copied to the host: its dtype and shape, and where it is."""
+"""The dtype, shape and device of a tensor to be copied to the host."""
 
 
 class HostMemory:
-    """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
+    """Host memory for the tensors of one save at a time: allocated at the first save, reused by the next ones.
 
     It is one block for what comes from the CPU, and a pinned one for what comes from accelerators; both grow if a later
     state is larger, and are given back if it is much smaller. They are separate, since pinned memory is scarce and of
@@ -56,7 +56,7 @@ class HostMemory:
         return self.tensors_of([(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors])
 
     def tensors_of(self, wanted: list[Wanted]) -> list[Tensor]:
-        """Returns such tensors for dtypes, shapes, and the devices from which they are copied."""
+        """Returns such tensors for given dtypes, shapes and source devices."""
         if wanted != self._wanted:
             places: list[tuple[bool, int, int]] = []
             totals = {False: 0, True: 0}
@@ -77,17 +77,17 @@ class HostMemory:
         return self._tensors
 
     def populate(self) -> None:
-        """Populates all pages, if they are not yet; other threads run meanwhile."""
+        """Populates all pages that are not populated yet; other threads keep running."""
         self._plain.populate()
 
     def stream(self, device: torch.device) -> Any:
-        """Returns the stream on which an accelerator's tensors are copied."""
+        """Returns the stream for copies of an accelerator's tensors."""
         if device not in self._streams:
             self._streams[device] = torch.get_device_module(device).Stream(device)
         return self._streams[device]
 
     def free(self) -> None:
-        """Frees the memory; nobody may still use it."""
+        """Frees the memory, which must no longer be in use."""
         self._wanted, self._tensors = [], []
         for block in (self._plain, self._pinned):
             block.free()
@@ -100,7 +100,7 @@ class HostMemory:
 
 
 class Block:
-    """A block of host memory, whose pages are populated when they are touched, or by `populate`.
+    """A block of host memory whose pages are populated on first touch, or by `populate`.
 
     Args:
         pinned_for: a device in use for which it is pinned, where it can be.
@@ -133,20 +133,20 @@ class Block:
                 self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
 
     def at_least(self, nbytes: int, pinned_for: torch.device | None = None) -> Block:
-        """Returns this block if it is large enough, and not far too large; otherwise frees it and returns a new one."""
+        """Returns this block if it is large enough, but not far too large; otherwise frees it and returns a new one."""
         if nbytes <= self.memory.numel() <= 2 * nbytes + _MOST_SPARE_BYTES:
             return self
         self.free()  # before the new one: never both
         return Block(nbytes, pinned_for)
 
     def populate(self) -> None:
-        """Populates all pages, where the system can; otherwise each is populated when it is touched."""
+        """Populates all pages, if the system can; otherwise the first touch populates each."""
         if self._unpopulated and _madvise is not None:
             self._unpopulated = False
             _madvise(self.memory.data_ptr(), self.memory.numel(), _POPULATE_WRITE)
 
     def free(self) -> None:
-        """Frees the memory, once its last tensor is gone."""
+        """Frees the memory once its last tensor is gone."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None

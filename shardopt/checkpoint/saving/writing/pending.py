@@ -1,4 +1,4 @@
-"""Pending saves: saves in the background as the program sees them, and the registry of those not yet reported."""
+"""Pending saves: background saves as the program sees them, and the registry of unreported ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardopt.world import world
 
 
 class PendingSave:
-    """A save in the background, as returned by `async_save`.
+    """A save in the background, as `async_save` returns it.
 
     Args:
         url: where the checkpoint will be.
@@ -49,8 +49,8 @@ class PendingSave:
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, and returns the report of the save. Local.
 
-        A failure that it raises counts as reported on this rank. Where it was not reported on others, the next
-        collective call (`save`, `async_save`, or of a `Manager`) raises it once more, on all ranks.
+        A failure that it raises counts as reported on this rank. If it was not reported on other ranks, the next
+        collective call (`save`, `async_save`, or a `Manager`'s) raises it again, on all ranks.
 
         Args:
             timeout: in seconds; None waits for as long as it takes.
@@ -72,7 +72,7 @@ class PendingSave:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that the save has failed with, the same on all ranks, whether it was reported or not."""
+        """The error of the save, the same on all ranks, whether or not it was reported."""
         return self._error if self.done else None
 
     @property
@@ -81,26 +81,26 @@ class PendingSave:
         return self._reported
 
     def take_failure(self) -> BaseException | None:
-        """Returns the failure of the save, if it was not reported on this rank; now it is. Does not wait."""
+        """Returns the failure of the save unless it was reported on this rank, and marks it. Does not wait."""
         if self.failure is None or self._reported:
             return None
         self._set_reported()
         return self.failure
 
     def mark_reported(self) -> None:
-        """Marks the failure as reported beforehand, for a call that itself raises the error the save will fail with."""
+        """Marks the failure as reported in advance, for a call that raises the same error itself."""
         self._reported = True
         if self.done:
             untrack(self)
 
     def raise_failure(self) -> None:
-        """Raises the failure of the save, if there is one and it was not reported on this rank. Local."""
+        """Raises the failure of the save, unless it was reported on this rank. Local."""
         failure = self.take_failure()
         if failure is not None:
             raise failure
 
     def exit_message(self) -> str:
-        """Returns the line for stderr where the program ends without the report of this save."""
+        """Returns the line for stderr if the program ends before this save was reported."""
         if self._error is not None:
             return f"the program ended before it was reported that saving {redacted(self.url)} failed: {self._error}"
         end = "was committed all the same" if self._report is not None else "was given up"
@@ -110,17 +110,17 @@ class PendingSave:
         )
 
     def succeed(self, report: SaveReport) -> None:
-        """Ends the save, whose checkpoint is committed. Called by the thread that saves."""
+        """Ends a committed save. Called by the thread that saves."""
         self._report = report
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the save, which has no checkpoint. Called by the thread that saves."""
+        """Ends a failed save, which has no checkpoint. Called by the thread that saves."""
         self._error = error
         self._end()
 
     def abandon_in_child(self) -> None:
-        """Ends the save in a forked child, which has no thread that goes on with it."""
+        """Ends the save in a forked child, which has no thread to continue it."""
         self._error, self._reported = (
             RankError(
                 f"saving {self.url} continues in the process that this one was forked from", code="save-in-flight"
@@ -143,7 +143,7 @@ class PendingSave:
         untrack(self)
 
     def before_step(self, *unused: Any) -> None:
-        """Waits for the copy, and raises a failure of the save: the step-pre-hook of an optimizer whose state is saved.
+        """Waits for the copy, and raises a failed save's error: the step-pre-hook of optimizers being saved.
 
         Local: where threads end at different times, ranks raise before different steps.
         """
@@ -155,7 +155,7 @@ class PendingSave:
 
 
 def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: list[RemovableHandle]) -> None:
-    """Makes optimizers wait with their steps until what they change is copied.
+    """Delays the steps of optimizers until the tensors that they change are copied.
 
     Args:
         hooks: the handles are appended to it, even where a later optimizer refuses the hook. Removing them ends it.
@@ -165,7 +165,7 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
 
 
 _tracked: list[PendingSave] = []
-"""The saves of which nothing was reported to the program yet."""
+"""The saves that were not reported to the program yet."""
 
 
 def untrack(save: PendingSave) -> None:
@@ -180,13 +180,13 @@ def tracked_urls() -> list[str]:
 
 
 def take_failures() -> list[BaseException]:
-    """Returns the failures of saves in the background that were not reported on this rank; now they are. Local."""
+    """Returns the failures of background saves that were not reported on this rank, and marks them. Local."""
     failures = [save.take_failure() for save in tuple(_tracked)]
     return [failure for failure in failures if failure is not None]
 
 
 def raise_failures() -> None:
-    """Raises the first failure that was not reported, and leaves the others for the next call.
+    """Raises the first failure that was not reported; leaves the others for the next call.
 
     Local: called within a round, so that all ranks raise.
     """
@@ -197,7 +197,7 @@ def raise_failures() -> None:
 
 
 def _fail_at_exit() -> None:
-    """Ends the process with code 1 where a save was left to itself.
+    """Ends the process with code 1 if a save has not ended, or its failure was not reported.
 
     An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
     handlers that were registered before from running: therefore this one is registered when the module is imported, and

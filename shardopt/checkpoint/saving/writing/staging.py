@@ -1,4 +1,4 @@
-"""Staging: copies of a rank's state to host memory, at once or, of state that only steps change, beside training.
+"""Staging: copies a rank's state to host memory, at once or, if only steps change it, while training continues.
 
     H ranks hold the same
 
@@ -47,7 +47,7 @@ _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python
 
 
 class Copy(NamedTuple):
-    """A tensor, the host memory that it is copied to, and its version counter at the call."""
+    """A tensor, the host memory for its copy, and its version counter at the time of the call."""
 
     key: str
     source: Tensor
@@ -56,19 +56,19 @@ class Copy(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Host memory for what is copied by the plan: the boxes that a rank writes, and samples of what it holds."""
+    """Host memory for copies by the plan: the boxes that a rank writes, and samples of those that it holds."""
 
     parts: HostMemory
     samples: HostMemory
 
     def free(self) -> None:
-        """Frees both; nobody may still use them."""
+        """Frees both, which must no longer be in use."""
         self.parts.free()
         self.samples.free()
 
 
 class Staging:
-    """The copy of one rank's state to the host.
+    """Copies one rank's state to the host.
 
     The constructor runs in the call that saves, and copies everything that may change before the next step; on
     accelerators the copies are ordered before later work of the current stream. The rest is copied by `finish`, in any
@@ -148,17 +148,17 @@ class Staging:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether some copies are left for `finish`."""
+        """Whether some copies are left to `finish`."""
         return bool(self._later) or (self.is_by_plan and self._lazily)
 
     @property
     def waits_for_plan(self) -> bool:
-        """Whether `copy_by_plan` has to be called before the state may be changed."""
+        """Whether `copy_by_plan` must be called before the state may change."""
         return self.is_by_plan and not self._lazily
 
     @contextmanager
     def _after_the_caller(self) -> Iterator[None]:
-        """Orders copies after earlier work of the current stream of each accelerator, and before later work."""
+        """Orders copies after earlier work on each accelerator's current stream, and before later work."""
         for device in self._devices:
             self._memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
         yield
@@ -166,7 +166,7 @@ class Staging:
             torch.get_device_module(device).current_stream(device).wait_stream(self._memory.stream(device))
 
     def copy_by_plan(self, writes: RankWrites | None) -> None:
-        """Copies of what other ranks hold too the boxes that this rank writes; all of it where these are not known.
+        """Copies the boxes, shared with other ranks, that this rank writes; all shared boxes if the writes are unknown.
 
         In the thread that makes the staging, before the state may be changed.
         """
@@ -174,7 +174,7 @@ class Staging:
             self._now += self._copy_shares(writes)
 
     def finish(self, writes: RankWrites | None = None) -> None:
-        """Makes the copies that were left, and waits until everything is on the host.
+        """Makes the remaining copies, and waits until everything is on the host.
 
         Args:
             writes: this rank's writes, where staging is by plan and lazy.
@@ -213,7 +213,7 @@ class Staging:
             raise StateError("state was changed while it was being copied", problems, code="changed-while-copied")
 
     def _copy_shares(self, writes: RankWrites | None) -> list[Copy]:
-        """Copies boxes of what other ranks hold too, and describes the state by the copies."""
+        """Copies boxes that other ranks hold too, and describes the state by the copies."""
         assert self._shares is not None
         views, copies = dict(self._description.views), []
         boxes: defaultdict[str, list[tuple[Box, Tensor, int]]] = defaultdict(list)
@@ -243,7 +243,7 @@ class Staging:
         return copies
 
     def _sample(self) -> None:
-        """Copies what is hashed of the tensors that are copied by the plan."""
+        """Copies the samples to hash, of the tensors that are copied by the plan."""
         if self._shares is None or self._check_replicas == "none" or not self._held:
             return
         places = [
@@ -270,16 +270,16 @@ class Staging:
         self._samples = samples
 
     def placed(self, writes: RankWrites) -> RankWrites:
-        """Returns the writes as they are to be taken from what is copied. To be called after `finish`."""
+        """Returns the writes with the copies as their memory; valid after `finish`."""
         places = self._places
         return writes if places is None else writes.replaced(lambda request: places.get(request, request))
 
     def describe_before(self) -> Description:
-        """Describes the state before it is copied by plan: its hashes are yet to come."""
+        """Describes the state before it is copied by the plan, without hashes."""
         return replace(self._description, contents_come_later=True, check_replicas=self._check_replicas)
 
     def describe(self, check_replicas: CheckReplicas) -> Description:
-        """Describes the state at the call, in host memory. To be called after `finish`."""
+        """Describes the state at the time of the call, in host memory; valid after `finish`."""
         copied = {key: view for key, view in self._description.views.items() if key not in self._held}
         contents = contents_of(copied, check_replicas)
         for key, by_box in self._samples.items():
@@ -288,7 +288,7 @@ class Staging:
 
 
 def _held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:
-    """Returns those tensors of which other ranks may hold boxes too; of tied ones all is copied."""
+    """Returns the tensors whose boxes other ranks may hold too, except tied ones, which are copied whole."""
     in_ties = {*tied, *tied.values()}
     return {
         key: view
@@ -302,7 +302,7 @@ def _bytes_of(views: Iterable[View]) -> int:
 
 
 def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
-    """Returns the keys of tensors that nothing changes before an optimizer in the state steps.
+    """Returns the keys of tensors that only a step of an optimizer in the state changes.
 
     These are parameters of optimizers, wherever they stand in the state, and the optimizers' own state; but not of an
     optimizer that updates parameters within backward. Options, which schedules change, and numbers, which cost nothing
@@ -356,7 +356,7 @@ def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
 
 
 def copy_on_host(host: Tensor, source: Tensor) -> None:
-    """Copies a tensor of the host, in one thread and without the interpreter's lock, so that training goes on.
+    """Copies a host tensor, in one thread and without the GIL, so that training continues.
 
     torch's own copy takes as many threads as training does, which on a busy machine wait for each other.
     """

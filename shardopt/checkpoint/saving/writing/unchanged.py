@@ -1,4 +1,4 @@
-"""Finds what an earlier save has already: boxes, and rows of boxes, whose bytes did not change since. No communication.
+"""Finds boxes, and rows of boxes, whose bytes an earlier save already has. No communication.
 
     row: an index of the first dimension; a box's rows follow one another in its bytes
     unit: the fewest rows whose bytes are whole segments; only between units a box is cut
@@ -38,7 +38,7 @@ _LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for 
 def cut_by_changes(
     base: Base, writes: RankWrites, views: Mapping[str, View]
 ) -> tuple[RankWrites, dict[int, dict[int, list[Part]]], int]:
-    """Leaves out of a rank's writes what the base has.
+    """Drops from a rank's writes what the base has.
 
     Returns:
         The writes that are left; by slot and position there, the parts of each box of which something is referred to;
@@ -70,7 +70,7 @@ def cut_by_changes(
 
 
 def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int], Sequence[Part]]) -> frozenset[int]:
-    """Returns the numbers of the base's files of which enough is in use still."""
+    """Returns the numbers of the base's files that are still used enough to refer to."""
     used: defaultdict[int, int] = defaultdict(int)
     for (slot, position), of_box in found.items():
         request = writes.slots[slot][position]
@@ -80,11 +80,11 @@ def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int]
 
 
 PartsBySlot = Mapping[int, Mapping[int, Sequence[Part]]]
-"""By slot, and the position of a box in that file by the plan, the parts of the box."""
+"""The parts of each box, by slot and by the box's position in that file's plan."""
 
 
 def pack_parts(parts: PartsBySlot) -> dict[str, list[list[Any]]]:
-    """Encodes parts as JSON for rank 0: boxes that have not changed at all by their runs, as there may be many."""
+    """Encodes parts as JSON for rank 0; unchanged boxes as runs, since there may be many."""
     wire: dict[str, list[list[Any]]] = {}
     for slot, of_slot in parts.items():
         items: list[list[Any]] = []
@@ -101,7 +101,7 @@ def pack_parts(parts: PartsBySlot) -> dict[str, list[list[Any]]]:
 
 
 def unpack_parts(wire: Mapping[str, Any]) -> dict[int, dict[int, list[Part] | int]]:
-    """Decodes what `pack_parts` made; the number of the base's box alone where none of a box's rows has changed."""
+    """Decodes what `pack_parts` made; gives only the base's number for a box whose rows are all unchanged."""
     parts: dict[int, dict[int, list[Part] | int]] = {}
     for slot, items in wire.items():
         of_slot: dict[int, list[Part] | int] = {}
@@ -115,7 +115,7 @@ def unpack_parts(wire: Mapping[str, Any]) -> dict[int, dict[int, list[Part] | in
 
 
 def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
-    """Returns the parts of a box that did not change, in order; none where all of it is to be written."""
+    """Returns the unchanged parts of a box, in order; none if all of it must be written."""
     layout = base.layout_of(request)
     if layout is None:
         return []
@@ -143,7 +143,7 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
 
 
 def _with_changed(same: Sequence[Part], first: int, last: int) -> list[Part]:
-    """Returns unchanged parts, and between them those that have changed, so that they make up the rows of a box."""
+    """Returns the unchanged parts with the changed ones between them, which together are all rows of a box."""
     parts: list[Part] = []
     row = first
     for part in same:
@@ -159,7 +159,7 @@ def _with_changed(same: Sequence[Part], first: int, last: int) -> list[Part]:
 def _unchanged_rows(
     request: WriteRequest, entry: StoredEntry, rows: tuple[int, int], sums: bytes, memory: _Memory
 ) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows, of those of a box that an entry has, whose segments have the checksums of the entry."""
+    """Yields the ranges of rows of a box in an entry whose segments have the entry's checksums."""
     row_bytes = _row_bytes(request)
     unit = SEGMENT_BYTES // gcd(SEGMENT_BYTES, row_bytes)
     box_begin, _ = rows_of(request.box)
@@ -197,7 +197,7 @@ def _unchanged_rows(
 
 
 def _joined(parts: Sequence[Part], layout: StoredLayout) -> list[Part]:
-    """Joins parts that follow one another in one entry of a file."""
+    """Joins adjacent parts in one entry of a file."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -226,7 +226,7 @@ def _patch(request: WriteRequest, part: Part) -> WriteRequest:
 
 
 class _Memory:
-    """The bytes of a tensor in C order, any range of them; on accelerators no more than that is copied."""
+    """The bytes of a tensor in C order, by range; copies only that range from accelerators."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

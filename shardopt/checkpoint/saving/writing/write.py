@@ -1,4 +1,4 @@
-"""Writes local tensors to data files, in one pass that hashes and writes each tensor's bytes. No communication."""
+"""Writes local tensors to data files; one pass hashes and writes each tensor's bytes. No communication."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_files(
 
 
 def memory_of(request: WriteRequest, views: Mapping[str, View]) -> Tensor:
-    """Returns this rank's memory of the box that a request is for."""
+    """Returns this rank's memory of the box in a request."""
     tensor = views[request.key].pieces[request.piece].tensor
     return tensor if request.inner is None else narrowed(tensor, request.inner)
 
@@ -104,7 +104,7 @@ class _File:
         yield memoryview(checksums)
 
     def _memories(self) -> Iterator[memoryview]:
-        """Yields the bytes of all requests, of large ones maybe in parts of whole segments; and `FLUSH`."""
+        """Yields the bytes of all requests, large ones in parts of whole segments; and `FLUSH`."""
         tensors = map(self._tensor_of, self._requests)
         for tensor in tensors:
             if tensor.is_cpu:

@@ -1,1 +1,1 @@
-"""torch's own files, read without running their pickles."""
+"""Reads torch's own files without running their pickles."""

@@ -1,4 +1,4 @@
-"""Bounds of what a pickle may ask for by few bytes: hashing of keys, and the size and depth of what it describes."""
+"""Limits what a short pickle can ask for: hashing of keys, and the size and depth of its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardopt.errors import FormatError, Problem
 from shardopt.state.values import KeyProbes
 
 MOST_DEPTH = 100
-"""How deep containers may lie in one another: what walks through them by recursion can do so."""
+"""The depth to which containers may be nested, so that recursion over them stays possible."""
 
 _MOST_KEY_DEPTH = 4
 _MOST_OF_ONE_HASH = 64
@@ -38,7 +38,7 @@ class Keys:
         self._probes: dict[int, tuple[object, KeyProbes]] = {}  # with what is filled, so that it keeps its identity
 
     def check(self, keys: Sequence[Any], into: dict[Any, Any] | set[Any]) -> None:
-        """Raises ValueError or TypeError where one of the keys is not taken into a dict or set."""
+        """Raises ValueError or TypeError if one of the keys cannot be put into a dict or set."""
         for key in keys:
             kind = type(key)
             if kind is str or key is None or kind is bool or (kind is int and -_OWN_HASH < key < _OWN_HASH):
@@ -69,7 +69,7 @@ class Keys:
 
 
 def check_result(result: Any, pickle_bytes: int, where: str) -> None:
-    """Checks that plain containers do not hold themselves, lie too deep, or would be far larger written out.
+    """Raises if plain containers contain themselves, are nested too deep, or would be far larger written out.
 
     Raises:
         FormatError: they do.

@@ -1,4 +1,4 @@
-"""The `.metadata` file of torch's distributed checkpoints (DCP): a pickle of what lies where in its `.distcp` files."""
+"""Reads the `.metadata` file of torch's distributed checkpoints (DCP): a pickle of the places in `.distcp` files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardopt.sharding.box import Box
 
 @dataclass(frozen=True, slots=True)
 class DcpEntry:
-    """Where one entry lies: `length` bytes of a file beside `.metadata`, from `offset` on."""
+    """The place of one entry: `length` bytes of a file beside `.metadata`, from `offset` on."""
 
     file: str
     offset: int
@@ -34,7 +34,7 @@ class DcpEntry:
 
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
-    """One box of a tensor, which is not empty, and where its archive lies."""
+    """One non-empty box of a tensor, and the place of its archive."""
 
     box: Box
     file: str
@@ -44,7 +44,7 @@ class DcpChunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor: all boxes lie within `shape`; whether they cover it is not looked into."""
+    """A tensor whose boxes all lie within `shape`; whether they cover it is not checked."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """The contents of a distributed checkpoint by key (FQN), each in one of `tensors`, `values` and `unsupported`.
+    """The contents of a distributed checkpoint by key (FQN), each in `tensors`, `values` or `unsupported`.
 
     `values` are archives of plain values. `paths` has the path of a key in the nested state, where torch noted it:
     texts are keys of dicts (str of them), and numbers are indices of lists. `unsupported` gives the reason by which an
@@ -67,7 +67,7 @@ class DcpMetadata:
 
 
 def read_metadata(data: bytes, where: str) -> DcpMetadata:
-    """Reads `.metadata` from untrusted bytes. Nothing in it is run.
+    """Reads `.metadata` from untrusted bytes, without running anything in it.
 
     Raises:
         CorruptionError: it is torn, or contradicts itself.
@@ -85,7 +85,7 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
 
 
 class _Record(StandIn):
-    """A dataclass, as its state."""
+    """A dataclass of DCP, represented by its state."""
 
     __slots__ = ("state",)
     name = ""
@@ -142,11 +142,11 @@ def _layout(name: Any) -> str:
 
 
 def _memory_format(_number: Any) -> None:
-    """The order of memory that a tensor once had; its bytes are in the order that their archive tells."""
+    """Stands for a tensor's original memory format, which is ignored, as its archive has the order of its bytes."""
 
 
 def _member(enum: Any, _name: Any) -> None:
-    """Stands for `getattr`, by which some versions of Python write members of an enum. Nothing is looked up."""
+    """Stands for `getattr`, by which some Python versions pickle enum members. Looks nothing up."""
     if not isinstance(enum, Known) or enum.name != _MEMORY_FORMAT:
         raise TypeError("an attribute of what has none")
 
@@ -184,7 +184,7 @@ _KNOWN: Mapping[str, Any] = {
 
 
 class _KnownAlone(dict[str, Any]):
-    """What stands for the globals of `.metadata`; any other is refused by its name."""
+    """Stand-ins for the globals in `.metadata`; any other global is refused by name."""
 
     def __init__(self, where: str) -> None:
         super().__init__(_KNOWN)
@@ -244,7 +244,7 @@ def _decode(root: Any, where: str, most_offsets: int) -> DcpMetadata:
 
 
 _Places = dict[tuple[str, tuple[int, ...] | None], DcpEntry | str]
-"""By key and, for a tensor, offsets of a box: where it lies, or the reason by which it is not read."""
+"""By key and, for a tensor, offsets of a box: its place, or the reason why it cannot be read."""
 
 
 def _decode_places(wire: Any) -> _Places:
@@ -275,19 +275,19 @@ def _transformed(descriptors: Any) -> str:
 
 
 def _plain_name(name: Any) -> str:
-    """Returns the name of a file in the same directory. Raises ValueError for one that leads elsewhere."""
+    """Returns the name of a file in the same directory. Raises ValueError for a name that leads elsewhere."""
     if type(name) is not str or not 0 < len(name) <= 255 or name in (".", "..") or {*name} & {"/", "\\", "\0"}:
         raise ValueError(f"{_text(name)} where the name of a file beside it is wanted")
     return name
 
 
 def _text(value: Any) -> str:
-    """Returns a value for a message: of what is no text the type alone, as its own text may be without end."""
+    """Returns a value for a message: a text, or else only the type, as a value's own text may be unbounded."""
     return repr(value[:100]) if type(value) is str else type(value).__name__
 
 
 def _decode_dtype(wire: Any) -> Dtype | str:
-    """Returns the dtype of a tensor, or the reason by which it is not read."""
+    """Returns the dtype of a tensor, or the reason why it cannot be read."""
     if type(wire) is not _Properties or type(wire.state) is not tuple:
         raise TypeError("something else in the place of properties")
     dtype, layout, *_ = wire.state

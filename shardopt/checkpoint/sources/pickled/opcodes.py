@@ -52,7 +52,7 @@ INTERPRETED = {
     0x95: "FRAME",
     0x96: "BYTEARRAY8",
 }
-"""What picklers of protocols 2 to 5 write."""
+"""The opcodes that picklers of protocols 2 to 5 write."""
 
 REFUSED = {
     0x32: "DUP",
@@ -76,4 +76,4 @@ REFUSED = {
     0x97: "NEXT_BUFFER",
     0x98: "READONLY_BUFFER",
 }
-"""Opcodes that no pickler of protocols 2 to 5 writes, or not for what is read here."""
+"""The opcodes that no pickler of protocols 2 to 5 writes, or only for objects that are not read here."""

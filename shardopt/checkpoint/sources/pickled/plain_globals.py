@@ -1,4 +1,4 @@
-"""What stands for the globals of plain values, those that `state/values.py` can store: Python's own, and NumPy's."""
+"""Stand-ins for the globals of plain values that `state/values.py` can store: Python's own, and NumPy's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTE_ORDERS = ("<", ">", "|", "=")
 
 
 def _dict(items: Any = ()) -> dict[Any, Any]:
-    """Stands for OrderedDict: entries are in their order in any dict. `items` are pairs, or a dict."""
+    """Stands for OrderedDict, as any dict keeps its order. `items` are pairs, or a dict."""
     if type(items) is dict:
         return dict(items)
     if type(items) not in (list, tuple):
@@ -49,21 +49,21 @@ def _set(items: Any = ()) -> set[Any]:
 
 
 def _bytes_of_text(text: Any, encoding: Any) -> bytes:
-    """Stands for `_codecs.encode`, by which protocol 2 writes bytes."""
+    """Stands for `_codecs.encode`, by which protocol 2 pickles bytes."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise TypeError("bytes that are no text in Latin 1")
     return text.encode("latin-1")
 
 
 def _empty_bytes(*arguments: Any) -> bytes:
-    """Stands for `bytes`, by which protocol 2 writes those that are empty."""
+    """Stands for `bytes`, by which protocol 2 pickles empty bytes."""
     if arguments:
         raise TypeError("bytes with arguments")
     return b""
 
 
 class _NumpyDtype(StandIn):
-    """A dtype of NumPy, whose byte order is state. `kind` is such as "f8"; None for one that is not stored."""
+    """A dtype of NumPy, whose byte order comes as state. `kind` is such as "f8"; None if it cannot be stored."""
 
     __slots__ = ("kind", "order")
 
@@ -89,7 +89,7 @@ class _NumpyDtype(StandIn):
 
 
 class _Array(StandIn):
-    """An array in the making: all that it is comes as state."""
+    """An array under construction, whose contents all come as state."""
 
     __slots__ = ("array",)
 
@@ -109,12 +109,12 @@ class _Array(StandIn):
 
 
 def _empty_array(kind: Any, _shape: Any, _type: Any) -> _Array:
-    """Stands for `_reconstruct`."""
+    """Stands for NumPy's `_reconstruct`."""
     return _Array(kind)
 
 
 def _filled(data: Any, dtype: Any, shape: Any, order: Any = "C") -> Any:
-    """Stands for `_frombuffer`."""
+    """Stands for NumPy's `_frombuffer`."""
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("an array without a dtype")
     known = dtype.dtype()
@@ -158,4 +158,4 @@ PLAIN_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {
     "numpy.dtype": _NumpyDtype,
     **{f"numpy.{core}.{name}": made for core in ("_core", "core") for name, made in _NUMPY_FUNCTIONS.items()},
 }
-"""What stands for each global that a pickle has for plain values."""
+"""Stand-ins for the globals that pickles of plain values contain."""

@@ -1,4 +1,4 @@
-"""What stands in a pickle's result for the objects and globals that are not made: data, which does nothing."""
+"""Data that stands in a pickle's result for objects and globals that are never made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unknown:
-    """An object that is not made. `name` is that of its class or function: "module.qualname"."""
+    """An object that is never made. `name` is that of its class or function: "module.qualname"."""
 
     __slots__ = ("name",)
 
@@ -19,7 +19,7 @@ class Unknown:
 
 
 class Known(Unknown):
-    """A global with a function that stands in for it. Where it is left as a value, it is as unknown as others."""
+    """A global and the function that stands in for it. Left in the result as a value, it counts as unknown."""
 
     __slots__ = ("call",)
 
@@ -29,7 +29,7 @@ class Known(Unknown):
 
 
 class ByteArray(Unknown):
-    """The bytes of a bytearray, in which the latest protocol has arrays. Where it is left as a value, it is unknown."""
+    """The bytes of a bytearray, in which the latest protocol stores arrays. Left as a value, it counts as unknown."""
 
     __slots__ = ("data",)
 
@@ -42,19 +42,19 @@ class ByteArray(Unknown):
 
 
 class StandIn(Unknown):
-    """An object that gets its state after it was made. Where it is left as a value, it is as unknown as others."""
+    """An object that gets its state after it was made. Left as a value, it counts as unknown."""
 
     __slots__ = ()
 
     def build(self, state: Any) -> None:
-        """Takes the state. Raises TypeError or ValueError for one that it does not take."""
+        """Takes the state. Raises TypeError or ValueError for a state that does not fit."""
         raise TypeError(f"state for {self.name}")
 
     def settled(self) -> Any:
-        """Returns the object that this one stands for, from the time on when it is whole."""
+        """Returns the object that this one stands for, once it is complete."""
         return self
 
 
 def settled(value: Any) -> Any:
-    """Returns what a stand-in stands for, once it is whole, and any other value as it is."""
+    """Returns what a stand-in stands for, once it is complete; any other value as it is."""
     return value.settled() if isinstance(value, StandIn) else value

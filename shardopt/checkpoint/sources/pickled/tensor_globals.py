@@ -1,4 +1,4 @@
-"""What stands for storages, tensors and parameters in pickles of torch: where their bytes are in the file."""
+"""Stand-ins for storages, tensors and parameters in torch's pickles: the places of their bytes in the file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorRecord(NamedTuple):
 
 
 class _StorageClass(Unknown):
-    """The class of a storage. `dtype` is None where the storage is bytes, which the tensor gives a dtype."""
+    """The class of a storage. `dtype` is None for a storage of bytes, whose dtype comes with the tensor."""
 
     __slots__ = ("dtype",)
 
@@ -40,7 +40,7 @@ class _StorageClass(Unknown):
 
 
 class TorchDtype(Unknown):
-    """A dtype; by itself no value that can be stored."""
+    """A dtype of torch; not storable as a value by itself."""
 
     __slots__ = ("dtype",)
 
@@ -60,7 +60,7 @@ class _Storage(StandIn):
 
 
 class Storages:
-    """The storages of an archive, by the references that its pickle has.
+    """The storages of an archive, by the references in its pickle.
 
     Args:
         members: of the archive.
@@ -72,7 +72,7 @@ class Storages:
         self._prefix = prefix
 
     def storage(self, reference: Any) -> Unknown:
-        """Returns what stands for a storage. Raises TypeError or ValueError where it is not in the archive."""
+        """Returns the stand-in for a storage. Raises TypeError or ValueError if the archive lacks it."""
         if type(reference) is not tuple:
             raise TypeError("a reference that is no tuple")
         tag, kind, key, _, count = reference
@@ -87,7 +87,7 @@ class Storages:
 
 
 def _tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> TensorRecord | Unknown:
-    """Stands for `_rebuild_tensor_v2`: requires_grad, hooks and maybe metadata follow."""
+    """Stands for `_rebuild_tensor_v2`; ignores requires_grad, hooks and metadata."""
     dtype = storage.dtype if isinstance(storage, _Storage) else None
     return _record(storage, dtype, offset, sizes, strides, rest[2] if len(rest) > 2 else None)
 
@@ -95,7 +95,7 @@ def _tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> 
 def _tensor_of_dtype(
     storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
 ) -> TensorRecord | Unknown:
-    """Stands for `_rebuild_tensor_v3`, for dtypes that have no class of storages."""
+    """Stands for `_rebuild_tensor_v3`, for dtypes without a class of storages."""
     if not isinstance(dtype, Unknown):
         raise TypeError("a tensor without a dtype")
     if not isinstance(dtype, TorchDtype):
@@ -128,14 +128,14 @@ def _record(
 
 
 def _parameter(data: Any, _requires_grad: Any, _hooks: Any, _state: Any = None) -> Any:
-    """Stands for `_rebuild_parameter` and `_rebuild_parameter_with_state`: attributes are left out."""
+    """Stands for `_rebuild_parameter` and `_rebuild_parameter_with_state`; drops attributes."""
     if not isinstance(data, TensorRecord | Unknown):
         raise TypeError("a parameter that is no tensor")
     return data
 
 
 def _with_attributes(function: Any, kind: Any, arguments: Any, _state: Any) -> Any:
-    """Stands for `_rebuild_from_type_v2`, by which subclasses are written, and tensors that have attributes."""
+    """Stands for `_rebuild_from_type_v2`, by which torch pickles subclasses, and tensors with attributes."""
     if not isinstance(function, Unknown) or not isinstance(kind, Unknown) or type(arguments) is not tuple:
         raise TypeError("a tensor that is none")
     if type(kind) is not Known or kind.name not in _TENSOR_CLASSES:
@@ -174,7 +174,7 @@ _STORAGE_CLASSES = {
 }
 
 DTYPE_GLOBALS: Mapping[str, TorchDtype] = {f"torch.{dtype.name}": TorchDtype(dtype) for dtype in DTYPES.values()}
-"""What stands for each dtype that can be stored."""
+"""Stand-ins for the dtypes that can be stored."""
 
 TENSOR_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {
     **_REBUILD,
@@ -187,4 +187,4 @@ TENSOR_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {
     **{name: _StorageClass(name, None) for name in ("torch.storage.UntypedStorage", "torch.UntypedStorage")},
     **DTYPE_GLOBALS,
 }
-"""What stands for each global that torch writes for tensors and parameters."""
+"""Stand-ins for the globals that torch writes for tensors and parameters."""

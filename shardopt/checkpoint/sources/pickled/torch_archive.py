@@ -1,4 +1,4 @@
-"""A torch.save archive: the nested state in it, with the place of each tensor in the file instead of the tensor.
+"""Reads a torch.save archive: its nested state, with each tensor replaced by its place in the file.
 
 <name>/data.pkl      the nested state, as a pickle with references to storages
 <name>/data/<key>    the bytes of each storage
@@ -21,13 +21,13 @@ from shardopt.errors import CorruptionError, FormatError, Problem
 __all__ = ["KNOWN_GLOBALS", "TensorRecord", "read_archive"]
 
 KNOWN_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {**PLAIN_GLOBALS, **TENSOR_GLOBALS}
-"""What stands for the globals of plain values, tensors and parameters."""
+"""Stand-ins for the globals of plain values, tensors and parameters."""
 
 _PICKLE = "/data.pkl"
 _SMALL_BYTES = 16 << 10  # of an archive that is read in one request
 _LITTLE_ENDIAN = b"little"
 _LEGACY_MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-"""The number, as a pickle has it, that stands at the begin of files of torch before 1.6, after the protocol's byte."""
+"""The pickled magic number at the start of files from before torch 1.6, after the protocol's byte."""
 
 
 def read_archive(
@@ -37,7 +37,7 @@ def read_archive(
     where: str,
     known: Mapping[str, Callable[..., Any] | Any] = KNOWN_GLOBALS,
 ) -> Any:
-    """Reads the nested state of a torch.save archive, without the bytes of its tensors.
+    """Reads the nested state of a torch.save archive, without its tensors' bytes.
 
     Args:
         read: gives bytes of the file, from one offset up to another.

@@ -1,4 +1,4 @@
-"""An interpreter of pickles that runs nothing: it makes plain values, and objects of the caller's stand-ins.
+"""Interprets pickles without running anything: makes plain values, and objects of the caller's stand-ins.
 
 A pickle is a program for a machine with a stack. This one has the operations of protocols 2 to 5, and no way to reach
 anything by name: a global is what the caller's table has under its name, or else an `Unknown`, of which any use gives
@@ -37,7 +37,7 @@ def unpickle(
     known: Mapping[str, Callable[..., Any] | Any],
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Returns the object that a pickle describes. Nothing is imported, looked up or called but what `known` has.
+    """Returns the object that a pickle describes. Imports, looks up and calls only what `known` has.
 
     Args:
         data: the pickle, from any source.
@@ -71,11 +71,11 @@ def unpickle(
 
 
 class _Stop(Exception):
-    """The pickle is at its end."""
+    """The pickle has ended."""
 
 
 class _Machine:
-    """The stack, the memo, and one method for each opcode."""
+    """The stack and the memo, with one method per opcode."""
 
     def __init__(
         self, data: bytes, where: str, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None
@@ -170,7 +170,7 @@ class _Machine:
         self.marks.append(len(self.stack))
 
     def to_mark(self) -> list[Any]:
-        """Takes what is above the last mark off the stack."""
+        """Pops everything above the last mark off the stack."""
         begin = self.marks.pop()
         items = self.stack[begin:]
         del self.stack[begin:]

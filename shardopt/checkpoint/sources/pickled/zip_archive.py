@@ -1,4 +1,4 @@
-"""The directory of a zip archive whose members are stored as they are, which lies anywhere in a file.
+"""The directory of a zip archive with uncompressed members, anywhere in a file.
 
     local header, name, padding, bytes [, descriptor]     of each member
     central directory                                      name, size, CRC32 and place of each
@@ -51,7 +51,7 @@ class ZipMember(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A member as the central directory has it; `header` is the offset of its local header in the archive."""
+    """A member in the central directory; `header` is the offset of its local header in the archive."""
 
     name: str
     raw_name: bytes
@@ -156,7 +156,7 @@ def _read_directory(directory: bytes, where: str) -> Iterator[_Entry]:
 
 
 def _widened(extra: bytes, *numbers: int) -> list[int]:
-    """Returns the numbers of an entry; in the place of those that are at their limit those of its zip64 field."""
+    """Returns the numbers of an entry, with those at their limit replaced by those of its zip64 field."""
     if _FULL_32 not in numbers:
         return list(numbers)
     at = 0
@@ -170,7 +170,7 @@ def _widened(extra: bytes, *numbers: int) -> list[int]:
 
 
 def _locate(entries: list[_Entry], directory_begin: int, read: Read) -> list[int]:
-    """Returns where the bytes of each member begin in the archive, after checking that no two overlap."""
+    """Returns the offset of each member's bytes in the archive, after a check that no two members overlap."""
     order = sorted(range(len(entries)), key=lambda number: entries[number].header)
     ends = [entries[number].header for number in order[1:]] + [directory_begin]
     begins = [0] * len(entries)
@@ -186,7 +186,7 @@ def _locate(entries: list[_Entry], directory_begin: int, read: Read) -> list[int
 
 
 def _padded_begin(entry: _Entry, limit: int) -> int | None:
-    """Returns where a member's bytes begin, if it was padded as torch does and ends at `limit`."""
+    """Returns the offset of a member's bytes, if it was padded as torch does and ends at `limit`."""
     data_begin = limit - entry.nbytes
     if entry.flags & _HAS_DESCRIPTOR:
         data_begin -= _DESCRIPTOR_BYTES_64 if max(entry.nbytes, entry.header) >= _FULL_32 else _DESCRIPTOR_BYTES
@@ -199,7 +199,7 @@ def _padded_begin(entry: _Entry, limit: int) -> int | None:
 
 
 def _read_local(entry: _Entry, read: Read) -> int:
-    """Returns where a member's bytes begin, from its local header."""
+    """Returns the offset of a member's bytes, from its local header."""
     names_begin = entry.header + _LOCAL.size
     raw = read(entry.header, names_begin + len(entry.raw_name))
     magic, _, flags, method, _, _, crc32, size, full_size, name_length, extra_length = _LOCAL.unpack_from(raw)

@@ -1,1 +1,1 @@
-"""An open checkpoint, and its bytes into the memory of tensors."""
+"""Reads bytes of an open checkpoint into the memory of tensors."""

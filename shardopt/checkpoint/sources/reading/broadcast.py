@@ -1,4 +1,4 @@
-"""Broadcast reads: a box that several ranks load is read by one of its holders, which sends it to the others.
+"""Broadcast reads: of several ranks that load one box, one reads it and sends it to the others.
 
     R ranks, H holders of a box
 
@@ -34,7 +34,7 @@ _LEAST_BYTES = 4 << 10  # that a rank sends to another in a round, however many 
 
 
 class _SharedBox(NamedTuple):
-    """A box, the rank that reads it, and all ranks that hold it, to the others of which it is sent."""
+    """A box, the rank that reads it, and all ranks that hold it."""
 
     key: str
     box: Box
@@ -47,19 +47,19 @@ class _SharedBox(NamedTuple):
 
 
 def shared_among(views: Mapping[str, View]) -> dict[str, View]:
-    """Returns the tensors of which several ranks are known to hold the same box, by key."""
+    """Returns the tensors with a box that several ranks are known to hold, by key."""
     layouts = {key: view.layout for key, view in views.items() if not view.layout.local}
     return {key: views[key] for key, layout in layouts.items() if layout.holders is None or layout.shared}
 
 
 def fingerprint(views: Mapping[str, View]) -> str:
-    """Returns a hash that is equal on two ranks which hold the same tensors in the same layouts."""
+    """Returns a hash that is equal on two ranks that hold the same tensors in the same layouts."""
     words = [f"{key}\0{dtype_name(view.dtype)}\0{view.layout.fingerprint}" for key, view in sorted(views.items())]
     return xxhash.xxh3_64_hexdigest("\0".join(words).encode())
 
 
 class BroadcastReads:
-    """Assigns boxes that several ranks hold to one reader each, and sends them to the other holders afterwards.
+    """Assigns each box that several ranks hold to one reader, and later sends it to the other holders.
 
     Args:
         views: the tensors (`shared_among`), the same on all ranks but for the pieces.
@@ -71,7 +71,7 @@ class BroadcastReads:
         self._boxes = list(_shared_boxes(views, ranks.size))
 
     def own_pieces(self) -> dict[str, list[Piece]]:
-        """Returns the pieces of this rank's memory that it reads into itself, by key."""
+        """Returns the pieces of this rank's memory that it reads itself, by key."""
         own: defaultdict[str, list[Piece]] = defaultdict(list)
         for shared in self._boxes:
             if shared.reader == self._ranks.rank:
@@ -79,7 +79,7 @@ class BroadcastReads:
         return own
 
     def exchange(self) -> None:
-        """Sends the boxes that this rank has read, and receives the others. Collective; in rounds of bounded size."""
+        """Sends the boxes that this rank read, and receives the others. Collective; in rounds of bounded size."""
         for boxes in self._rounds():
             self._exchange(boxes)
 
@@ -112,7 +112,7 @@ class BroadcastReads:
             begin += target.nbytes
 
     def _rounds(self) -> Iterator[list[_SharedBox]]:
-        """Yields the boxes that are sent in each round; the same on every rank."""
+        """Yields the boxes sent in each round; the same on every rank."""
         limit = max(_ROUND_BYTES // max(self._most_partners(), 1), _LEAST_BYTES)
         by_reader: defaultdict[int, list[_SharedBox]] = defaultdict(list)
         for shared in self._boxes:
@@ -126,7 +126,7 @@ class BroadcastReads:
                 yield [shared for _, boxes in next_boxes for shared in boxes or ()]
 
     def _in_rounds(self, boxes: Iterable[_SharedBox], limit: int) -> Iterator[list[_SharedBox]]:
-        """Cuts the boxes that one rank sends into rounds of at most `limit` bytes.
+        """Splits the boxes that one rank sends into rounds of at most `limit` bytes.
 
         A generator: thousands of ranks send many small pieces.
         """
@@ -144,7 +144,7 @@ class BroadcastReads:
             yield together
 
     def _most_partners(self) -> int:
-        """Returns the most ranks that any rank sends to, or receives from."""
+        """Returns the largest number of ranks that any rank sends to, or receives from."""
         known: dict[int, tuple[int, ...]] = {}  # by identity: thousands of boxes share a tuple of thousands of ranks
         distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
         readers: defaultdict[int, set[int]] = defaultdict(set)

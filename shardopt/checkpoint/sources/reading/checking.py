@@ -1,4 +1,4 @@
-"""Reads stored bytes to check them, or to have them as bytes. No torch: so the shell verifies without it."""
+"""Reads stored bytes to verify them or return them. Needs no torch, so the shell verifies without it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FAR_THREADS = 8
 
 
 def threads_for(storage: Storage) -> int:
-    """Returns the number of threads that should read from a storage at a time."""
+    """Returns the number of threads that should read from a storage at once."""
     return _FAR_THREADS if storage.is_remote else _THREADS
 
 
 def batch_bytes(file: OpenFile) -> int:
-    """Returns the number of bytes that one thread should read from a file at a time."""
+    """Returns the number of bytes that one thread should read from a file at once."""
     return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
 
 
@@ -49,7 +49,7 @@ def read_entry(file: DataFileReader, entry: Entry) -> bytearray:
 def damaged_segments(
     file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
 ) -> Iterator[Problem]:
-    """Yields a problem for each place of one stored box that fails its checksum; reads all of it.
+    """Yields a problem for each place of a stored box that fails its checksum; reads the whole box.
 
     Args:
         progress: called with the bytes of each piece that was read.
@@ -69,5 +69,5 @@ def damaged_segments(
 
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields boxes of at most 2 MiB that hold a box's elements one after the other in C order."""
+    """Yields boxes of at most 2 MiB that cover a box's elements in C order."""
     return cut_in_order(box, _BATCH_BYTES // itemsize)

@@ -1,4 +1,4 @@
-"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once.
+"""Fetches boxes from data files into existing memory; reads and verifies every byte once.
 
 Says of memory of the program whether it can be read into, too.
 """
@@ -38,12 +38,12 @@ _FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has starte
 
 
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Shape and dtype of a tensor, for error messages."""
+    """Returns shape and dtype of a tensor, for error messages."""
     return f"a tensor of {dtype_name(dtype)} {list(shape)}"
 
 
 def memory_problem(key: str, view: View) -> Problem | None:
-    """The reason why a tensor cannot be read into: no memory, or elements that share it. None where it can be."""
+    """Returns why a tensor cannot be read into: no memory, or elements that share it. None if it can."""
     for _, tensor in view.pieces:
         if has_no_memory(tensor):
             if tensor.is_meta:
@@ -58,7 +58,7 @@ def memory_problem(key: str, view: View) -> Problem | None:
 
 
 def fill(requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None) -> int:
-    """Fetches into memory that the program uses; returns the bytes read. Arguments and errors are those of `fetch`."""
+    """Fetches into memory that the program uses; returns the bytes read. Arguments and errors as for `fetch`."""
     wait_for_copies()  # a save in the background may still be copying what this changes
     # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
     increment_version([request.target for _, request in requests])
@@ -106,7 +106,7 @@ def _read_in_threads(
 
 
 def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
-    """Reads a few requests into their targets, in the calling thread: for what is read while another read waits for it.
+    """Reads a few requests into their targets, in the calling thread, while another read waits for them.
 
     Raises:
         CorruptionError: as `fetch`.
@@ -115,7 +115,7 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
-    """Checks what has one checksum for more than a segment, before any of it is used.
+    """Verifies files with one checksum over more than a segment, before any of their bytes are used.
 
     Raises:
         CorruptionError: with all that is damaged.
@@ -134,7 +134,7 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
 
 
 class _Batches:
-    """An iterator over the batches of all files that several threads share."""
+    """An iterator over the batches of all files, shared by several threads."""
 
     def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
         by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
@@ -152,7 +152,7 @@ class _Batches:
         self._stopped = False
 
     def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
-        """Returns the next batch and the file that it is of; None after the last."""
+        """Returns the next batch and its file; None after the last."""
         with self._lock, torch.no_grad():  # a thread has a grad mode of its own
             taken = None if self._stopped else next(self._batches, None)
             self.nbytes += taken[1].nbytes if taken else 0
@@ -163,7 +163,7 @@ class _Batches:
         self._stopped = True
 
     def read_all(self, done: Counter | None, streams: CallersStreams | None = None) -> None:
-        """Reads batches until there are none; the loop of one thread. An error ends all threads.
+        """Reads batches until none is left; the loop of one thread. An error ends all threads.
 
         Args:
             streams: of the caller, in whose place another thread reads; None where it is the caller's own.
@@ -189,7 +189,7 @@ class _Batches:
 
 
 def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
-    """Verifies every segment of the stored boxes that the requests read from; changes nothing.
+    """Verifies every segment of the stored boxes in the requests; changes nothing.
 
     Raises:
         CorruptionError: with all damaged segments.
@@ -201,7 +201,7 @@ def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
 
 
 def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:
-    """Returns the problems of a stored box; of the last copy, where there are several and none is intact."""
+    """Returns the problems of a stored box; if there are several copies and none is intact, those of the last one."""
     while True:
         copy = file.storage.copy_of(file.name)
         try:
@@ -218,7 +218,7 @@ def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:
 
 
 def casts_to_check(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> list[tuple[OpenFile, ReadRequest]]:
-    """Returns the requests whose target has a dtype that cannot hold all numbers of the stored one."""
+    """Returns the requests whose target has a dtype that cannot hold all numbers of the stored dtype."""
     dtypes = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in requests)
     return [each for each, stored, wanted in dtypes if stored != wanted and has_fewer_exponents(stored, wanted)]
 

@@ -1,4 +1,4 @@
-"""Files that are open for reading: where boxes are in them, their bytes, and whether these are intact; and our own."""
+"""Open files: where boxes are in them, their bytes, and whether these are intact. Has our own data files, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HEAD_BYTES = 64 << 10  # that are read of a file at first: most headers, and small files as a whole
 
 ReadChunks = Callable[[int, int], Iterator[memoryview]]
-"""Reads a file from one offset to another; yields the bytes in chunks of whole segments, which are soon overwritten."""
+"""Reads a file between two offsets; yields the bytes in chunks of whole segments, which are soon overwritten."""
 
 
 class ReadRequest(NamedTuple):
@@ -39,7 +39,7 @@ class ReadRequest(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Dtype, shape and bytes of a box as the header of its data file has to have them."""
+    """Dtype, shape and bytes of a box, as its data file's header must have them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ def form_of(dtype: Dtype, box: Box) -> Form:
 
 
 class OpenFile(ABC):
-    """A file with boxes of tensors, at most one of each.
+    """A file with boxes of tensors, at most one per tensor.
 
     Args:
         storage: the directory that it is in.
@@ -60,31 +60,31 @@ class OpenFile(ABC):
     """
 
     checks_first = False
-    """Whether there are checksums for more than a segment, which are compared before any of the bytes is used."""
+    """Whether checksums cover more than a segment, and so are compared before any byte is used."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage, self.name = storage, name
         self.where = f"{storage.url}/{name}"
         self.checked: set[int] = set()
-        """The numbers (`summed_with`) of bytes that were found intact."""
+        """The numbers (`summed_with`) of byte ranges that were found intact."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """All that is in the file by key, where the file itself says so."""
+        """All entries of the file by key, if the file itself lists them."""
         return {}
 
     @abstractmethod
     def entry(self, key: str, form: Form) -> Entry:
-        """Returns the entry of a box. Raises CorruptionError where the file has it in another form, or not at all."""
+        """Returns the entry of a box. Raises CorruptionError if the file lacks it, or has it in another form."""
 
     def requests(
         self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
     ) -> Iterable[ReadRequest]:
-        """Gives the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
+        """Yields the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
         return (ReadRequest(self.entry(key, form), dtype, sizes, wanted, target),)
 
     def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
-        """Whether a segment's bytes, which lie in one piece of memory or several, have the checksum that was written.
+        """Whether a segment's bytes, in one piece of memory or several, have the stored checksum.
 
         Args:
             segment: number in the file.
@@ -92,25 +92,25 @@ class OpenFile(ABC):
         return True
 
     def summed_with(self, entry: Entry) -> int | None:
-        """Returns a number for the bytes that have one checksum with an entry's, if there are such."""
+        """Returns a number for the byte range that shares one checksum with an entry, if there is one."""
         return None
 
     @abstractmethod
     def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
-        """Reads all of an entry, and yields a problem for each place where it is not as it was written."""
+        """Reads a whole entry, and yields a problem for each place that differs from what was written."""
 
     def checksums(self, entry: Entry) -> bytes:
-        """Returns the checksums of all segments of an entry, one after the other; nothing where it has none."""
+        """Returns the checksums of all segments of an entry, concatenated; empty if it has none."""
         return b""
 
     def segment_error(self, entry: Entry, segment: int) -> CorruptionError:
-        """Returns the error of a segment that fails its checksum, by its number in the file."""
+        """Returns the error for a segment that fails its checksum, by its number in the file."""
         number = segment - entry.segment
         return damaged(self.where, f"segment {number} of {entry.key!r} with bytes that fail their checksum")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Names this file in what goes wrong while it is read."""
+        """Adds the name of this file to errors while it is read."""
         with wrap_os_errors(f"read {self.where}"):
             try:
                 yield
@@ -119,7 +119,7 @@ class OpenFile(ABC):
 
     @contextmanager
     def opened(self) -> Iterator[ReadInto]:
-        """Yields a function that fills spans from this file, for as long as this is open."""
+        """Yields a function that fills spans from this file while the context is open."""
         with ExitStack() as stack:
             with self.reading():
                 read = stack.enter_context(self.storage.opened(self.name))
@@ -131,13 +131,13 @@ class OpenFile(ABC):
             yield read_named
 
     def read_into(self, spans: Sequence[Span]) -> None:
-        """Fills spans of memory, each from its offset in the file. Nothing is verified."""
+        """Fills spans of memory, each from its offset in the file. Verifies nothing."""
         with self.opened() as read:
             read(spans)
 
 
 class DataFileReader(OpenFile):
-    """A data file whose header and checksums have been read and verified: in two reads, of a small file in one.
+    """A data file with verified header and checksums, which take two reads, or one for a small file.
 
     Args:
         wanted: the keys of which entries are kept; None for all. The others are read again when they are asked for:
@@ -192,7 +192,7 @@ class DataFileReader(OpenFile):
         return entries
 
     def refuse_other_header(self, header: bytes | bytearray) -> None:
-        """Raises CorruptionError where a header, with the checksums of this file, is not what was written."""
+        """Raises CorruptionError if a header, with the checksums of this file, is not what was written."""
         digest = xxhash.xxh3_64(header)
         digest.update(self.sums)
         if digest.hexdigest() != self.file.digest:
@@ -241,7 +241,7 @@ class DataFileReader(OpenFile):
             segment += segment_count(chunk.nbytes)
 
     def failed_segments(self, segment: int, memory: memoryview) -> Iterator[int]:
-        """Yields the numbers of the segments that fail their checksums, of those that `memory` has from `segment` on.
+        """Yields the numbers of failed segments among those in `memory`, from `segment` on.
 
         Args:
             memory: whole segments, one after the other; the last one may be the end of an entry.

@@ -1,4 +1,4 @@
-"""Plans the reads of a data file: requests are cut into batches that one thread reads, verifies and copies in one go.
+"""Plans the reads of a data file: splits requests into batches that one thread reads, verifies and copies at once.
 
 Where the bytes of a wanted box lie in one run in the file and in memory, they are read straight into that memory;
 otherwise whole rows are read into a bounded scratch buffer and copied from there, and so are small boxes, of which many
@@ -38,7 +38,7 @@ _SMALL_READ_BYTES = 64 * 1024  # up to here a copy costs less than one more plac
 
 
 class _Run(NamedTuple):
-    """Bytes of a stored box that lie in one run in the file, of whole segments.
+    """A contiguous run of a stored box's bytes in the file, in whole segments.
 
     Args:
         offset: in the file.
@@ -60,11 +60,11 @@ class _Run(NamedTuple):
 
 
 Use = Callable[[Entry, Tensor, Tensor], None]
-"""Called with an entry, a target, and its elements, of the same shape, which were read into scratch and verified."""
+"""Called with an entry, a target, and its elements in the same shape, read into scratch and verified."""
 
 
 def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
-    """Copies elements that were read to their target.
+    """Copies elements from scratch to their target.
 
     Raises:
         CheckpointError: the target's dtype cannot hold one of the numbers. Others may have been copied by then.
@@ -77,14 +77,14 @@ def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
 
 
 def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
-    """Returns the problem of a number that would become another one in a cast."""
+    """Returns the problem of a number that a cast would change."""
     number = f"{lost} in {dtype_name(source)}"
     required = f"numbers that {dtype_name(target)} can hold, of at most {torch.finfo(target).max}"
     return Problem(key, number, required, "load it into a wider dtype")
 
 
 class Batch:
-    """Spans to read in one go, the segments to verify then, and the copies to make from scratch.
+    """Spans to read at once, segments to verify then, and copies to make from scratch.
 
     Args:
         limit: of its bytes.
@@ -115,7 +115,7 @@ class Batch:
         self.nbytes += run.nbytes
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
-        """Reads, verifies and copies; to be called once."""
+        """Reads, verifies and copies; call it once."""
         read(self._spans)
         for entry, segment, memories in self._checks:
             if not file.is_intact(segment, *memories):
@@ -127,7 +127,7 @@ class Batch:
             self._scratch.append(self._buffer)
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """Returns so many bytes of scratch memory."""
+        """Returns this many bytes of scratch memory."""
         if not nbytes:
             return memoryview(b"")
         if self._buffer is None:
@@ -140,7 +140,7 @@ class Batch:
 
 
 class SmallReads:
-    """Small boxes, whole: read into scratch many at a time, verified there, and copied.
+    """Small whole boxes: many at a time are read into scratch, verified there, and copied.
 
     Of thousands of small tensors each is next to its neighbours in the file, but not in memory.
 
@@ -159,7 +159,7 @@ class SmallReads:
         self.nbytes += entry.end - entry.begin
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
-        """Reads, verifies and copies; to be called once."""
+        """Reads, verifies and copies; call it once."""
         buffer = acquire_buffer(self._scratch, self._limit)
         memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         spans = []  # one for all boxes that follow one another in the file
@@ -182,7 +182,7 @@ class SmallReads:
 
 
 def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
-    """Takes a buffer for a batch of so many bytes, which puts it back: fresh memory costs more than to read into it."""
+    """Takes a buffer for a batch of `limit` bytes, which puts it back: fresh memory costs more than a read into it."""
     try:
         return scratch.pop()
     except IndexError:
@@ -192,7 +192,7 @@ def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
 def batches_of(
     requests: Sequence[ReadRequest], limit: int, scratch: list[bytearray], use: Use = copy_into
 ) -> Iterator[Batch | SmallReads]:
-    """Cuts requests into batches of at most `limit` bytes, or of one run."""
+    """Splits requests into batches of at most `limit` bytes, or of one run."""
     batch: Batch | None = None
     small: SmallReads | None = None
     for request in requests:
@@ -225,12 +225,12 @@ def _is_one_run(request: ReadRequest) -> bool:
 
 
 def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
-    """Whether the target's memory takes the stored bytes as they are."""
+    """Whether the target's memory can take the stored bytes unchanged."""
     return target.dtype == TORCH_DTYPES[dtype.name] and target.is_cpu and target.is_contiguous()
 
 
 def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
-    """Cuts a request into runs that are read straight into the target's memory."""
+    """Splits a request into runs that are read directly into the target's memory."""
     begin = _offset(request.wanted.offsets, request.sizes) * request.dtype.itemsize
     memory = bytes_of(request.target)
     end = begin + memory.nbytes
@@ -247,7 +247,7 @@ def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
 def _through_scratch(
     request: ReadRequest, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
 ) -> Iterator[_Run]:
-    """Cuts a request into runs that are read into scratch, and copied to the target from there.
+    """Splits a request into runs that are read into scratch, and copied from there to the target.
 
     They are of whole rows, of the outermost dimension whose rows fit the scratch buffer.
 
@@ -280,7 +280,7 @@ def _through_scratch(
 def _copy_of(
     target: Tensor, begin: int, dtype: Dtype, shape: tuple[int, ...], box: Box | None, memory: memoryview
 ) -> tuple[Tensor, Tensor]:
-    """Returns a target and its source: the box of a tensor of that shape whose bytes begin at `begin` of `memory`."""
+    """Returns a target and its source: a box of a tensor whose bytes begin at `begin` of `memory`."""
     source = tensor_over(memory, begin, dtype, shape)
     return target, source if box is None else narrowed(source, box)
 

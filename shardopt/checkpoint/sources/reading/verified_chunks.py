@@ -1,4 +1,4 @@
-"""The bytes of a data file, from its beginning to its end, verified as they are read: what copies are made of."""
+"""Yields the bytes of a data file from beginning to end, verified as they are read; copies are made of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VERIFIED_BYTES = 1 << 20  # at a time where nobody wants them: still in the cac
 
 
 class VerifiedChunks:
-    """The bytes of a data file, none of which is handed on before its checksum is right. Iterable again."""
+    """The bytes of a data file; yields each byte only after its checksum was verified. Can be iterated again."""
 
     def __init__(self, file: DataFileReader) -> None:
         self._file = file
@@ -27,7 +27,7 @@ class VerifiedChunks:
 
 
 def verify(file: DataFileReader) -> None:
-    """Reads a data file from its beginning to its end.
+    """Reads and verifies a data file from beginning to end.
 
     Raises:
         CorruptionError: at the first bytes that are not what was written.
@@ -42,7 +42,7 @@ def _new_memory(nbytes: int) -> memoryview:
 
 
 def _chunks(file: DataFileReader, most: int, memory_for: Callable[[int], memoryview]) -> Iterator[memoryview]:
-    """Yields header, chunks of at most so many bytes in memory that is asked for, and checksums."""
+    """Yields header, chunks of at most `most` bytes in memory from `memory_for`, and checksums."""
     entries = list(file.entries.values())
     header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
     # Opened again for each read: who has failed may keep this where it is, and a descriptor with it.
@@ -77,7 +77,7 @@ def _parts(entries: Iterable[Entry], most: int) -> Iterator[_Part]:
 
 
 def _together(parts: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
-    """Yields parts that follow one another, as many at a time as have at most so many bytes."""
+    """Yields adjacent parts, as many at a time as have at most this many bytes."""
     taken: list[_Part] = []
     for part in parts:
         if taken and part.end - taken[0].begin > most:

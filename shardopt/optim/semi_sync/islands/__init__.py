@@ -1,1 +1,1 @@
-"""Islands of ranks: when they meet (`schedule`), what they agree on (`islands`), flat buffers to add up (`buckets`)."""
+"""Islands of ranks: when they meet (`schedule`), what they agree on (`islands`), and flat buffers (`buckets`)."""

@@ -1,4 +1,4 @@
-"""Values for several tensors in few flat buffers, which islands add up or compare.
+"""Flat buffers for the values of several tensors, which islands add up or compare.
 
 buckets = Buckets(tensors)          # a view of a buffer for each, to be filled
 buckets.begin_mean(ranks)           # one all-reduce for each buffer, in the background
@@ -18,7 +18,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class Buckets:
-    """A view for each of several tensors, of its shape, dtype and device, contiguous in few buffers.
+    """Views for several tensors, with their shapes, dtypes and devices, in few contiguous buffers.
 
     A buffer has tensors of one dtype, device and kind in their order, at most `bucket_bytes` of them or one that is
     larger. Ranks whose tensors have equal shapes, dtypes and kinds, in one order, have equal buffers.
@@ -47,7 +47,7 @@ class Buckets:
             self.flats.append(flat)
 
     def begin_mean(self, ranks: Ranks) -> None:
-        """Begins to take the mean over ranks of what the views have, in place. Collective.
+        """Begins to average the values of the views over ranks, in place. Collective.
 
         The views are not to be touched before `end_mean`.
         """
@@ -55,13 +55,13 @@ class Buckets:
         self._ranks = ranks.size
 
     def end_mean(self) -> None:
-        """Waits for the means; every rank has the same bits. On an accelerator only the current stream waits."""
+        """Waits for the means; every rank gets the same bits. On an accelerator only the current stream waits."""
         while self._sums:
             self._sums[0].wait().div_(self._ranks)
             del self._sums[0]  # one by one, so that it can be called again after an error
 
     def unlike_first(self, ranks: Ranks) -> list[bool]:
-        """Finds the views that differ from the first rank's in any bit; these have its values then. Collective.
+        """Finds views that differ from the first rank's in any bit, and overwrites them with its values. Collective.
 
         Waits for the device.
         """
@@ -77,7 +77,7 @@ class Buckets:
 
 
 def _runs(like: Sequence[Tensor], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
-    """Returns the tensors of each buffer, by their places."""
+    """Returns the tensors of each buffer, by index."""
     runs: list[list[int]] = []
     open_runs: dict[Hashable, tuple[list[int], int]] = {}
     for i, tensor in enumerate(like):

@@ -1,4 +1,4 @@
-"""The islands of a job: which ranks of other islands have the same shards as this one, and what all agree on."""
+"""The islands of a job: which ranks of different islands have the same shards, and what all islands agree on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_TOLD = 20
 
 
 class Islands:
-    """Groups of ranks that each train a whole model, and meet now and then.
+    """Groups of ranks that each train a whole model, and meet at intervals.
 
     The ranks of a job are a grid: an island is a row of it, and the ranks that have the same shards are a column.
 
@@ -39,7 +39,7 @@ class Islands:
 
     @property
     def column(self) -> Ranks:
-        """The ranks, one of each island, that have the same shards."""
+        """The ranks with the same shards, one from each island."""
         return Ranks(None) if self._across is None else self._across.ranks
 
     @property
@@ -48,7 +48,7 @@ class Islands:
         return self._island.ranks
 
     def refuse(self, what: str, problems: Iterable[Problem]) -> None:
-        """Raises on all ranks of all islands what any of them has found. Collective over all.
+        """Raises, on all ranks of all islands, the problems that any of them found. Collective over all.
 
         Raises:
             MismatchError: there is any problem.
@@ -58,7 +58,7 @@ class Islands:
             raise MismatchError(f"{what}: islands differ", [Problem(**each) for each in found], code="semi-sync")
 
     def refuse_other_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compares tensors with those of the first island, bit by bit, in batches of bounded size. Collective over all.
+        """Compares tensors bit by bit with the first island's, in batches of bounded size. Collective over all.
 
         Raises:
             MismatchError: any differs.
@@ -76,7 +76,7 @@ class Islands:
         self.refuse("the first step of islands", problems)
 
     def buckets_of(self, tensors: Sequence[Tensor]) -> Buckets:
-        """Makes buffers for the local tensors of some parameters, in their order.
+        """Makes buffers for the local tensors of some parameters, in order.
 
         Ranks of an island that have replicas of a tensor have it at the same place of equal buffers: in which order a
         backend adds three ranks or more depends on the place, and replicas would drift apart by last bits.
@@ -85,7 +85,7 @@ class Islands:
         return Buckets([local for local, _ in pairs], [replicas for _, replicas in pairs])
 
     def agree_on(self, params: Mapping[str, Tensor], options: Mapping[str, str]) -> dict[str, int]:
-        """Finds parameters and options that are not the same on all islands. Collective over all.
+        """Finds parameters and options that differ between islands. Collective over all.
 
         Args:
             params: this rank's, by name.
@@ -127,7 +127,7 @@ class Islands:
         return f"{view.dtype} {view.shape}, here {shapes}{ranks}{', frozen' if is_frozen(tensor) else ''}"
 
     def _replicas_of(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """Returns the ranks of this island that hold what this rank has of a tensor; None where that is not known."""
+        """Returns the ranks of this island that hold this rank's part of a tensor; None if unknown."""
         view = view_of(tensor)
         if view.layout.holders is None:
             return None
@@ -154,7 +154,7 @@ class Islands:
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields local tensors with their names, by name, of about `BUCKET_BYTES` at a time."""
+    """Yields named local tensors, sorted by name, in batches of about `BUCKET_BYTES`."""
     batch: list[tuple[str, Tensor]] = []
     full = 0
     for name in sorted(tensors):
@@ -170,7 +170,7 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]
 
 
 def _other_columns(columns: list[list[int]]) -> list[Any]:
-    """Returns a problem where the ranks of an island do not all meet the same islands, in the same order.
+    """Returns a problem if the ranks of an island do not all meet the same islands in the same order.
 
     Args:
         columns: for each rank of an island the first ranks of those islands that it meets, its own too.
@@ -201,7 +201,7 @@ def _union(reports: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _compared(reports: list[Any]) -> list[Any]:
-    """Returns the problems of islands that are unlike the first."""
+    """Returns the problems of islands that differ from the first."""
     problems = []
     for number, report in enumerate(reports[1:], start=1):
         for here, there in zip(reports[0], report, strict=True):

@@ -1,4 +1,4 @@
-"""When fragments of the parameters are exchanged between islands, and which parameters are in which fragment.
+"""When islands exchange fragments of the parameters, and which parameters are in which fragment.
 
     H local steps of an interval (`every`), K fragments, d steps of delay
 
@@ -19,7 +19,7 @@ from shardopt.errors import OptionError, Problem
 
 @dataclass(frozen=True, slots=True)
 class SyncSchedule:
-    """The steps at which fragments are due and merged; steps are counted from 1.
+    """The steps at which fragments are due, and at which they are merged; steps count from 1.
 
     Args:
         every: local steps from one exchange of a fragment to its next, at least 1.
@@ -52,7 +52,7 @@ class SyncSchedule:
             raise OptionError("invalid arguments of a semi-synchronous optimizer", problems, code="semi-sync")
 
     def due(self, step: int) -> int | None:
-        """Returns the fragment whose exchange begins after this local step; None where there is none."""
+        """Returns the fragment whose exchange begins after this local step; None if there is none."""
         if step < 1:
             return None
         place = step % self.every or self.every
@@ -60,11 +60,11 @@ class SyncSchedule:
         return candidate if (candidate + 1) * self.every // self.fragments == place else None
 
     def merged(self, step: int) -> int | None:
-        """Returns the fragment that is merged after this local step; None where there is none."""
+        """Returns the fragment that is merged after this local step; None if there is none."""
         return self.due(step - self.delay)
 
     def in_flight(self, step: int) -> Iterator[int]:
-        """Yields the fragments that were due by the end of this local step and not merged, the oldest first."""
+        """Yields the fragments that are due but not merged by the end of this local step, oldest first."""
         for earlier in range(max(1, step - self.delay + 1), step + 1):
             fragment = self.due(earlier)
             if fragment is not None:

@@ -1,7 +1,7 @@
-"""The check that all ranks see the directory that they save to: rank 0 writes a marker file, which the others look for.
+"""Checks that all ranks see one directory to save to: rank 0 writes a marker file, and the others look for it.
 
-Only on local paths, which may be disks that each host has for itself; an object store is one for all. The marker has a
-name like that of a data file, so that whatever clears away a dead save clears it away too.
+Only local paths are checked, since each host may have a disk of its own there; an object store is one for all. The
+marker is named like a data file, so it is cleared away together with the files of a dead save.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _NO_SLOT = 999_999_999  # of no data file: a file of this save, as `discard` see
 
 
 def write_marker(storage: Storage, save_id: str) -> None:
-    """Writes the marker; on rank 0, once it has made the directory, and before others may write."""
+    """Writes the marker; on rank 0, after it has made the directory, before others may write."""
     if not storage.is_remote:
         storage_of(storage.url, durable=False).write(_marker_name(save_id), [])
 
 
 def wait_for_marker(storage: Storage, save_id: str) -> None:
-    """Waits until the marker is seen; on the other ranks, before they write.
+    """Waits until the marker is visible; on the other ranks, before they write.
 
     Raises:
         CheckpointError: this rank sees another directory than rank 0.
@@ -46,7 +46,7 @@ def wait_for_marker(storage: Storage, save_id: str) -> None:
 
 
 def remove_marker(storage: Storage, save_id: str) -> None:
-    """Removes the marker; on rank 0, once all have seen it."""
+    """Removes the marker; on rank 0, after all have seen it."""
     if not storage.is_remote:
         storage.remove(_marker_name(save_id))
 

@@ -1,4 +1,4 @@
-"""Finds out by its files of which format a checkpoint is, and opens it. One of our own needs no torch."""
+"""Detects the format of a checkpoint by the names of its files, and opens it. Our own format needs no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ else:
     foreign = late("shardopt.checkpoint.sources.foreign")
 
 _OF_OTHERS = (DATA_SUFFIX, INDEX_SUFFIX, DCP_METADATA_NAME, *TORCH_SUFFIXES)
-"""How names end of which a checkpoint of another format has one."""
+"""Suffixes of file names: `foreign` is asked only for a directory that has one of them."""
 
 
 def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = None) -> Source:
-    """Opens what lies in a storage.
+    """Detects and opens the checkpoint in a storage.
 
     Args:
         base_root: where it refers to files of earlier saves, the directory that has their directories; None for the one

@@ -1,8 +1,7 @@
-"""Schedules of the learning rate.
+"""torch's `ReduceLROnPlateau` in a form in which ranks cannot drift apart, since each sees a metric of its own.
 
-All of torch's work on keyed optimizers and on wrappers of them, since groups are live there. A schedule is an entry of
-its own in a checkpoint, beside the optimizer whose groups it changes. One of them looks at a metric that ranks may see
-differently, and is here in a form in which they cannot drift apart.
+All other schedulers of torch work unchanged on keyed optimizers and their wrappers, which keep groups live. A scheduler
+is an entry of its own in a checkpoint, beside the optimizer whose groups it changes.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ from shardopt.ranks import ranks_of
 
 
 class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
-    """torch's, by the mean of a metric over all ranks, so that every rank reduces its rate at the same step.
+    """torch's `ReduceLROnPlateau` on the mean of a metric over all ranks, which so reduce their rates at the same step.
 
-    Its state is that of torch's. Given the loss of a rank's own batch, torch's reduces the rate on some
-    ranks and not on others, which then train different models (`KeyedOptimizer.check_agreement` finds it).
+    Its state is that of torch's. Given the loss of a rank's own batch, torch's would reduce the rate on some ranks and
+    not on others. These would then train different models (`KeyedOptimizer.check_agreement` finds it).
 
     Args:
         optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as for torch's.
     """
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]  # as torch's
-        """Takes a metric of this rank. Collective: every rank of the optimizer's `process_group` must call (one
-        all-reduce).
+        """Takes a metric of this rank. Collective: every rank of the optimizer's `process_group` must call.
+
+        It makes one all-reduce.
 
         Args:
             metrics: a number or a tensor of one element. Each rank's counts alike; one that is NaN anywhere counts as

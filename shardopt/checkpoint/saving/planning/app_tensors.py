@@ -1,4 +1,4 @@
-"""What optimizers and modules of an app say of its tensors: whose parameters are stepped, and which may differ.
+"""Checks an app's tensors by its optimizers and modules: which are stepped, and which may differ between ranks.
 
 An optimizer that is made too early steps tensors that nobody uses; one of islands has weights that differ between them.
 Buffers, such as running statistics, may have other values on each rank: batch norm under data parallelism counts what
@@ -31,7 +31,7 @@ _REMEDY = (
 
 
 def check_optimizers(flat: FlatState) -> None:
-    """Checks that optimizers step the parameters of the models beside them, and that what differs may be saved as one.
+    """Checks that optimizers step the parameters of the models beside them, and that ranks may share what is saved.
 
     An optimizer of parameters that no module of the app has, where a module has others in their place, is refused. That
     happens where `keyed(...)` comes before `fully_shard(model)`, or where the model was made again: steps run, and the
@@ -63,7 +63,7 @@ def check_optimizers(flat: FlatState) -> None:
 
 
 def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> None:
-    """Raises StateError for tensors that stand elsewhere than under the part of a path that they belong under."""
+    """Raises StateError for rank-specific tensors that are not under their part of the path."""
     problems = []
     for key, leaf in flat.leaves.items():
         place = places.get(id(leaf.value), ())
@@ -76,7 +76,7 @@ def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> 
 
 
 def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raises StateError for optimizers of parameters in whose place a module has others.
+    """Raises StateError for optimizers of parameters that a module has replaced by others.
 
     A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
     device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
@@ -128,7 +128,7 @@ def _strange(
 
 
 def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
-    """Returns plain name → parameter of a module."""
+    """Returns the parameters of a module by plain name."""
     assert isinstance(target.object, Module)
     parameters: dict[str, Tensor] = {name: each for name, each in target.state.items() if isinstance(each, Parameter)}
     if not parameters:  # its state is of tensors over their memory
@@ -138,7 +138,7 @@ def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
 
 
 def _children_of(optimizer: Any) -> Iterator[Optimizer]:
-    """Yields an optimizer, or those that it combines, each of which has the names that its model has.
+    """Yields an optimizer, or the optimizers that it combines, each with the names of its own model.
 
     But none of those that say they step tensors of their own, which have the names of the model's all the same.
     """
@@ -153,7 +153,7 @@ def _children_of(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
-    """Returns parameters by name, of a keyed optimizer or of torch's over named parameters; None of others."""
+    """Returns the parameters of a keyed optimizer, or of torch's over named parameters, by name; None for others."""
     params = getattr(optimizer, "params", None)
     if isinstance(params, Mapping):
         return params
@@ -168,7 +168,7 @@ def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
 
 
 def _replaces(own: Tensor, tensor: Tensor, steps_others: bool) -> bool:
-    """Whether a module's parameter has come in the place of an optimizer's that has the same name.
+    """Whether a module's parameter has replaced an optimizer's parameter of the same name.
 
     Args:
         steps_others: whether the optimizer steps other parameters of the module itself.
@@ -183,7 +183,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def buffers_in(flat: FlatState, views: Mapping[str, View]) -> frozenset[str]:
-    """Returns the keys of tensors that lie in the memory of a buffer of some module, or of an average of one.
+    """Returns the keys of tensors in the memory of a module's buffer, or of an average of one.
 
     Modules are those of the app, and those that other objects of the app have as attributes.
 
@@ -197,7 +197,7 @@ def buffers_in(flat: FlatState, views: Mapping[str, View]) -> frozenset[str]:
 
 
 def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields the local tensors of what ranks may have with other values in the state of an object."""
+    """Yields the local tensors in an object's state that may differ between ranks."""
     averages = getattr(target, "averages_of_buffers", None)
     if isinstance(target, Optimizer) or all(isinstance(each, Parameter) for each in state.values()):
         return
@@ -211,7 +211,7 @@ def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _modules_within(target: object) -> Iterator[Module]:
-    """Yields the modules that an object has as attributes, and those in lists and dicts that begin with one."""
+    """Yields the modules in an object's attributes, and in lists and dicts whose first item is one."""
     for value in getattr(target, "__dict__", {}).values():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         if isinstance(next(iter(values), None), Module):
