@@ -14,7 +14,7 @@ from shardopt.cli.output import Output, Span
 from shardopt.errors import OptionError, Problem
 
 _SECTION = re.compile(r"^### (\S+)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
-_SAYS = re.compile(r"- Says: (.*?)\.\s", re.DOTALL)
+_MESSAGE = re.compile(r"- Message: (.*?)\.\s", re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
 
 
@@ -22,9 +22,9 @@ def explain(output: Output, code: str | None) -> int:
     """Prints the section of a code, or a line for each code."""
     sections = sections_of_page()
     if code is None:
-        says = {name: _first_sentence(text) for name, text in sections.items()}
-        output.data({"codes": says})
-        output.table([(Span(name, "bold"), text) for name, text in says.items()])
+        messages = {name: _first_sentence(text) for name, text in sections.items()}
+        output.data({"codes": messages})
+        output.table([(Span(name, "bold"), text) for name, text in messages.items()])
         return 0
     name = code.strip("[]")
     if name not in sections:
@@ -44,8 +44,8 @@ def sections_of_page() -> dict[str, str]:
 
 
 def _first_sentence(section: str) -> str:
-    says = _SAYS.match(section)
-    return " ".join(says[1].split()) if says else ""
+    message = _MESSAGE.match(section)
+    return " ".join(message[1].split()) if message else ""
 
 
 def _plain(text: str) -> str:

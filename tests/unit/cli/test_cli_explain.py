@@ -22,11 +22,8 @@ assert not {"torch", "numpy", "fsspec"} & sys.modules.keys()
 def test_a_code_is_explained(code, capsys):
     assert main(["explain", code]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == code and [line[:6] for line in lines[1:] if line.startswith(("- Says", "- Why", "- Do"))] == [
-        "- Says",
-        "- Why:",
-        "- Do: ",
-    ]
+    labels = "- Message: ", "- Cause: ", "- Fix: "
+    assert lines[0] == code and [label for line in lines for label in labels if line.startswith(label)] == [*labels]
     assert not any("**" in line or "](" in line for line in lines)
 
 
@@ -41,7 +38,7 @@ def test_without_a_code_each_has_a_line(capsys):
 def test_a_code_may_be_given_as_it_is_printed(capsys):
     assert main(["explain", "[path-taken]", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["code"] == "path-taken" and document["text"].startswith("- Says: the path is taken.")
+    assert document["code"] == "path-taken" and document["text"].startswith("- Message: the path is taken.")
 
 
 def test_a_misspelt_code_is_answered_with_the_one_that_is_near(capsys):
@@ -56,4 +53,4 @@ def test_it_needs_no_torch_and_no_repository(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("does-not-fit\n- Says: ")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("does-not-fit\n- Message: ")

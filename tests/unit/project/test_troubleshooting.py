@@ -23,9 +23,9 @@ def test_every_code_has_one_section_and_every_section_a_code():
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_a_section_says_what_is_printed_why_and_what_to_do(code):
+def test_a_section_has_the_message_the_cause_and_the_fix(code):
     parts = re.findall(r"^- (\w+): ", sections_of_page()[code], re.MULTILINE)
-    assert parts[:3] == ["Says", "Why", "Do"]
+    assert parts[:3] == ["Message", "Cause", "Fix"]
 
 
 def test_every_code_is_given_and_every_given_one_is_known():
