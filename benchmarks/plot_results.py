@@ -1,4 +1,4 @@
-"""Draws the overview of Measured, `results/overview.png`, and writes the table below it, from the tables of results/.
+"""Draws the benchmarks' overview, `results/overview.png`, and writes the table below it, from the tables of results/.
 
     python -m benchmarks.plot_results
 
@@ -23,6 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- written by benchmarks/plot_results.py -->", "<!-- end of what it writes -->"
 BLUE, ORANGE = "#0072b2", "#d55e00"
 STEP_SIZE = "400 × 4k"
+IMPLEMENTATIONS = {"default": "", "fused": ", both fused"}  # of a step that is shown: how its row is named
 SAVES, LOADS, STALLS, STEPS = "Saves", "Loads", "Stalls of a save in the background", "Optimizer steps"
 UNITS = {SAVES: "s", LOADS: "s", STALLS: "ms", STEPS: "ms"}
 
@@ -69,8 +70,10 @@ def cases_of(results: Path) -> list[Case]:
             name, ms = f'stage="{stage}", DCP {stager}', "stall, ms"
             cases.append(Case(STALLS, name, float(ours[ms]), float(theirs[ms]), theirs[f"/ ours {stage}"]))
     for row in read_table(results / "step.md"):
-        if row["elements on each rank"] == STEP_SIZE and row["implementation"] == "default":
-            name = f"{row['algorithm']}, {STEP_SIZE.replace('×', 'DTensors of')}"
+        if row["elements on each rank"] != STEP_SIZE or row["torch DTensor, ms"] == "fails":
+            continue
+        if row["implementation"] in IMPLEMENTATIONS:
+            name = f"{row['algorithm']}{IMPLEMENTATIONS[row['implementation']]}, {STEP_SIZE.replace('×', 'DTensors of')}"
             times = float(row["ours DTensor, ms"]), float(row["torch DTensor, ms"])
             cases.append(Case(STEPS, name, *times, row["torch DTensor / ours"], "torch.optim"))
     return cases
@@ -78,7 +81,7 @@ def cases_of(results: Path) -> list[Case]:
 
 def table_of(cases: Sequence[Case]) -> str:
     """Returns the cases as a table in Markdown: a unit beside each time, and their ratio."""
-    lines = ["| | shardopt | beside | times as fast |", "|---|---|---|---|"]
+    lines = ["| | shardopt | compared with | times as fast |", "|---|---|---|---|"]
     for panel, unit in UNITS.items():
         lines.append(f"| **{panel}** | | | |")
         for case in cases:
