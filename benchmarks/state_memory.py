@@ -208,8 +208,9 @@ def main() -> None:
     notes = (
         f"AdamW on the matrices of transformer layers of width {WIDTH}, {RANKS} ranks. A cell is the ratio of a rank's "
         "bytes to those that the table of one process gives for its elements, on the rank with more. *Held* counts "
-        "parameters, gradients and state. *In a step* adds the most that a step allocates: scratch memory, the same for "
-        "any model, and the scales of blocks that ranks share. *In a load* adds the most that a load in place allocates."
+        "parameters, gradients and state. *In a step* adds the most that a step allocates: scratch memory, the same "
+        "for any model, and the scales of blocks that ranks share. *In a load* adds the most that a load in place "
+        "allocates."
     )
     header = ["stored", "held", "in a step", "in a load"]
     print(write_table("state_memory_ranks", "Memory of a rank against the table", header, rows, notes))
