@@ -264,10 +264,9 @@ def report(name: str, found: dict[int, dict[str, dict[str, float]]], rounds: int
             ]
             rows.append([f"{EXTRAPOLATED:,} (extrapolated)", phase, "", *line, ""])
     notes = (
-        f"One round; of `alike` and `different` the mean of {rounds}. Milliseconds are those of the processor, of "
-        "whole processes; wall time is of this machine, which runs all ranks. Extrapolated by a straight line through "
-        f"the sizes above {BLOCK} ranks, which assumes that rank 0 and the server go on to do as much for each rank "
-        "more, or less."
+        f"A row is one round; `alike` and `different` are means of {rounds}. Milliseconds are processor time of whole "
+        "processes. Wall time is that of this machine, which runs all ranks. Extrapolated rows follow a straight line "
+        f"through the sizes above {BLOCK} ranks: they assume that each further rank costs the same."
     )
     draw(name, found)
     return write_table(name, "Rounds of agreement", header, rows, notes)

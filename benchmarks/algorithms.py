@@ -2,9 +2,9 @@
 
     python -m benchmarks.algorithms [--repetitions 3] [--rounds 3] [--steps 10]
 
-The matrices and vectors of two transformer blocks of width 256, in fp32, on one rank and one thread. What is timed are
-ten steps, so that whatever is done every ten steps (SOAP, Shampoo) is in it once; in seconds of the thread, as others
-load the machine. A second AdamW shows how far two equal ones come out apart.
+The matrices and vectors of two transformer blocks of width 256, in fp32, on one rank and one thread. A measurement is
+ten steps, in the thread's processor time: SOAP and Shampoo do some work every ten steps. A second AdamW shows how far
+two equal optimizers differ.
 """
 
 from __future__ import annotations

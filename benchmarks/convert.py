@@ -145,8 +145,8 @@ def main() -> None:
     notes = (
         f"{args.gib} GiB of fp32 in {16 * args.gib} tensors, each in two boxes, to a local disk with fsync, by one "
         f"process. Medians of {args.repetitions}; the load average of the machine, which others used too, was "
-        f"{load_before:.1f} before and {load_after:.1f} after. Memory is the most that is resident over what was "
-        "before, each time in a fresh process. `python -m benchmarks.convert`"
+        f"{load_before:.1f} before and {load_after:.1f} after. Memory is the growth of resident memory at its peak, "
+        "each time in a fresh process. `python -m benchmarks.convert`"
     )
     print(
         write_table("convert", "Conversions", ["to", "seconds", "GiB/s", "of a raw copy", "memory, MiB"], rows, notes)

@@ -3,10 +3,10 @@
     python -m benchmarks.frontier [--repetitions 3] [--rounds 3] [--steps 10] [--no-plot]
 
 The matrices and vectors of a transformer block of width 512, in fp32 (bf16 where there is a master), on one rank and
-one thread. Timed are ten steps, so that whatever is done every ten (SOAP, Shampoo) is in it once; in seconds of the
-thread, as others load the machine. A second AdamW shows how far two equal ones come out apart. The exchange is that of
-two ranks: calls of collectives and bytes handed to them, on one rank in a step, the mean of ten, where all parameters
-are cut along rows, and where all are cut along their last dimension.
+one thread. A measurement is ten steps, in the thread's processor time: SOAP and Shampoo do some work every ten steps.
+A second AdamW shows how far two equal optimizers differ. The last two columns are for two ranks, with all parameters
+cut along rows or along their last dimension: calls of collectives and bytes sent, for one rank and step, the mean of
+ten.
 """
 
 from __future__ import annotations

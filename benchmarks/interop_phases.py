@@ -140,9 +140,9 @@ def main() -> None:
             print(*rows[-1], sep="  ", flush=True)
     notes = (
         f"{arguments.gib:g} GiB in tensors of 64 MiB, sharded by rows, without fsync; milliseconds on the first rank, "
-        "medians. The processor's are those of all threads of the rank: where ranks are more than cores, or others are "
-        "at work, it is their ratio that a quiet machine shows at best. Ours is copying by the kernel and checksums "
-        "for the most part; the rest is DCP's plan and its exchanges, for both. "
+        "medians. Processor time is that of all threads of the rank. With more ranks than cores, or on a busy machine, "
+        "compare processor times. Ours is mostly copying by the kernel and checksums; the rest is DCP's plan and its "
+        "exchanges, for both. "
         f"Load average {os.getloadavg()[0]:.1f}."
     )
     title = "Where the time goes of dcp.save and dcp.load, ours and DCP's own"

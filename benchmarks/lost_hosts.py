@@ -94,9 +94,9 @@ def main() -> None:
     ]
     notes = (
         f"{HOSTS:,} hosts of 8 ranks, {MONTHS:,} simulated months of {DAYS} days, one failure of a host a day, copies "
-        f"made again after {RECOPY_SECONDS / 60:g} minutes. A failure costs half of {EVERY_MEMORY} steps in the mean "
-        f"while memory is whole somewhere, and half of {EVERY_ROOT} (the root's) where it is not. 70 B parameters of "
-        "12 bytes each. Nothing here was run on so many hosts; where the rates are from stands in the script."
+        f"made again after {RECOPY_SECONDS / 60:g} minutes. A failure costs half of {EVERY_MEMORY} steps on average if "
+        f"memory still has a complete save, otherwise half of {EVERY_ROOT} (the root's). 70 B parameters of 12 bytes "
+        "each. Nothing here was run on so many hosts; the sources of the rates are in `benchmarks/lost_hosts.py`."
     )
     print(write_table("lost_hosts", "What failures of hosts cost, simulated", header, rows, notes))
 

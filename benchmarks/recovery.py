@@ -303,14 +303,14 @@ def restore(arguments: argparse.Namespace) -> None:
     processor = loads["plain read, processor"] / loads["load, processor"]
     notes = (
         f"{nbytes / 2**30:.2f} GiB of AdamW's state on 4 ranks, each a host of its own (TCP on loopback), in a fresh "
-        "process group each time. Restored: from `Manager(...)` and `restore()` until the last rank may go on with "
-        "the next step, the optimizers' state being made in between; stepped: until the last has made it, while what "
-        "was restored is verified and copied behind; processor: seconds of all ranks until then. The S3 server sends "
-        f"{STORE_BYTES_PER_SECOND / 1e6:.0f} MB/s in all, without TLS. {load_note()}\n\n"
-        f"A load into state that is there, from the host's own memory: {1e3 * loads['load']:.0f} ms where a plain read "
-        f"of the same files into the same tensors takes {1e3 * loads['plain read']:.0f} ms, {ratio:.2f} of its speed; "
-        f"by seconds of the processor {loads['load, processor']:.2f} and {loads['plain read, processor']:.2f}, "
-        f"{processor:.2f}. The load verifies every byte."
+        "process group each time. *Restored* is the time from `Manager(...)` until `restore()` has returned on the "
+        "last rank, with the optimizers' state made. *Stepped* ends when the last rank has made its next step, while "
+        "the restored files are verified and copied in the background. *Processor* is that of all ranks until then. "
+        f"The S3 server sends {STORE_BYTES_PER_SECOND / 1e6:.0f} MB/s in all, without TLS. {load_note()}\n\n"
+        f"A load from the host's own memory into existing state takes {1e3 * loads['load']:.0f} ms. A plain read of "
+        f"the same files into the same tensors takes {1e3 * loads['plain read']:.0f} ms: the load has {ratio:.2f} of "
+        f"its speed. In processor time it is {loads['load, processor']:.2f} s and "
+        f"{loads['plain read, processor']:.2f} s, a ratio of {processor:.2f}. The load verifies every byte."
     )
     print(write_table("recovery", "Recovery: restores from memory, neighbours, disks and a store", header, rows, notes))
 
@@ -399,7 +399,7 @@ def stall(arguments: argparse.Namespace) -> None:
     notes = (
         f"{arguments.megabytes} MiB of AdamW's state on each of 2 ranks, each a host of its own, on a tier in /dev/shm "
         "that keeps one save. The stall is the call and what the next step waited for, on the slowest rank; the "
-        "processor's time is that of the whole save without the step: checksums, commit, removal of the one before. "
+        "processor's time is that of the save without the step: checksums, commit, removal of the previous checkpoint. "
         f"Medians of interleaved saves, from the third on. {load_note()}"
     )
     print(write_table("recovery_stall", "The stall of saves to memory", header, rows, notes))
@@ -482,8 +482,8 @@ def copying(arguments: argparse.Namespace) -> None:
     )
     notes = (
         f"2 ranks, each a host of its own, {megabytes:g} MiB of state each, saved to memory (lazily) every "
-        f"{BLOCK_STEPS} steps; TCP on loopback. The training's thread is kept to one core in the first row, and all "
-        f"others are not. Medians of {rounds} blocks of {BLOCK_STEPS} steps in turns. {load_note()}"
+        f"{BLOCK_STEPS} steps; TCP on loopback. In the first row the training's thread stays on one core; no other "
+        f"thread does. Medians of {rounds} blocks of {BLOCK_STEPS} steps in turns. {load_note()}"
     )
     print(write_table("recovery_copying", "What copies for other hosts take from the training", header, rows, notes))
 

@@ -313,13 +313,13 @@ def time_agreement() -> None:
             row(f"{save} save: rank 0, all of it", everything, "s", 1),
             row(f"{save} save: a leader, agreement", of_leader["agreement"], "s"),
             row(f"{save} save: any other rank, agreement", of_member["agreement"], "s"),
-            row(f"{save} save: bytes of rank 0, for each rank", of_0["bytes"] / size, "", 1024),
-            row(f"{save} save: bytes of a leader, for each of its ranks", of_leader["bytes"] / LEADER, "", 1024),
-            row(f"{save} save: bytes of any other rank", of_member["bytes"], "", 1024),
+            row(f"{save} save: bytes of rank 0, for each rank", of_0["bytes"] / size, "B", 1024),
+            row(f"{save} save: bytes of a leader, for each of its ranks", of_leader["bytes"] / LEADER, "B", 1024),
+            row(f"{save} save: bytes of any other rank", of_member["bytes"], "B", 1024),
         ]
     notes = (
-        "Seconds of the processor, of all threads of a process; bytes sent and received. The longest way of a save is "
-        "that through rank 0. Data files are not written, nor the manifest; reports of what was written differ."
+        "Seconds are processor time of all threads of a process; bytes (B) are those sent and received. The longest "
+        "path of a save goes through rank 0. Neither data files nor the manifest are written; reports of writes differ."
     )
     print(write_table("scale_agreement", f"A save's agreement among {size:,} ranks", HEADINGS, rows, notes))
 

@@ -206,10 +206,11 @@ def main() -> None:
     of_ranks = on_ranks(RANKS, measure_ranks, on_one)
     rows = [[name, *(f"{ratio:.3f}" for ratio in ratios)] for name, ratios in of_ranks.items()]
     notes = (
-        f"AdamW on the matrices of transformer layers of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of "
-        "its elements by the table of one process: parameters, gradients and state; with what a step allocates: "
-        "scratch memory, as much for any model, and the scales of blocks that the ranks share; with what a load in "
-        "place does; at most. The greater of the ranks."
+        f"AdamW on the matrices of transformer layers of width {WIDTH}, {RANKS} ranks. A cell is the ratio of a rank's "
+        "bytes to those that the table of one process gives for its elements, on the rank with more. *Held* counts "
+        "parameters, gradients and state. *In a step* adds the most that a step allocates: scratch memory, the same "
+        "for any model, and the scales of blocks that ranks share. *In a load* adds the most that a load in place "
+        "allocates."
     )
     header = ["stored", "held", "in a step", "in a load"]
     print(write_table("state_memory_ranks", "Memory of a rank against the table", header, rows, notes))
@@ -225,7 +226,7 @@ def main() -> None:
     peaks = {name: measure_peaks(name) for name in STORED}
     rows = [[name, *(f"{value:.3f}" for value in peaks[name])] for name in STORED]
     title = "Memory of AdamW, bytes a parameter"
-    notes = "State; the most that tensors of a step take beside it; the same of a load in place. With biases."
+    notes = "Step and load: the most that their tensors take beside the state. The load is in place. With biases."
     print(write_table("state_memory_peaks", title, ["stored", "state", "step", "load"], rows, notes))
     times = measure_times(rounds)
     base = times["fp32, fused"]

@@ -224,9 +224,9 @@ def main() -> None:
     mesh = f"a gloo mesh of {arguments.ranks} rank{'s'[: arguments.ranks > 1]}"
     notes = (
         f"Medians of interleaved steps, {arguments.rounds} rounds of {arguments.repetitions} (large: a seventh), on "
-        f"{mesh}; fp32, SGD with momentum. Processor time of the one thread that steps: nothing is waited for, and the "
-        "machine was shared. “default” names neither foreach nor fused: torch then takes its for-loop on the CPU. "
-        "“again” is a second optimizer equal to the first: how far off 1 a ratio of equals is."
+        f"{mesh}; fp32, SGD with momentum. Times are processor time of the one thread that steps, as the machine was "
+        "shared. “default” names neither foreach nor fused: torch then takes its for-loop on the CPU. “again” is the "
+        "ratio of two equal optimizers."
     )
     print(write_table("step", "An optimizer step on sharded parameters", header, table(arguments), notes))
     if not arguments.no_plot:
