@@ -15,6 +15,7 @@ Code: TypeAlias = Literal[
     "bad-options",
     "stale-parameters",
     "unknown-algorithm",
+    "algorithm-spec",
     "unsupported-algorithm",
     "lbfgs",
     "low-precision",

@@ -48,8 +48,6 @@ class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
     gradient.
     """
 
-    exchanges = 2
-
     def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
         group, shape = step.group, step.view.shape
         # RMS(θ)², and the counts of gradients.

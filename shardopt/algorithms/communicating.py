@@ -110,8 +110,9 @@ class ParameterStep:
         parameter: the user's tensor.
 
     Attributes:
+        group, parameter: as they were given.
         key: the parameter's FQN, "" where no keyed optimizer has given it; `name` is for errors.
-        view, local_tensors: what is here of the parameter.
+        view, local_tensors: what is here of the parameter. `view.shape` and `view.dtype` are those of the whole.
         is_held: whether this rank has elements of it.
         cuts: the groups of ranks among which it is cut.
         gradients: of the local tensors; None where there is none.
@@ -207,16 +208,15 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     """The ranks that train the parameters, for sums over all of them; a keyed optimizer sets it."""
 
     step_type: ClassVar[type[ParameterStep]] = ParameterStep
-    exchanges: ClassVar[int] = 1
-    """The number of times that `equations` yields."""
 
     # --- the equations ---
 
     def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
         """Yields this rank's summands of each exchange of a parameter's step; then updates state and parameter.
 
-        Each exchange changes the yielded tensors to the sums over the ranks of their cuts, in place. Tensors have the
-        same shapes on all ranks of a cut. Before the first exchange nothing may be changed.
+        Each exchange changes the yielded tensors to the sums over the ranks of their cuts, in place. Before the first
+        one nothing may be changed. All ranks of a cut yield equally often, and tensors of the same shapes: also a rank
+        that is not due, with zeros. So it returns early after the last yield alone.
         """
         raise NotImplementedError
 
@@ -294,8 +294,6 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
             here = [step for step in shared if step.counts.device == device]
             check = partial(_refuse_absent_late, [(step.name, step.all_or_none) for step in here])
             self.deferred.defer(torch.cat([step.counts for step in here]), check)
-        if self.exchanges == 1:
-            raise_fault(steps)
 
 
 def raise_fault(steps: Iterable[ParameterStep]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Protocol
 
@@ -135,7 +136,7 @@ class StateEntry:
     Args:
         name: key in `optimizer.state[parameter]`.
         kind: its shape and placement.
-        dtype: its dtype rule; by default the parameter's for `Kind.PARAMETER` and a counter's for `Kind.SCALAR`.
+        dtype: its dtype rule; by default `Dtype.COUNTER` for `Kind.SCALAR`, and the parameter's for all others.
         initial: the number that every element has before the first step; or the name of the option that holds it (for a
             complex parameter, both parts get it); or what the first step takes it from.
         exists: whether a group with these options has it.
@@ -148,13 +149,17 @@ class StateEntry:
 
     name: str
     kind: Kind
-    dtype: Dtype = Dtype.PARAMETER
+    dtype: Dtype = None  # type: ignore[assignment]  # it follows from the kind, once the entry is made
     initial: float | str | AtFirstStep = 0.0
     exists: Callable[[Options], bool] = _always
     suits: Callable[[int], bool] = _any_number
     signed: bool = True
     narrows: Callable[[Options], bool] = _always
     maximum: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", Dtype.COUNTER if self.kind is Kind.SCALAR else Dtype.PARAMETER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,8 @@ class AlgorithmSpec:
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
         later_options: those that it did not always have: what was saved before goes with None.
         compounds: whether noise in its state adds up, as no gradient brings it back: 8 bits at random are refused.
+        tried: whether `keyed` first steps small tensors with a class from outside, and refuses a spec that does not
+            fit what it does. False for a class that does otherwise on small tensors.
     """
 
     optimizer: type[Optimizer]
@@ -200,6 +207,12 @@ class AlgorithmSpec:
     needs_closure: bool = False
     later_options: frozenset[str] = frozenset()
     compounds: bool = False
+    tried: bool = True
+
+    @property
+    def is_brought_in(self) -> bool:
+        """Whether its class is neither torch's nor ours."""
+        return self.optimizer.__module__.partition(".")[0] not in ("torch", "shardopt")
 
     @property
     def settled_at_first_step(self) -> bool:
@@ -231,8 +244,11 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
         spec: its class, name and state, and how it steps; it is returned.
 
     Raises:
-        AlgorithmError: the class or the name is registered already with another spec.
+        AlgorithmError: the class or the name is registered already with another spec; or the spec cannot be right.
     """
+    problems = _faults(spec)
+    if problems:
+        raise AlgorithmError("an AlgorithmSpec cannot be right", problems, code="algorithm-spec")
     for known in _SPECS.values():
         if known != spec and (known.optimizer is spec.optimizer or known.name.lower() == spec.name.lower()):
             raise AlgorithmError(
@@ -251,6 +267,38 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
     if spec.stands_for is not None:
         _SPECS[spec.stands_for] = spec
     return spec
+
+
+def _faults(spec: AlgorithmSpec) -> list[Problem]:
+    """Returns what cannot be right in a spec, whatever its class does."""
+    if not (isinstance(spec.optimizer, type) and issubclass(spec.optimizer, Optimizer)):
+        remedy = "give the class itself, not its name or an instance"
+        return [Problem(str(spec.name), repr(spec.optimizer), "a subclass of torch.optim.Optimizer", remedy)]
+    key = f"{spec.name}.state"
+    strangers = [each for each in spec.state if not isinstance(each, StateEntry)]
+    if strangers:
+        remedy = f"write StateEntry({str(strangers[0])!r}, Kind.PARAMETER)"
+        return [Problem(key, repr(strangers[0]), "a tuple of StateEntry", remedy)]
+    problems = []
+    names = [entry.name for entry in spec.state]
+    if len(set(names)) < len(names):
+        problems.append(Problem(key, ", ".join(names), "each name once", "merge the entries of one name"))
+    if spec.elementwise and spec.steps_on is StepsOn.LOCAL_TENSORS:
+        problems += [
+            Problem(
+                f"{key}.{entry.name}",
+                f"Kind.{entry.kind.name} in an elementwise algorithm",
+                "Kind.PARAMETER or Kind.SCALAR",
+                "let it step on parameters (elementwise=False, steps_on=StepsOn.PARAMETERS), and communicate",
+            )
+            for entry in spec.state
+            if entry.kind not in (Kind.PARAMETER, Kind.SCALAR)
+        ]
+    if spec.steps_on is StepsOn.PARAMETERS and not hasattr(spec.optimizer, "initial_state"):
+        found = f"{spec.optimizer.__name__} without a method initial_state"
+        required = "one that makes the state of a parameter"
+        problems.append(Problem(spec.name, found, required, "derive it from CommunicatingOptimizer, which has it"))
+    return problems
 
 
 def register_variant(spec: AlgorithmSpec) -> None:
@@ -300,9 +348,16 @@ def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
 
 def unknown(algorithm: type[Optimizer] | str) -> Problem:
     """Describes an unregistered algorithm, as a problem."""
+    remedy = "declare the state that it keeps with shardopt.algorithms.register(AlgorithmSpec(...))"
+    found = "an algorithm that is not registered (a subclass that overrides step counts as another algorithm)"
+    if isinstance(algorithm, str):
+        near = get_close_matches(algorithm.lower(), [spec.name.lower() for spec in algorithms()], n=1, cutoff=0.7)
+        meant = f"did you mean {near[0]!r}? Otherwise " if near else ""
+        found = "a name that is not registered"
+        remedy = f"{meant}import the module that registers it, or {remedy}"
     return Problem(
         key=algorithm if isinstance(algorithm, str) else getattr(algorithm, "__qualname__", repr(algorithm)),
-        found="an algorithm that is not registered (a subclass that overrides step counts as another algorithm)",
+        found=found,
         required="one of " + ", ".join(spec.name for spec in algorithms()),
-        remedy="declare the state that it keeps with shardopt.algorithms.register(AlgorithmSpec(...))",
+        remedy=remedy,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer, low_precision
 from shardopt.algorithms.low_precision.options import as_texts, asks_for_less, without_defaults
 from shardopt.algorithms.registry import spec_of
+from shardopt.algorithms.trial import refuse_contradicted
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.combined import CombinedOptimizer
@@ -128,6 +129,7 @@ def build(
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         given_here = {**(defaults if optimizer is main else {}), **options}
         optimizer([torch.zeros(1, 1, device="cpu")], **known_options(optimizer, given_here))
+        _try_out(optimizer, given_here, matched.values())
         groups_of.setdefault(optimizer, []).append((position, options, members))
     built: list[Wrapper] = []
     for optimizer, grouped_own in groups_of.items():
@@ -146,6 +148,17 @@ def build(
 def _made(algorithm: Any, options: Mapping[str, Any], defaults: Mapping[str, Any], tensors: list[Tensor]) -> Optimizer:
     made: Optimizer = algorithm([{PARAMS: tensors, **options}], **defaults)
     return made
+
+
+def _try_out(optimizer: Any, options: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+    """Refuses a class from outside that does not do what its spec says."""
+    if issubclass(optimizer, LowPrecisionOptimizer):
+        spec = optimizer.algorithm
+        optimizer, options = spec.optimizer, {name: options[name] for name in options if name not in STORAGE_OPTIONS}
+        parameters = [torch.zeros(0, dtype=torch.float32, device="cpu")]  # it computes in fp32
+    else:
+        spec = spec_of(optimizer)
+    refuse_contradicted(spec, optimizer, known_options(optimizer, options), parameters)
 
 
 def _class_of(algorithm: Any, less: bool = False) -> Any:

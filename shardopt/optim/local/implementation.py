@@ -110,6 +110,31 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
             )
 
 
+def refuse_all_sparse(spec: AlgorithmSpec, names: Mapping[Tensor, str]) -> None:
+    """Raises where an algorithm from outside, whose spec does not name sparse gradients, would meet one.
+
+    Args:
+        spec: of the algorithm.
+        names: local tensor → FQN of its parameter.
+
+    Raises:
+        GradientError: there is one. No step was taken.
+    """
+    problems = [
+        Problem(
+            key=f"{name}.grad",
+            found="a sparse gradient",
+            required=f"a dense one, as the spec of {spec.name} does not say that it takes others",
+            remedy="make it dense (sparse=False in the Embedding), or use SparseAdam or RowWiseAdagrad; "
+            "takes_sparse=True in the AlgorithmSpec is for a class that steps with sparse gradients",
+        )
+        for local, name in names.items()
+        if local.grad is not None and local.grad.is_sparse
+    ]
+    if problems:
+        raise GradientError(f"{spec.name} takes no sparse gradients", problems, code="sparse-gradient")
+
+
 def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
     """Whether a group names no implementation, and the fused one is the fastest with equal results.
 

@@ -22,7 +22,7 @@ from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFr
 from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.local.group_step import GroupShards, GroupStep, step_groups
-from shardopt.optim.local.implementation import choose_fused, refuse_sparse, settle_fused
+from shardopt.optim.local.implementation import choose_fused, refuse_all_sparse, refuse_sparse, settle_fused
 from shardopt.optim.local.refusals import parameters_of, refuse_global_name, refuse_unfit
 from shardopt.optim.local.shards import Shards
 from shardopt.optim.local.state import Group, LocalState
@@ -64,6 +64,8 @@ class LocalOptimizer:
         # Without the one that torch gives every optimizer that was copied.
         self.required_options = frozenset(self.optimizer.defaults) - {"differentiable"}
         self.spec = spec = find_spec(type(self.optimizer))
+        # The classes of torch and ours refuse sparse gradients by themselves.
+        self._wants_dense = spec is not None and spec.is_brought_in and not spec.takes_sparse
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
         refuse_unfit(self.optimizer, spec, names, self.shards.values(), self.param_groups)
@@ -246,6 +248,8 @@ class LocalOptimizer:
         for step in fresh:
             if step.shards.sharded:
                 refuse_sparse(spec, step.group, step.shards.sharded)
+            if self._wants_dense:
+                refuse_all_sparse(spec, step.shards.names_of_local_tensors(self._names))
         undo = self._state.hand_over([local for step in fresh for local in step.shards.local_tensors])
         try:
             if self.chooses:

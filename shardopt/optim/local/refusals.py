@@ -44,7 +44,7 @@ def refuse_unfit(
     elif sharded is not None and spec is not None and not spec.elementwise:
         problem = Problem(
             key=sharded.name,
-            found=f"a sharded parameter under {spec.name}: {spec.why_not}",
+            found=f"a sharded parameter under {spec.name}: {spec.why_not or 'it is registered with elementwise=False'}",
             required="an algorithm that treats every element by itself, or plain parameters",
             remedy=f"give this parameter to another optimizer, or keep it whole on every rank for {spec.name}",
         )
