@@ -157,7 +157,7 @@ def _early_differs(spec: AlgorithmSpec, make: Make, dtype: torch.dtype, stepped:
 def _parts_differ(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> list[Problem]:
     """Compares the steps of a matrix with those of its rows, each by itself."""
     whole, gradients = _example(dtype)
-    rows = [row.clone() for row in whole.split(1)]
+    rows = [row.clone() for row in torch.split(whole, 1)]
     _stepped(make, whole, gradients)
     for number, row in enumerate(rows):
         _stepped(make, row, [gradient[number : number + 1].clone() for gradient in gradients])

@@ -5,7 +5,8 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, registry
+from shardopt.algorithms import AlgorithmSpec, CommunicatingOptimizer, Kind, StateEntry, StepsOn, registry
+from shardopt.sharding import local_tensors
 from tests.remedies.following import app_of, moments_of, refused, stepped
 
 
@@ -30,6 +31,45 @@ def test_an_unknown_algorithm_is_registered(monkeypatch):
         optimizer = shardopt.keyed(algorithm, parameters, lr=0.1)
         optimizer.init_state()
         assert optimizer.state_dict()["state"]["weight"]["sum"].shape == (2,)
+
+
+def test_state_is_declared_by_entries(monkeypatch):
+    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2))}
+    refused("write StateEntry('sum', Kind.PARAMETER)", declare, Own, elementwise=True, state=("sum",))
+    declare(Own, elementwise=True)
+    refused("add StateEntry('sum', Kind.PARAMETER)", shardopt.keyed, "own", parameters, lr=0.1)
+    registry._SPECS.pop(Own)
+    declare(Own, elementwise=True, state=(StateEntry("sum", Kind.PARAMETER),))
+    shardopt.keyed("own", parameters, lr=0.1)
+
+
+class Rows(CommunicatingOptimizer):
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    def equations(self, step):
+        yield [(step.numbers(0, torch.float32), step.cuts)]
+        if step.is_due():
+            sums = local_tensors(step.counted_state()["sum"])
+            for local, held, gradient in zip(step.local_tensors, sums, step.gradients, strict=True):
+                local.sub_(held.add_(gradient.mean(-1, keepdim=True)) * step.group["lr"])
+
+
+def test_state_of_rows_communicates(monkeypatch):
+    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
+    state = (StateEntry("sum", Kind.ROWS),)
+    remedy = "let it step on parameters (elementwise=False, steps_on=StepsOn.PARAMETERS), and communicate"
+    refused(remedy, declare, Rows, elementwise=True, state=state)
+    declare(Rows, elementwise=False, steps_on=StepsOn.PARAMETERS, state=state)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    shardopt.keyed("rows", {"weight": weight}).step()
+    assert weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def declare(optimizer, **given):
+    shardopt.algorithms.register(AlgorithmSpec(optimizer, optimizer.__name__.lower(), **given))
 
 
 def test_parameters_are_given_with_their_names():
