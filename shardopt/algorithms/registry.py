@@ -63,6 +63,7 @@ class Kind(Enum):
 class Dtype(Enum):
     """The rule for the dtype of an entry of state."""
 
+    OF_KIND = "COUNTER for Kind.SCALAR, PARAMETER for all others"
     PARAMETER = "the parameter's"
     COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
     COUNT = "int64"
@@ -136,7 +137,7 @@ class StateEntry:
     Args:
         name: key in `optimizer.state[parameter]`.
         kind: its shape and placement.
-        dtype: its dtype rule; by default `Dtype.COUNTER` for `Kind.SCALAR`, and the parameter's for all others.
+        dtype: its dtype rule; `Dtype.OF_KIND` becomes the rule that it names.
         initial: the number that every element has before the first step; or the name of the option that holds it (for a
             complex parameter, both parts get it); or what the first step takes it from.
         exists: whether a group with these options has it.
@@ -149,7 +150,7 @@ class StateEntry:
 
     name: str
     kind: Kind
-    dtype: Dtype = None  # type: ignore[assignment]  # it follows from the kind, once the entry is made
+    dtype: Dtype = Dtype.OF_KIND
     initial: float | str | AtFirstStep = 0.0
     exists: Callable[[Options], bool] = _always
     suits: Callable[[int], bool] = _any_number
@@ -158,7 +159,7 @@ class StateEntry:
     maximum: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is None:
+        if self.dtype is Dtype.OF_KIND:
             object.__setattr__(self, "dtype", Dtype.COUNTER if self.kind is Kind.SCALAR else Dtype.PARAMETER)
 
 
@@ -188,7 +189,7 @@ class AlgorithmSpec:
         later_options: those that it did not always have: what was saved before goes with None.
         compounds: whether noise in its state adds up, as no gradient brings it back: 8 bits at random are refused.
         tried: whether `keyed` first steps small tensors with a class from outside, and refuses a spec that does not
-            fit what it does. False for a class that does otherwise on small tensors.
+            fit what it does. False for a class that does otherwise on small tensors, or itself sums over all ranks.
     """
 
     optimizer: type[Optimizer]
@@ -240,17 +241,20 @@ _VARIANTS: dict[type[Optimizer], AlgorithmSpec] = {}
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
     """Registers an algorithm for this process.
 
+    A class that is defined again, as by a cell of a notebook, takes the place of the earlier one.
+
     Args:
         spec: its class, name and state, and how it steps; it is returned.
 
     Raises:
-        AlgorithmError: the class or the name is registered already with another spec; or the spec cannot be right.
+        AlgorithmError: the name is another class's, or the class has another name; or the spec cannot be right.
     """
     problems = _faults(spec)
     if problems:
         raise AlgorithmError("an AlgorithmSpec cannot be right", problems, code="algorithm-spec")
-    for known in _SPECS.values():
-        if known != spec and (known.optimizer is spec.optimizer or known.name.lower() == spec.name.lower()):
+    rivals = [each for each in algorithms() if each != spec and _is_rival(each, spec)]
+    for known in rivals:
+        if not _is_again(known, spec):
             raise AlgorithmError(
                 "an algorithm is registered twice",
                 [
@@ -263,10 +267,23 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
                 ],
                 code="unknown-algorithm",
             )
+    for known in rivals:
+        del _SPECS[known.optimizer]
+        _VARIANTS[known.optimizer] = known  # optimizers of it may be there
     _SPECS[spec.optimizer] = spec
     if spec.stands_for is not None:
         _SPECS[spec.stands_for] = spec
     return spec
+
+
+def _is_rival(known: AlgorithmSpec, spec: AlgorithmSpec) -> bool:
+    return known.optimizer is spec.optimizer or known.name.lower() == spec.name.lower()
+
+
+def _is_again(known: AlgorithmSpec, spec: AlgorithmSpec) -> bool:
+    """Whether a spec is of the same definition from outside, which was run or registered again."""
+    where = [(each.optimizer.__module__, each.optimizer.__qualname__, each.name.lower()) for each in (known, spec)]
+    return spec.is_brought_in and where[0] == where[1]
 
 
 def _faults(spec: AlgorithmSpec) -> list[Problem]:

@@ -39,7 +39,6 @@ def test_state_is_declared_by_entries(monkeypatch):
     refused("write StateEntry('sum', Kind.PARAMETER)", declare, Own, elementwise=True, state=("sum",))
     declare(Own, elementwise=True)
     refused("add StateEntry('sum', Kind.PARAMETER)", shardopt.keyed, "own", parameters, lr=0.1)
-    registry._SPECS.pop(Own)
     declare(Own, elementwise=True, state=(StateEntry("sum", Kind.PARAMETER),))
     shardopt.keyed("own", parameters, lr=0.1)
 

@@ -1,5 +1,7 @@
 """Algorithms from outside: `register` and `keyed` refuse a spec that the class contradicts, and say what to write."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -40,7 +42,8 @@ class Outside(torch.optim.Optimizer):
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch):
-    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
+    for known in ("_SPECS", "_VARIANTS"):
+        monkeypatch.setattr(registry, known, dict(getattr(registry, known)))
 
 
 def keyed(methods, state=(AVERAGE, STEP), dtype=torch.float32, more=None, **options):
@@ -76,7 +79,6 @@ def refusal(*arguments, **options):
 def test_state_that_the_spec_does_not_name_is_refused_with_its_entry():
     problem = refusal({}, state=(STEP,))
     assert (problem.key, problem.remedy) == ("changed.state.average", "add StateEntry('average', Kind.PARAMETER)")
-    registry._SPECS.popitem()
     assert refusal({}, state=(AVERAGE,)).remedy == "add StateEntry('step', Kind.SCALAR)"
 
 
@@ -108,16 +110,13 @@ def test_a_dtype_that_only_some_parameters_show():
         return {**Outside.make(self, group, parameter), "average": torch.zeros_like(parameter, dtype=torch.float32)}
 
     keyed({"make": make})
-    registry._SPECS.popitem()
     problem = refusal({"make": make}, dtype=torch.bfloat16)
     assert problem.key == "changed.state.average" and "Dtype.PARAMETER" in problem.required
-    registry._SPECS.popitem()
     keyed({"make": make}, (StateEntry("average", Kind.PARAMETER, Dtype.AT_LEAST_SINGLE), STEP), torch.bfloat16)
 
 
 def test_other_first_values_than_those_of_the_class_are_refused():
     assert "initial=" in refusal({}, start=1.0).remedy
-    registry._SPECS.popitem()
     keyed({}, (StateEntry("average", Kind.PARAMETER, initial="start"), STEP), start=1.0)
 
 
@@ -127,7 +126,6 @@ def test_a_class_that_takes_early_state_for_its_own_second_step_is_refused():
         return Outside.make(self, group, parameter)
 
     assert "count steps" in refusal({"make": make}).remedy
-    registry._SPECS.popitem()
     settled = StateEntry("average", Kind.PARAMETER, initial=AtFirstStep.GRADIENT)
     keyed({"make": make}, (settled, STEP))  # a step makes such state again
 
@@ -142,7 +140,6 @@ def test_a_class_that_takes_early_state_for_its_own_second_step_is_refused():
 )
 def test_an_update_that_takes_from_other_elements_is_not_elementwise(update):
     assert refusal({"update": update}).key == "changed.elementwise"
-    registry._SPECS.popitem()
     keyed({"update": update}, more={"elementwise": False})  # of plain parameters
 
 
@@ -175,14 +172,12 @@ def test_options_are_copied_and_a_spec_can_do_without_the_trial():
 
     keyed({"update": update}, lr=rate)
     assert rate == 0.5
-    registry._SPECS.popitem()
     keyed({}, state=(), more={"tried": False})
 
 
 def test_storage_in_fewer_bits_is_tried_as_the_class_itself():
     with pytest.raises(AlgorithmError, match=r"changed\.state\.step"):
         keyed({}, state=(AVERAGE,), state_dtype=torch.bfloat16)
-    registry._SPECS.popitem()
     keyed({}, state_dtype=torch.bfloat16)
 
 
@@ -203,6 +198,23 @@ def test_specs_that_cannot_be_right_are_refused(spec, words):
     assert caught.value.code == "algorithm-spec"
     with pytest.raises(AlgorithmError, match="not registered"):
         registry.spec_of("outside")
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_earlier_one():
+    first = keyed({})
+    with pytest.raises(AlgorithmError, match="algorithm-spec"):
+        keyed({}, state=(STEP,))  # as a cell of a notebook that is run again
+    second = keyed({}, state=(AVERAGE, STEP), lr=0.5)
+    assert [spec.name for spec in registry.algorithms()].count("changed") == 1
+    for optimizer in (first, second):
+        (parameter,) = optimizer.params.values()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        copy.deepcopy(optimizer).step()
+    with pytest.raises(AlgorithmError, match="another class and name than"):
+        register(AlgorithmSpec(Outside, "changed", elementwise=True))
+    with pytest.raises(AlgorithmError, match="another class and name than"):
+        register(AlgorithmSpec(registry.spec_of("changed").optimizer, "renamed", elementwise=True))
 
 
 def test_a_misspelt_name_says_which_is_meant_and_where_names_come_from():
