@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from math import isnan, nan
+from math import isnan, nan, prod
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -141,6 +141,11 @@ class ParameterStep:
     def _read_gradients(self) -> list[Tensor] | None:
         """Returns the gradient of each local tensor; raises GradientError if the algorithm cannot step with it."""
         return dense_gradients(self.parameter, self.name)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole parameter."""
+        return prod(self.view.shape)
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,17 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
-from shardopt.algorithms import AlgorithmSpec, AtFirstStep, Dtype, Kind, StateEntry, StepsOn, register, registry
+from shardopt.algorithms import (
+    AlgorithmSpec,
+    AtFirstStep,
+    CommunicatingOptimizer,
+    Dtype,
+    Kind,
+    StateEntry,
+    StepsOn,
+    register,
+    registry,
+)
 from shardopt.errors import AlgorithmError, GradientError
 from tests.support.fake_rank import fake_rank, shard
 
@@ -234,3 +244,26 @@ def test_a_sparse_gradient_is_refused_before_the_class_meets_it(sharded):
         with pytest.raises(GradientError, match=r"w\.grad: found a sparse gradient.*takes_sparse=True"):
             optimizer.step()
         assert optimizer.state_dict()["state"] == {}
+
+
+class Counts(CommunicatingOptimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.counted = []
+
+    def equations(self, step):
+        yield [(step.numbers(0, torch.float64), step.cuts)]
+        yield [(torch.zeros(1), step.cuts)]  # as often as it likes
+        self.counted.append((step.numel, sum(local.numel() for local in step.local_tensors)))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_knows_how_many_elements_the_whole_parameter_has(sharded):
+    register(AlgorithmSpec(Counts, "counts", elementwise=False, steps_on=StepsOn.PARAMETERS))
+    with fake_rank(0, 2) as mesh:
+        whole = torch.ones(5, 2)
+        parameter = torch.nn.Parameter(shard(whole, mesh, Shard(0)) if sharded else whole)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = shardopt.keyed("counts", {"w": parameter})
+        optimizer.step()
+        assert optimizer._local.optimizer.counted == [(10, 6 if sharded else 10)]
