@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,8 +92,11 @@ class Root:
             return f"starting fresh: {self.url} does not exist"
         line = f"starting fresh: no checkpoint in {self.url}"
         numbered = sorted((name for name in self.names if name[-1].isdigit()), key=lambda name: (len(name), name))
-        if numbered and self.storage.child(numbered[-1]).exists(DCP_METADATA_NAME):
-            line += f"; {numbered[-1]} is one of torch.distributed.checkpoint, to be read by checkpoint.load(url, app)"
+        with contextlib.suppress(OSError, CheckpointError):  # a hint alone, which only one rank looks for
+            if numbered and self.storage.child(numbered[-1]).exists(DCP_METADATA_NAME):
+                line += (
+                    f"; {numbered[-1]} is one of torch.distributed.checkpoint, to be read by checkpoint.load(url, app)"
+                )
         return line
 
     def ids(self) -> list[CheckpointId]:
