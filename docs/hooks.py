@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 _LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2\s*$", re.DOTALL | re.MULTILINE)
+_HEADING = re.compile(r"(?<=<th>)[^<]+(?=</th>)")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
 
@@ -56,6 +57,11 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         return match[1] + posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".") + match[3]
 
     return _outside_of_blocks(markdown, lambda text: _LINK.sub(link, _COMMENT.sub("", text)))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets a browser break names in headings of tables behind a dot or an underscore, so that columns get narrow."""
+    return _HEADING.sub(lambda heading: re.sub(r"(?<=\w)([._])(?=[a-z])", r"\1<wbr>", heading[0]), html)
 
 
 def _uris(files: Files) -> dict[str, str]:

@@ -4,6 +4,9 @@ model.layers.0.q_proj.weight                                      in a Hugging F
 base_model.model.model.layers.0.q_proj.base_layer.weight          the same in a model of PEFT's
 base_model.model.model.layers.0.q_proj.lora_A.weight              in PEFT's folder
 base_model.model.model.layers.0.q_proj.lora_A.default.weight      the same in a model of PEFT's
+base_model.model.lm_head.weight                                   a layer trained whole (modules_to_save), in its folder
+base_model.model.lm_head.modules_to_save.default.weight           the same in a model of PEFT's
+base_model.model.lm_head.original_module.weight                   what it was before, in a model of PEFT's
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +33,12 @@ from shardopt.state.names import plain_name
 
 TENSORS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
+_SAVED_WHOLE = "modules_to_save"
 _PREFIX = "base_model.model."  # of PEFT's keys, whatever the model
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+(?=\.)))?(\.weight)?")
+# Layers that are trained whole, beside the adapters; and what other kinds of adapters have.
+_WHOLE = re.compile(r"(?P<module>.+)\.(?P<part>modules_to_save)\.(?P<adapter>[^.]+)\.(?P<name>.+)")
+_UNKNOWN = re.compile(r".+\.(lora_(?![AB]\b)\w+|trainable_tokens_\w+)\b.*")
 
 
 class _Tensor(NamedTuple):
@@ -74,11 +81,26 @@ def peft_rename(model: torch.nn.Module, *, key: str = "model", adapter: str = "d
         problem = Problem("model", "none", required, "pass what get_peft_model returns, and adapter= as it was named")
         raise OptionError("there is no adapter in the model", [problem], code="cannot-convert")
     root, within = f"{key}.{_PREFIX}", "|".join(map(re.escape, modules))
+    found_whole = (_WHOLE.fullmatch(name) for name in names)
+    whole_modules = {found["module"]: None for found in found_whole if found and found["adapter"] == adapter}
+    trained, before = _rules_of_whole(key, adapter, whole_modules)
     return {
+        **trained,
         rf"^({re.escape(_PREFIX)})?": root,
         rf"^({re.escape(root)}(?:{within}))\.(weight|bias)$": r"\1.base_layer.\2",
         r"\.(lora_[AB])\.weight$": rf".\1.{adapter}.weight",
+        **before,
     }
+
+
+def _rules_of_whole(key: str, adapter: str, modules: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns rules for layers that are trained whole: for PEFT's folder, as trained; for the base's, as before."""
+    if not modules:
+        return {}, {}
+    names = "|".join(map(re.escape, modules))
+    tail = r"\.(?!(?:modules_to_save|original_module)\.)"
+    trained = {rf"^({names}){tail}": rf"\1.modules_to_save.{adapter}."}
+    return trained, {rf"^({re.escape(key)}\.(?:{names})){tail}": r"\1.original_module."}
 
 
 def export_peft(
@@ -94,13 +116,13 @@ def export_peft(
 
     They are the tensors of the model whose names have a part `lora_A` or `lora_B`: `layers.0.q_proj.lora_A.weight`, or
     as PEFT's own modules have them, `base_model.model.layers.0.q_proj.lora_A.default.weight`. A [r, in], B [out, r].
-    At most some MiB of them are in memory.
+    Layers that PEFT trains whole (`modules_to_save`) are written too. At most some MiB are in memory.
 
     Args:
         src: of a committed checkpoint.
         dst: a directory without such files.
-        config: entries of `adapter_config.json`; "lora_alpha" is needed. "peft_type", "r", "rank_pattern" and
-            "target_modules" follow from the tensors, unless they are given.
+        config: entries of `adapter_config.json`; "lora_alpha" is needed. "peft_type", "r", "rank_pattern",
+            "target_modules" and "modules_to_save" follow from the tensors, unless they are given.
         model: the key of the model in the app that was saved.
         adapter: the name of the adapter, where the model has several.
         base_root: as for `open`.
@@ -108,7 +130,8 @@ def export_peft(
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: as for `open`.
         CheckpointExistsError: there are such files at `dst`.
-        MismatchError: there is no adapter, or half of one, or several; or `config` lacks or contradicts what there is.
+        MismatchError: there is no adapter, or half of one, or several, or one of another kind (DoRA, embeddings); or
+            `config` lacks or contradicts what there is.
     """
     target = storage_of(dst)
     with open_checkpoint(src, base_root) as reader, wrap_os_errors(f"write {target.url}"):
@@ -127,24 +150,33 @@ def _adapter_of(reader: CheckpointReader, model: str, adapter: str | None) -> di
     """Returns the tensors of an adapter by their keys in PEFT's file, those with the largest items first."""
     found: dict[str, _Tensor] = {}
     adapters: set[str] = set()
+    problems = []
     for stored, tensor in reader.manifest.tensors.items():
-        match = _PART.fullmatch(stored.removeprefix(f"{model}.")) if stored.startswith(f"{model}.") else None
-        if match is None or adapter not in (None, match["adapter"]):
+        if not stored.startswith(f"{model}."):
+            continue
+        name = stored.removeprefix(f"{model}.")
+        match = _PART.fullmatch(name) or _WHOLE.fullmatch(name)
+        if match is None:
+            if _UNKNOWN.fullmatch(name):
+                required = "lora_A, lora_B and modules_to_save, which this call writes"
+                problems.append(Problem(stored, "another kind of adapter", required, "use PEFT's save_pretrained"))
+            continue
+        if adapter not in (None, match["adapter"]):
             continue
         adapters.add(match["adapter"] or "")
         module, part = match["module"].removeprefix(_PREFIX), match["part"]
-        found[f"{_PREFIX}{module}.{part}.weight"] = _Tensor(stored, module, part, tensor.dtype, tensor.layout.shape)
-    problems = []
-    if not found:
+        key = f"{_PREFIX}{module}.{match['name'] if part == _SAVED_WHOLE else f'{part}.weight'}"
+        found[key] = _Tensor(stored, module, part, tensor.dtype, tensor.layout.shape)
+    if all(each.part == _SAVED_WHOLE for each in found.values()):
         required = f"tensors named {model}.….lora_A.weight and …lora_B.weight"
         problems.append(Problem("lora_A", "none", required, "name the model by model="))
     if len(adapters) > 1:
         problems.append(Problem("adapter", ", ".join(sorted(adapters)), "one of them", "give adapter="))
     for key, each in found.items():
         other = f"{_PREFIX}{each.module}.{'lora_B' if each.part == 'lora_A' else 'lora_A'}.weight"
-        if other not in found:
+        if each.part != _SAVED_WHOLE and other not in found:
             problems.append(Problem(key, "without its other half", "A and B of each module", "save both"))
-        if each.dtype.safetensors is None or len(each.shape) != 2:
+        if each.dtype.safetensors is None or (each.part != _SAVED_WHOLE and len(each.shape) != 2):
             form = f"{each.dtype.name} {list(each.shape)}"
             problems.append(Problem(key, form, "a matrix of a dtype that safetensors has", "convert it"))
     if problems:
@@ -161,6 +193,8 @@ def _config_of(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> dic
         "rank_pattern": {module: rank for module, rank in sorted(ranks.items()) if rank != usual},
         "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
     }
+    if whole_layers := {each.module.rpartition(".")[2] for each in tensors.values() if each.part == _SAVED_WHOLE}:
+        derived["modules_to_save"] = sorted(whole_layers)
     merged = {**derived, "bias": "none", "inference_mode": True, **config}
     problems = []
     if "lora_alpha" not in config:

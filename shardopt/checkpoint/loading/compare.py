@@ -29,6 +29,7 @@ _MISSING = (
     "give its old name with rename={...}, remove it from the app, leave it as it is with "
     'strict=Strictness(missing="ignore"), or load some keys alone by select='
 )
+NOT_STORED = "nothing in the checkpoint"
 _NAMES_ALONE = {str}  # the types of the parts of most paths
 
 
@@ -92,9 +93,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     match.missing = _missing(absent, flat, views, stored, names) if absent else []
     for key in match.missing:
         if not is_reported(flat.leaves[key].path):
-            problem = Problem(
-                key, "nothing in the checkpoint", _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING
-            )
+            problem = Problem(key, NOT_STORED, _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     for alias, key in names.aliases.items():
         own, other = names.manifest.values.get(alias), names.manifest.values.get(key)

@@ -22,8 +22,9 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.loading.compare import Match, kind_of_stored
+from shardopt.checkpoint.loading.compare import NOT_STORED, Match, kind_of_stored
 from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.other_names import rename_hint
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
@@ -125,11 +126,25 @@ def reconcile(
     if refused or merged["failed"]:
         on_some = not refused and merged["failed"] < ranks.size
         where = f"{what} failed on {merged['where']}: " if on_some else ""
-        raise MismatchError(
-            f"{where}the checkpoint does not fit the app; nothing was changed",
-            _weights_first([*(Problem(**problem) for problem in merged["problems"]), *refused]),
-            merged["left_out"],
-        )
+        problems = _weights_first([*(Problem(**problem) for problem in merged["problems"]), *refused])
+        message = f"{where}the checkpoint does not fit the app; nothing was changed"
+        if hint := _other_names(problems, match, names):
+            message += f"\nStored tensors have the missing names after {hint}."
+        raise MismatchError(message, problems, merged["left_out"])
+
+
+def _other_names(problems: Sequence[Problem], match: Match, names: Names) -> str | None:
+    """Returns the rule that gives stored weights the names of those that are missing, if it is one."""
+    missing = {
+        problem.key: problem.required
+        for problem in problems
+        if problem.found.startswith(NOT_STORED) and problem.required.startswith("a tensor")
+        if not _OF_OPTIMIZERS.search(problem.key)
+    }
+    manifest, unexpected = names.manifest, set(match.unexpected)
+    stored = {key: kind_of_stored(manifest, key) for key in match.unexpected if key in manifest.tensors}
+    fitting = [key for key in manifest.tensors if key not in unexpected and not _OF_OPTIMIZERS.search(key)]
+    return rename_hint(missing, stored, fitting)
 
 
 def _weights_first(problems: Iterable[Problem]) -> list[Problem]:

@@ -341,10 +341,7 @@ class Manager:
         with run.ranks.beating():
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:
-            nothing = f"starting fresh: no checkpoint in {run.root.url}"
-            if restored is None and not run.root.is_there():
-                nothing = f"starting fresh: {run.root.url} does not exist"
-            announce(nothing if restored is None else summary_of(restored, select))
+            announce(run.root.tell_none() if restored is None else summary_of(restored, select))
         return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)

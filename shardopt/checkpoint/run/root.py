@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,6 +85,19 @@ class Root:
         if isinstance(self.storage, LocalStorage):
             return os.path.isdir(self.url)
         return bool(self.storage.names())
+
+    def tell_none(self) -> str:
+        """Returns the line for a run that begins without a checkpoint, which names one of another format beside it."""
+        if not self.is_there():
+            return f"starting fresh: {self.url} does not exist"
+        line = f"starting fresh: no checkpoint in {self.url}"
+        numbered = sorted((name for name in self.names if name[-1].isdigit()), key=lambda name: (len(name), name))
+        with contextlib.suppress(OSError, CheckpointError):  # a hint alone, which only one rank looks for
+            if numbered and self.storage.child(numbered[-1]).exists(DCP_METADATA_NAME):
+                line += (
+                    f"; {numbered[-1]} is one of torch.distributed.checkpoint, to be read by checkpoint.load(url, app)"
+                )
+        return line
 
     def ids(self) -> list[CheckpointId]:
         """Lists the checkpoints with a directory under the root, even an empty one, ascending; none without a root.

@@ -93,6 +93,57 @@ def test_an_adapter_goes_to_peft_and_back(tmp_path, folder, capsys):
         assert torch.equal(again.state_dict()[name], expected), name
 
 
+class TrainedWhole(torch.nn.Module):
+    """A layer that PEFT trains whole: what it was, and the trained copy by the adapter's name."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.original_module = layer
+        self.modules_to_save = torch.nn.ModuleDict({"default": torch.nn.Linear(6, 3)})
+
+
+def with_whole_head():
+    model = adapted("default")
+    inner = model["base_model"]["model"]
+    inner["lm_head"] = TrainedWhole(inner["lm_head"])
+    return model
+
+
+def test_a_layer_trained_whole_goes_to_peft_and_back(tmp_path, folder):
+    model = with_whole_head()
+    checkpoint.save(tmp_path / "c", {"model": model})
+    checkpoint.export_peft(tmp_path / "c", tmp_path / "peft", {"lora_alpha": 4})
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert written["modules_to_save"] == ["lm_head"]
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    trained = model["base_model"]["model"]["lm_head"].modules_to_save["default"]
+    assert torch.equal(stored["base_model.model.lm_head.weight"], trained.weight)
+    assert torch.equal(stored["base_model.model.lm_head.bias"], trained.bias) and len(stored) == 6
+
+    again = with_whole_head()
+    rename = checkpoint.peft_rename(again)
+    beside = checkpoint.Strictness(missing=re.compile(r"\.lora_[AB]\.|\.modules_to_save\."))
+    checkpoint.load(folder[0], {"model": again}, rename=rename, strict=beside)
+    checkpoint.load(tmp_path / "peft", {"model": again}, rename=rename, select=r"lora_|modules_to_save")
+    head = again["base_model"]["model"]["lm_head"]
+    assert torch.equal(head.original_module.weight, folder[1]["lm_head.weight"])
+    assert torch.equal(head.modules_to_save["default"].weight, trained.weight)
+    assert torch.equal(head.modules_to_save["default"].bias, trained.bias)
+
+    loaded = with_whole_head()  # the rules may stay in the script of a run that resumes
+    checkpoint.load(tmp_path / "c", {"model": loaded}, rename=checkpoint.peft_rename(loaded), strict=beside)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["lora_magnitude_vector", "lora_embedding_A", "trainable_tokens_delta"])
+def test_other_kinds_of_adapters_are_not_left_out_in_silence(tmp_path, name):
+    key = f"base_model.model.layers.0.q_proj.{name}.default"
+    checkpoint.save(tmp_path / "c", {"model": {**adapted("default").state_dict(), key: torch.ones(6)}})
+    with pytest.raises(MismatchError, match=name):
+        checkpoint.export_peft(tmp_path / "c", tmp_path / "peft", {"lora_alpha": 4})
+    assert not (tmp_path / "peft").exists()
+
+
 def test_rules_may_stay_in_the_script(tmp_path, folder):
     """What the run has saved has PEFT's names already."""
     model = adapted("default")

@@ -222,6 +222,17 @@ def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_other
     assert none == f"shardopt: starting fresh: {tmp_path}/none does not exist"
 
 
+@pytest.mark.parametrize("name", ["step-30", "step-00000030"])
+def test_a_fresh_start_beside_checkpoints_of_dcp_says_so(tmp_path, caplog, name):
+    checkpoint.save(tmp_path / "own", {"w": torch.ones(2)})
+    checkpoint.convert(tmp_path / "own", tmp_path / "run" / name, to="dcp")
+    (tmp_path / "run" / "tensorboard").mkdir()
+    with caplog.at_level(logging.INFO, "shardopt"), checkpoint.Manager(tmp_path / "run") as manager:
+        assert manager.restore({"w": torch.zeros(2)}) == 0
+    line = caplog.text
+    assert f"starting fresh: no checkpoint in {tmp_path}/run; {name} is one of torch.distributed.checkpoint" in line
+
+
 def test_where_logging_is_configured_it_is_a_line_of_the_log(tmp_path, caplog, capsys):
     with caplog.at_level(logging.INFO, "shardopt"):
         assert restored(saved(tmp_path, 3)) == 3
