@@ -73,7 +73,9 @@ def cases_of(results: Path) -> list[Case]:
         if row["elements on each rank"] != STEP_SIZE or row["torch DTensor, ms"] == "fails":
             continue
         if row["implementation"] in IMPLEMENTATIONS:
-            name = f"{row['algorithm']}{IMPLEMENTATIONS[row['implementation']]}, {STEP_SIZE.replace('×', 'DTensors of')}"
+            name = (
+                f"{row['algorithm']}{IMPLEMENTATIONS[row['implementation']]}, {STEP_SIZE.replace('×', 'DTensors of')}"
+            )
             times = float(row["ours DTensor, ms"]), float(row["torch DTensor, ms"])
             cases.append(Case(STEPS, name, *times, row["torch DTensor / ours"], "torch.optim"))
     return cases

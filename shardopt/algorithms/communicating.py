@@ -15,7 +15,7 @@ yield is the update:
             ...
 
 On the CPU a gradient that is absent or refused on some ranks is raised after the first exchange, on all ranks, before
-anything has changed. On an accelerator that would be to wait: there it is raised in a later step.
+anything has changed. On an accelerator that would be to wait: there the step after the next raises it, on all ranks.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.initial_state import made_of, restore_dtypes
 from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
+from shardopt.algorithms.stepped import Stepped
 from shardopt.errors import GradientError, Problem, ShardoptError
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import DeferredChecks
@@ -254,21 +255,31 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         """Returns the state as torch does, after all deferred checks of gradients have passed.
 
         Raises:
-            GradientError: the last step did; on an accelerator it was taken all the same.
+            GradientError: a step did; on an accelerator it was taken all the same. Each time, until loads have replaced
+                this state and all parameters of that step.
         """
         self.deferred.settle()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads as torch does, but keeps the dtype of state that has one of its own; drops earlier steps' checks."""
+        """Loads as torch does, but keeps the dtype of state that has one of its own.
+
+        An earlier step that lacked a gradient is forgotten once its parameters were changed by another hand than a
+        step's, too, as by a load of the model. Until then they have its update, and `state_dict` raises.
+        """
         super().load_state_dict(state_dict)
-        self.deferred.discard()
+        self.deferred.state_is_loaded()
 
     def _refuse_step(self) -> None:
-        self.deferred.run_ready()
+        self.deferred.begin_step()
 
     def _take_step(self) -> None:
-        self._take([self._make_step(group, each) for group in self.param_groups for each in group["params"]])
+        steps = [self._make_step(group, each) for group in self.param_groups for each in group["params"]]
+        try:
+            self._take(steps)
+        finally:
+            held = [step.parameter for step in steps if step.is_held and step.may_have_gradient]
+            self.deferred.end_step(lambda: Stepped(self, held))
 
     def _make_step(self, group: Options, parameter: Tensor) -> ParameterStep:
         return self.step_type(self, group, parameter)

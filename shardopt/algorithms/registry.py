@@ -182,8 +182,8 @@ class AlgorithmSpec:
             where it steps on parameters only.
         takes_sparse: whether it steps with sparse gradients.
         takes_dense: whether it steps with dense gradients.
-        fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
-            up to the rounding of the last bits.
+        fused_agrees: the dtypes in which torch's fused implementation computes what its for-loop computes, up to the
+            rounding of the last bits. Measured on the CPU.
         fused_astray: the dtypes in which it computes something else, and is refused.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
         later_options: those that it did not always have: what was saved before goes with None.

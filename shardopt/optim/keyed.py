@@ -72,9 +72,9 @@ def keyed(
             (torch.float32: bf16 and fp16 parameters get a master) and `rounding` (None: state in fewer bits at random,
             parameters to nearest; "stochastic": both at random; "nearest": both to nearest). Its step is then computed
             in fp32, in chunks; see docs/low-memory.md. Without these, and without `foreach` or `fused`, each step takes
-            the fastest implementation that computes what the for-loop computes. On the CPU that is the fused one of
-            Adam, AdamW, Adagrad and SGD (but SGD's not in bfloat16, and none in float16). Elsewhere it is torch's own
-            choice.
+            the fastest implementation that computes what the for-loop computes. That is the fused one of Adam, AdamW,
+            Adagrad and SGD where torch has it for the device (but SGD's not in bfloat16, and none in float16).
+            Elsewhere it is the for-loop on the CPU, and torch's own choice on accelerators.
 
     Returns:
         A KeyedOptimizerWrapper; or for several algorithms a CombinedOptimizer of one for each, with the names of

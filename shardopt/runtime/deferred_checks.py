@@ -1,22 +1,25 @@
 """Checks of numbers that ranks exchanged in a step; run once these are on the host, so that no step waits.
 
-On an accelerator a step is taken before the host knows that it should not have been. The next step runs what has
-arrived. Whoever is to keep state runs the rest before, as there the host waits anyhow:
+On an accelerator a step is taken before the host knows that it should not have been. Step k + 2 runs the checks of step
+k, on all ranks: by then their numbers have arrived, and no rank raises a step before another. Whoever is to keep state
+runs the rest before, as there the host waits anyhow:
 
     with taking_state() as checks:
         flat = flatten(app)                 # `state_dict` leaves its checks to `checks`
     ...
     checks.settle()                         # in any thread, before the state is written
+
+What a check has raised counts until a load has replaced all that the step has changed.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -24,18 +27,31 @@ from torch import Tensor
 
 from shardopt.world import world
 
+_STEPS_UNTIL_RUN = 2  # in the step right after the host would wait for the device
+
+
+class Parameters(Protocol):
+    """Parameters as they were after a step."""
+
+    def are_replaced(self) -> bool:
+        """Whether all of them have other values since, which no step has given them."""
+
 
 class _Check:
-    """One check, with its numbers."""
+    """One check, with its numbers.
 
-    def __init__(self, owner: DeferredChecks, numbers: Tensor, verify: Callable[[Tensor], None]) -> None:
-        self.owner, self._verify, self._device = owner, verify, numbers.device
+    Args:
+        step: of its owner, in which it was deferred.
+    """
+
+    def __init__(self, owner: DeferredChecks, step: int, numbers: Tensor, verify: Callable[[Tensor], None]) -> None:
+        self.owner, self.step, self._verify, self._device = owner, step, verify, numbers.device
         self._copied: Any = None
         if numbers.is_cpu:
             self._numbers = numbers.clone()
             return
         with self._on_device():  # of the numbers, which need not be the current one
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._numbers = empty_pinned(numbers)
             self._numbers.copy_(numbers, non_blocking=True)
             self._copied = torch.get_device_module(self._device).Event()
             self._copied.record()
@@ -43,10 +59,6 @@ class _Check:
     def _on_device(self) -> Any:
         # Not every kind of device can be made the current one (of MPS there is one alone).
         return getattr(torch.get_device_module(self._device), "device", nullcontext)(self._device)
-
-    def has_arrived(self) -> bool:
-        """Whether the numbers are on the host. Does not wait."""
-        return self._copied is None or bool(self._copied.query())
 
     def wait(self) -> None:
         """Waits until the numbers are on the host. May be called in any thread."""
@@ -56,7 +68,8 @@ class _Check:
                     self._copied.synchronize()
 
     def run(self) -> None:
-        """Runs the check; its owner, which no longer has it, notes what it raises."""
+        """Waits, and runs the check; its owner, which no longer has it, notes what it raises."""
+        self.wait()
         error = None
         try:
             self._verify(self._numbers)
@@ -71,13 +84,16 @@ class DeferredChecks:
     """The pending checks of one optimizer. A copy has none.
 
     Attributes:
-        failure: what a check has raised; state with such a step in it is not saved until a load replaces it.
+        failure: what a check has raised; state with such a step in it is not saved until loads have replaced it.
     """
 
     def __init__(self) -> None:
+        self._step = 0
         self._waiting: list[_Check] = []
         self.failure: Exception | None = None
-        self._refused = False  # whether a step has raised it
+        self._to_raise: dict[int, Exception] = {}  # by the step that has failed, as far as no step has raised it
+        self._stepped: Parameters | None = None  # by the last step
+        self._state_is_replaced = False  # since a step has failed, but not its parameters
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DeferredChecks, ()
@@ -94,16 +110,15 @@ class DeferredChecks:
             numbers: on any device; copied.
             verify: gets them on the CPU, and raises where something is wrong with them.
         """
-        check = _Check(self, numbers, verify)
+        check = _Check(self, self._step, numbers, verify)
         with _lock:
             self._waiting.append(check)
             _with_waiting.add(self)
 
     def done(self, check: _Check, failure: Exception | None) -> None:
-        """Drops a finished check, and notes what it raised, for saves and for the next step.
+        """Drops a finished check, and notes what it raised, for saves and for a later step.
 
         In one go, so that another thread finds it either waiting or failed; and not where a load has dropped it since.
-        Of several failures the first counts that no step has raised.
         """
         with _lock:
             if check not in self._waiting:
@@ -111,45 +126,79 @@ class DeferredChecks:
             self._waiting.remove(check)
             if not self._waiting:
                 _with_waiting.discard(self)
-            if failure is not None and (self.failure is None or self._refused):
+            if failure is not None:
                 # Without its traceback, whose frames keep what the failed step computed.
-                self.failure, self._refused = copy(failure), False
+                self._to_raise.setdefault(check.step, copy(failure))
+                self.failure = self.failure or copy(failure)
                 _failed.add(self)
 
-    def run_ready(self) -> None:
-        """Runs the checks whose numbers have arrived, before a step. Waits for nothing.
+    def begin_step(self) -> None:
+        """Begins a step: runs the checks of the step before the last one. Waits for no later step.
 
         Raises:
-            Exception: as a check raises it, here or in a save since the last step; once.
+            Exception: as a check of that step raises it, here or in a save before; once, in the same step on all ranks.
         """
-        for check in self.waiting:
-            if not check.has_arrived():
-                break
-            with suppress(Exception):  # noted
-                check.run()
-        if self.failure is not None and not self._refused:
-            self._refused = True
-            raise copy(self.failure)
+        self._step += 1
+        due = self._step - _STEPS_UNTIL_RUN
+        _run_all(check for check in self.waiting if check.step <= due)
+        if self.failure is None:
+            return
+        self._drop_if_replaced()
+        with _lock:
+            failures = [self._to_raise.pop(step) for step in sorted(self._to_raise) if step <= due]
+        for failure in failures:
+            raise failure
+
+    def end_step(self, stepped: Callable[[], Parameters]) -> None:
+        """Ends a step, whether it has failed or not.
+
+        Args:
+            stepped: gives the parameters that it may have changed; not asked where nothing is checked later.
+        """
+        if self._waiting or self.failure is not None:
+            self._stepped, self._state_is_replaced = stepped(), False
 
     def settle(self) -> None:
-        """Runs all checks, once their numbers have arrived; within `taking_state` that is left to its caller.
+        """Runs all checks, once their numbers have arrived; while anyone takes state it is left to that.
 
         Raises:
-            Exception: as a check raises it; no check runs twice.
+            Exception: as a check of a step has raised it that no load has replaced; each time.
         """
-        taken = _taken.get()
-        if taken is not None:
-            taken.add(self)
-            return
-        _run(self.waiting)
+        taking = tuple(_taking)
+        for each in taking:
+            each.add(self)
+        if not taking:
+            _run_all(self.waiting)
+            self._drop_if_replaced()
+            if self.failure is not None:
+                raise copy(self.failure)
 
-    def discard(self) -> None:
-        """Drops all checks, for example after a load, which has replaced what they are about."""
-        for check in self.waiting:
-            check.wait()  # the device still writes to its numbers
+    def state_is_loaded(self) -> None:
+        """Drops all checks and failures, as a load has replaced the state that they are about.
+
+        Where it has not replaced the parameters of the last step, checks are run, and failures stay until these are
+        replaced too: they have the update that should not have been made.
+        """
+        if self._has_other_parameters():
+            for check in self.waiting:
+                check.wait()  # the device still writes to its numbers
+            self._drop()
+            return
+        _run_all(self.waiting)
+        self._state_is_replaced = True
+
+    def _has_other_parameters(self) -> bool:
+        return self._stepped is None or self._stepped.are_replaced()
+
+    def _drop_if_replaced(self) -> None:
+        if self.failure is not None and self._state_is_replaced and self._has_other_parameters():
+            self._drop()
+
+    def _drop(self) -> None:
         with _lock:
             self._waiting.clear()
-            self.failure, self._refused = None, False
+            self._to_raise.clear()
+            self.failure, self._stepped, self._state_is_replaced = None, None, False
             _with_waiting.discard(self)
             _failed.discard(self)
 
@@ -175,17 +224,20 @@ class StateChecks:
 
         Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
         """
-        if any(owner not in self._owners for owner in tuple(_failed)):
-            gc.collect()  # one that nobody has any more steps nothing
+        self._failures = _failures(self._owners)
         with _lock:
             self._waiting = [check for owner in _with_waiting for check in owner.waiting]
-            self._failures = [owner.failure for owner in _failed if owner.failure is not None]
 
     def settle(self) -> None:
         """Waits until the numbers are on the host, and raises the first failure. In any thread; local to the rank."""
-        for failure in self._failures:
+        failures = list(self._failures)
+        for check in self._waiting:  # all of them: what has none that wait is forgotten with its optimizer
+            try:
+                check.run()
+            except Exception as error:
+                failures.append(error)
+        for failure in failures:
             raise copy(failure)
-        _run(self._waiting)
 
 
 def settle_checks() -> None:
@@ -196,31 +248,77 @@ def settle_checks() -> None:
     Raises:
         Exception: as a check raises it; no check runs twice.
     """
-    _run([check for owner in tuple(_with_waiting) for check in owner.waiting])
+    for check in [check for owner in tuple(_with_waiting) for check in owner.waiting]:
+        check.run()
+
+
+def has_failed_steps() -> bool:
+    """Whether a step of the process is known to have failed, and no load has replaced what it has changed. Local."""
+    return any(owner.failure is not None for owner in tuple(_failed))
+
+
+def failed_steps_remain() -> bool:
+    """Whether a step of the process has failed, and no load has replaced what it has changed.
+
+    Runs the checks of all optimizers before, once their numbers have arrived. Local to the rank.
+    """
+    _run_all([check for owner in tuple(_with_waiting) for check in owner.waiting])
+    return bool(_failures())
 
 
 @contextmanager
 def taking_state() -> Iterator[StateChecks]:
     """Within this context, optimizers' `state_dict` does not settle checks; the yielded object collects them.
 
-    So `state_dict`, which may be collective in another object, is called on all ranks where a check fails on some.
+    So `state_dict`, which may be collective in another object, is called on all ranks where a check fails on some. It
+    holds in all threads, as an app may ask its optimizers in threads of its own. So a `state_dict` that another thread
+    calls meanwhile does not raise either: what takes the state does.
     """
     checks = StateChecks()
-    before = _taken.set(checks)
+    _taking.append(checks)
     try:
         yield checks
     finally:
-        _taken.reset(before)
+        _taking.remove(checks)
     checks.end()
 
 
-def _run(checks: Any) -> None:
+def empty_pinned(like: Tensor) -> Tensor:
+    """Returns memory of the host for a copy of a tensor: pinned, or plain where it cannot be pinned."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+
+def _run_all(checks: Iterable[_Check]) -> None:
+    """Runs checks; what they raise is noted."""
     for check in checks:
-        check.wait()
-        check.run()
+        with suppress(Exception):
+            check.run()
+
+
+def _failures(owners: Iterable[DeferredChecks] = ()) -> list[Exception]:
+    """Returns the failures of all optimizers that loads have not replaced.
+
+    Args:
+        owners: those that are known to be in use.
+    """
+    _drop_what_is_replaced()
+    if any(owner not in owners for owner in tuple(_failed)):
+        gc.collect()  # one that nobody has any more steps nothing
+    with _lock:
+        return [owner.failure for owner in _failed if owner.failure is not None]
+
+
+def _drop_what_is_replaced() -> None:
+    for owner in tuple(_failed):
+        owner._drop_if_replaced()
 
 
 _lock = world().lock()
 _with_waiting: set[DeferredChecks] = set()  # kept until they were run, though the optimizer is gone
 _failed: WeakSet[DeferredChecks] = WeakSet()
-_taken: ContextVar[StateChecks | None] = ContextVar("taken", default=None)
+_taking: list[StateChecks] = []  # of all threads
+
+os.register_at_fork(after_in_child=_taking.clear)  # a forked child has none of the threads that take state

@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -237,6 +237,20 @@ def step_with_lists(
         step(optimizer)
     finally:
         del optimizer._init_group  # type: ignore[attr-defined]  # as above
+
+
+@cache
+def has_fused_kernel(name: str, device_type: str) -> bool:
+    """Whether torch has a fused step of its optimizer of that name for a kind of device.
+
+    Its list of devices names backends from outside in any case; the dispatcher says whether they have a kernel.
+    """
+    listed = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    key = torch._C._dispatch_key_for_device(device_type)
+    kernel = f"_fused_{name.lower()}_"
+    if device_type not in listed or not hasattr(torch.ops.aten, kernel):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{kernel}", key))
 
 
 def before_state_dict(optimizer: Optimizer) -> None:

@@ -83,6 +83,18 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.local_shards()) if is_wrapper(tensor) else (seen_through(tensor),)
 
 
+def versions_of(tensor: Tensor) -> list[int]:
+    """Returns torch's counters of changes in place, of a tensor and of its local tensors that have elements.
+
+    A change of a DTensor counts at the DTensor alone, and one of its local tensor there alone. Empty where nothing is
+    counted: without elements, and of inference tensors.
+    """
+    local = [each for each in local_tensors(tensor) if each.numel() and not each.is_inference()]
+    if local and isinstance(tensor, DTensor):
+        local.append(tensor)
+    return [each._version for each in local]
+
+
 def is_held(tensor: Tensor) -> bool:
     """Whether this rank has a share of a tensor: it is in a DTensor's mesh, or has elements of another sharded tensor.
 

@@ -99,3 +99,38 @@ def saved_from_the_second_device(standin, stage):
 @pytest.mark.parametrize("stage", ["now", "lazy"])
 def test_a_save_wakes_no_other_device(stage):
     assert on_accelerator(2, saved_from_the_second_device, stage) == [{1}, {1}]
+
+
+def pinned_in_the_call(standin):
+    """Returns how many bytes a lazy save pins in the call, and how many in its thread."""
+    import threading
+
+    from shardopt.checkpoint.saving.writing.staging import Staging
+    from shardopt.runtime import host_memory
+
+    pinned, called = [0, 0], threading.Event()
+    pin, finish = host_memory.pin, Staging.finish
+
+    def counted(memory, device):
+        pinned[threading.current_thread() is not threading.main_thread()] += memory.nbytes
+        return pin(memory, device)
+
+    def late(staging, writes=None):
+        assert called.wait(30)
+        finish(staging, writes)
+
+    folder = tempfile.mkdtemp()
+    model = nn.BatchNorm1d(1 << 18).to("standin")
+    optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+    with mock.patch.object(host_memory, "pin", counted), mock.patch.object(Staging, "finish", late):
+        pending = checkpoint.async_save(f"{folder}/1", {"model": model, "optimizer": optimizer}, stage="lazy")
+        called.set()
+        pending.result(60)
+    shutil.rmtree(folder)
+    return pinned
+
+
+def test_a_lazy_save_pins_in_the_call_no_more_than_it_copies_there():
+    ((call, thread),) = on_accelerator(1, pinned_in_the_call)
+    size = 4 << 18
+    assert 2 * size <= call < 2 * size + 4096 and thread == 2 * size  # running mean and variance; weight and bias

@@ -10,7 +10,8 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.writing import device_stream
 from shardopt.checkpoint.storage import FLUSH, local
-from shardopt.errors import CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.runtime import host_memory
 from tests.accelerator.support import needs_standin, on_accelerator
 
 pytestmark = needs_standin
@@ -120,3 +121,80 @@ def in_flight(standin):
 
 def test_no_more_than_two_buffers_are_in_flight():
     assert on_accelerator(1, in_flight) == [(2 << 20, 2, {0}, True)]
+
+
+def failed_write(standin):
+    """Fails a write in its middle, and keeps the error; returns what is pinned by then, and what pages are left."""
+    pinned, kept = [0], []
+    pin, unpin, write = host_memory.pin, host_memory.unpin, local.LocalStorage.write
+
+    def counted_pin(memory, device):
+        pinned[0] += memory.nbytes
+        return pin(memory, device)
+
+    def counted_unpin(memory, device):
+        pinned[0] -= memory.nbytes
+        unpin(memory, device)
+
+    def failing(storage, name, buffers):
+        if "manifest" in name:
+            return write(storage, name, buffers)
+        iterator = iter(buffers)  # which the traceback keeps
+        kept.extend(next(iterator) for _ in range(3))
+        raise OSError("the disk is gone")
+
+    folder = tempfile.mkdtemp()
+    app = {"x": torch.ones(8 << 20, device="standin")}
+    with (
+        mock.patch.object(host_memory, "pin", counted_pin),
+        mock.patch.object(host_memory, "unpin", counted_unpin),
+        mock.patch.object(local.LocalStorage, "write", failing),
+        pytest.raises(CheckpointError) as error,
+    ):
+        checkpoint.save(f"{folder}/1", app)
+    shutil.rmtree(folder)
+    assert error.value is not None
+    memory = torch.frombuffer(max(kept, key=len), dtype=torch.uint8)
+    return pinned[0], memory.nbytes, bool(memory.any())
+
+
+def test_a_write_that_fails_keeps_no_buffers():
+    ((pinned, nbytes, has_pages),) = on_accelerator(1, failed_write)
+    assert nbytes >= 1 << 20 and pinned == 0 and not has_pages
+
+
+class RefusingRuntime:
+    """Functions of a runtime that may pin no memory."""
+
+    def cudaHostRegister(self, *arguments):
+        return 2
+
+    def cudaHostUnregister(self, *arguments):
+        raise AssertionError("nothing is pinned")
+
+
+def without_pinned_memory(standin):
+    """Saves and loads in every way; returns what is wrong, and the warnings."""
+    import logging
+
+    warned = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("shardopt").addHandler(handler)
+    standin.module.cudart = RefusingRuntime
+    folder, tensors, wrong = tempfile.mkdtemp(), state(), []
+    checkpoint.save(f"{folder}/now", on_device(tensors))
+    for stage in ("now", "lazy"):
+        checkpoint.async_save(f"{folder}/{stage}-behind", on_device(tensors), stage=stage).result(60)
+    for name in ("now", "now-behind", "lazy-behind"):
+        app = on_device({key: torch.zeros_like(tensor) for key, tensor in tensors.items()})
+        checkpoint.load(f"{folder}/{name}", app)
+        wrong += [(name, key) for key in tensors if not torch.equal(app[key].cpu(), tensors[key])]
+    shutil.rmtree(folder)
+    return wrong, [line for line in warned if "pinned" in line]
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is():
+    with mock.patch("os.fsync"):
+        ((wrong, warned),) = on_accelerator(1, without_pinned_memory)
+    assert wrong == [] and len(warned) == 1

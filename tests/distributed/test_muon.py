@@ -293,13 +293,13 @@ def test_same_bits_where_ranks_do_not_ask_each_other(ranks, round_bytes):
 
 
 def found_later(what):
-    """Of three steps the second goes wrong on one rank; the others hear of it in the third."""
+    """Of four steps the second goes wrong on one rank; the others hear of it in the fourth."""
     reported = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         never_asking(monkeypatch)
         parameters = {name: matrices()[name] for name in ("rows", "columns", "copies")}
         optimizer = shardopt.keyed("muon", parameters)
-        for step in range(3):
+        for step in range(4):
             for name, parameter in parameters.items():
                 give_gradient(parameter, value(name, step + 1))
             if step == 1 and dist.get_rank() == 1:
@@ -313,13 +313,13 @@ def found_later(what):
     return reported
 
 
-def test_what_goes_wrong_where_nobody_asks_is_told_by_all_in_the_next_step():
+def test_what_goes_wrong_where_nobody_asks_is_told_by_all_two_steps_later():
     for reported in run_ranks(3, found_later, "absent"):
-        assert reported[:2] == ["", ""]
-        assert "columns.grad: found a gradient on ranks [0, 2], none on [1]" in reported[2]
+        assert reported[:3] == ["", "", ""]
+        assert "columns.grad: found a gradient on ranks [0, 2], none on [1]" in reported[3]
     for rank, reported in enumerate(run_ranks(3, found_later, "refused")):
         assert reported[0] == "" and ("found Tensor of shape" in reported[1]) == (rank == 1)
-        assert "columns.grad: found one that ranks [1] refuse" in reported[2]
+        assert "columns.grad: found one that ranks [1] refuse" in reported[3]
 
 
 def collectives_without_asking():

@@ -38,6 +38,7 @@ from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, announce, emit_report
+from shardopt.checkpoint.saving.writing.pending import drop_failed_steps
 from shardopt.checkpoint.sources.open import is_remote, opener_of, reading
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -46,7 +47,7 @@ from shardopt.checkpoint.sources.reading.fetch import casts_to_check, check_all,
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import Problem, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
-from shardopt.runtime.deferred_checks import taking_state
+from shardopt.runtime.deferred_checks import failed_steps_remain, taking_state
 from shardopt.runtime.gc_pause import gc_paused
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
@@ -330,6 +331,8 @@ def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tupl
 
     bytes_read, _ = ranks.agree(what, work=fill_marked)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    ranks.agree(what, work=put_back)
+    _, failed_steps = ranks.agree(what, work=put_back, report=lambda _: failed_steps_remain(), decide=any)
     unmark_partial_load(optimizers)
+    if not failed_steps:
+        drop_failed_steps()
     return bytes_read, loaded

@@ -203,12 +203,11 @@ class Steps:
             step, branch, newer, required: as for `Manager.restore`.
             rename: rules of names; those of the names in a run that begins.
         """
-        run = self._run
+        run, failed_step = self._run, None
         try:
             self.wait_for_save()
-        except GradientError as error:  # of a step that was taken: the restore replaces it
-            if run.ranks.rank == 0:
-                _log.warning("%s", error)
+        except GradientError as error:  # of a step that was taken: the restore is to replace it
+            failed_step = error
         if self._tiers is not None:
             self._tiers.finish()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
@@ -218,6 +217,11 @@ class Steps:
             refuse_unknown_branch(seen_from, current)
         required = required or step is not None
         restored = restore_newest(lambda: run.candidates(seen_from, step, required, self._on_tiers()), load)
+        if failed_step is not None:
+            if restored is None:
+                raise failed_step
+            if run.ranks.rank == 0:
+                _log.warning("%s", failed_step)
         renamed = tuple(rename.items())  # a new run has the new names
         if restored is not None:
             if step is not None or branch is not None:

@@ -28,7 +28,6 @@ from shardopt.checkpoint.saving.agree_plan import PlanCache
 from shardopt.checkpoint.saving.background_save import BackgroundSave, Staged
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveTerms
-from shardopt.checkpoint.saving.writing.host_memory import HostMemory
 from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.saving.writing.staging import Shares, Staging
 from shardopt.checkpoint.storage import absolute_url, use_options
@@ -45,6 +44,7 @@ from shardopt.ranks import (
     refuse_lone_processes,
 )
 from shardopt.runtime.gc_pause import gc_paused
+from shardopt.runtime.host_memory import HostMemory
 from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
 from shardopt.runtime.staging_fence import copying_until
 from shardopt.runtime.torch_private import out_of_inference_mode
@@ -314,7 +314,9 @@ def async_save(
 
     The result raises the failure of the save itself, with the name of the rank, on every rank. If nobody asks for it,
     the next save, or the next step of an optimizer in `app`, raises it. Until then, ranks may be at different steps.
-    The next save is in step again, and raises on all ranks if the failure is unreported on any.
+    The next save is in step again, and raises on all ranks if the failure is unreported on any. A step that lacked a
+    gradient on an accelerator is raised by its own optimizer, in the same step on all ranks. A load that replaces all
+    that the step has changed silences the save.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
     for each in (url, base) if storage_options is not None else ():

@@ -121,7 +121,8 @@ class KeyedOptimizer(Node):
         Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
         between ranks is for `checkpoint.load` to find. From then on, the options are those of the state. If the code
         now gives another value than when the state was saved, rank 0 logs a warning that lists both; `keep_options`
-        keeps the code's.
+        keeps the code's. An accelerator's step that lacked a gradient is forgotten once its parameters are loaded too.
+        Any change of them counts that no step made, as far as torch counts changes; until then `state_dict` raises.
 
         Args:
             state_dict: as from `state_dict()`, of this version or an earlier one. Or from a torch optimizer made of
@@ -304,7 +305,7 @@ class KeyedOptimizer(Node):
             plan.then(partial(group.take, filled))
         plan.then(lambda: self._loaded(offered))
         if not self._children:
-            plan.then(self._home.deferred.discard)
+            plan.then(self._home.deferred.state_is_loaded)
 
     def _after_load(self) -> None:
         """Fires the hooks that wait for a whole load, those of parts first."""

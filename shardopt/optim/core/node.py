@@ -157,7 +157,7 @@ class Node(Optimizer):
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored; or torch's
                 `get_optimizer_state_dict` asks, which needs positions and so the optimizer's `as_torch()`.
-            GradientError: on an accelerator the last step was taken without a gradient that it needs. Raised once.
+            GradientError: an accelerator's step lacked a gradient; until loads have replaced what it has changed.
         """
         self._refuse_torchs_getters()
         if not self._children:

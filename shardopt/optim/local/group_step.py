@@ -81,6 +81,8 @@ class GroupShards:
         self.readers = {each.reader: each for each in self._shards if each is not None and each.is_held}
         self.cache: StepCache | None = None
         self.in_order: InOrder | None = None
+        self.was_fused: bool | None = None
+        """Whether the last step on an accelerator was fused, and so where counters are."""
         self.refresh()
 
     def are_of(self, parameters: list[Tensor]) -> bool:

@@ -1,10 +1,11 @@
 """Chooses torch's implementation for a step of an algorithm: for-loop, foreach or fused.
 
 A group that names one (`foreach`, `fused`) gets it. One that names none gets, from `keyed`, the fastest that computes
-what the loop computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does and memory lies as
-it assumes, else the for-loop; elsewhere what torch takes by itself. Nothing of this choice is kept: the group's options
-stay as they were given. Where torch's fused kernels for the CPU would compute something else, or walk out of the memory
-that they are given, a step that names them is refused; on other devices torch refuses by itself.
+what the loop computes: the fused one where `AlgorithmSpec.fused_agrees` says that it does, torch has its kernel, and
+memory lies as this assumes; else the for-loop on the CPU, and elsewhere what torch takes by itself. Nothing of this
+choice is kept but where counters are: the group's options stay as they were given. Where torch's fused kernels for the
+CPU would compute something else, or walk out of the memory that they are given, a step that names them is refused; on
+other devices torch refuses by itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind
 from shardopt.errors import AlgorithmError, GradientError, Problem
 from shardopt.optim.local.group_step import GroupShards, GroupStep
 from shardopt.optim.local.memory_order import InOrder, Row, are_contiguous, lie_in_order, misfits
+from shardopt.runtime.torch_private import has_fused_kernel
 
 Group = Mapping[str, Any]
 States = Mapping[Tensor, Mapping[str, Any]]
@@ -61,13 +63,15 @@ def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States,
             if are_contiguous(step.lists[0]) if repeats else known.still(step.lists):
                 shards.in_order = known
                 continue
-        if not any(local.is_cpu for local in shards.local_tensors):
+        on_host = any(local.is_cpu for local in shards.local_tensors)
+        if not on_host and not step.chosen:
             continue
         if not step.chosen:
             _refuse_dtypes(spec, shards, names)
         columns = _columns(spec, step, state)
-        if columns is None:
-            step.group["fused"] = False
+        instead = False if on_host else None  # with False torch takes the for-loop, with None foreach where it can
+        if columns is None or not (on_host or _have_one_dtype(columns)):
+            step.group["fused"] = instead
         elif lie_in_order(columns):
             shards.in_order = None if step.lists is None else InOrder(step.lists, columns)
         elif bad_rows := misfits(columns):
@@ -77,7 +81,33 @@ def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States,
                 raise AlgorithmError(
                     "torch's fused kernels would walk out of these tensors; no step was taken", problems
                 )
-            step.group["fused"] = False
+            step.group["fused"] = instead
+
+
+def place_counters(steps: Iterable[GroupStep], state: States) -> None:
+    """Moves the step counters of groups on accelerators to where the implementation that was chosen wants them.
+
+    Fused ones read them on the device. The others compute with them on the host, and would wait for the device. They
+    are moved where the choice is another one than in the step before, so that a step that repeats pays nothing.
+    """
+    for step in steps:
+        shards, group = step.shards, step.group
+        if not shards.local_tensors or shards.local_tensors[0].is_cpu or "fused" not in group:
+            continue
+        fused = bool(group["fused"])
+        if group.get("capturable") or (step.repeats and shards.was_fused == fused):
+            continue
+        shards.was_fused = fused
+        moved: dict[int, Tensor] = {}
+        for local in shards.local_tensors:
+            entries: Any = state.get(local, {})
+            counter = entries.get("step")
+            device = local.device if fused else torch.device("cpu")
+            if isinstance(counter, Tensor) and counter.device != device:
+                moved[id(counter)] = entries["step"] = counter.to(device, non_blocking=fused)
+        if moved and step.lists is not None:
+            shards.cache = None
+            step.lists = [[moved.get(id(each), each) for each in column] for column in step.lists]
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
@@ -140,15 +170,30 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bo
 
     It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
     """
-    return (
+    names_none = (
         group["fused"] is None
         and group["foreach"] is None
         and not group["differentiable"]
         and not group.get("capturable")  # refused on the CPU
         and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
         and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
-        and all(on_cpu and dtype in spec.fused_agrees for on_cpu, dtype in shards.kinds)
     )
+    if not names_none:
+        return False
+    kinds = shards.kinds
+    agrees = all(dtype in spec.fused_agrees for _, dtype in kinds)
+    return agrees and (all(on_cpu for on_cpu, _ in kinds) or _has_kernel(spec, group, shards))
+
+
+def _has_kernel(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
+    """Whether all local tensors are on accelerators of one kind, for which torch has the fused kernel."""
+    kinds = {local.device.type for local in shards.local_tensors}
+    return len(kinds) == 1 and not isinstance(group["lr"], Tensor) and has_fused_kernel(spec.name, kinds.pop())
+
+
+def _have_one_dtype(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether each local tensor, its gradient and its state have one dtype, as kernels of accelerators require."""
+    return all(len({each.dtype for each in row}) == 1 for row in zip(*columns, strict=True))
 
 
 def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Tensor]] | None:

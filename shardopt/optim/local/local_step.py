@@ -22,7 +22,13 @@ from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFr
 from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.local.group_step import GroupShards, GroupStep, step_groups
-from shardopt.optim.local.implementation import choose_fused, refuse_all_sparse, refuse_sparse, settle_fused
+from shardopt.optim.local.implementation import (
+    choose_fused,
+    place_counters,
+    refuse_all_sparse,
+    refuse_sparse,
+    settle_fused,
+)
 from shardopt.optim.local.refusals import parameters_of, refuse_global_name, refuse_unfit
 from shardopt.optim.local.shards import Shards
 from shardopt.optim.local.state import Group, LocalState
@@ -258,6 +264,7 @@ class LocalOptimizer:
                 for step in steps:
                     step.gather(self.optimizer)
             settle_fused(spec, steps, self.optimizer.state, self._names)
+            place_counters(steps, self.optimizer.state)
         except BaseException:
             undo()
             raise

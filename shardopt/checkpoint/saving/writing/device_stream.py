@@ -7,7 +7,7 @@ Memory of the host and bytes in flight are bounded by the two buffers. They begi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
-from shardopt.checkpoint.saving.writing.host_memory import HostMemory
 from shardopt.checkpoint.storage import FLUSH
 from shardopt.runtime.accelerator import has_streams, on_stream
+from shardopt.runtime.host_memory import HostMemory
 
 BUFFER_BYTES = 64 * SEGMENT_BYTES
 _ALIGNMENT_BYTES = 64  # of tensors in a buffer, so that each may be viewed in its dtype
@@ -26,7 +26,7 @@ _PAGE_BYTES = 4096
 _MOST_MEMBERS = 4096  # of a window, which tensors of the host do not fill
 
 
-def streamed(tensors: Iterable[Tensor], nbytes: int) -> Iterator[memoryview]:
+def streamed(tensors: Iterable[Tensor], nbytes: int) -> Generator[memoryview]:
     """Yields the bytes of tensors one after the other, large ones in parts of whole segments; and `FLUSH`.
 
     What was yielded before `FLUSH` is overwritten once the next is asked for.
@@ -159,4 +159,5 @@ class _Windows:
         if self._buffers is None:
             wanted = (torch.uint8, torch.Size((self._bytes,)), device)
             self._buffers = cycle(self._memory.tensors_of([wanted, wanted]))
+            self._memory.populate()
         return next(self._buffers)

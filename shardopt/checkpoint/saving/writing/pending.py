@@ -14,11 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.reports import SaveReport
-from shardopt.errors import RankError
+from shardopt.errors import GradientError, RankError
 from shardopt.redaction import redacted
+from shardopt.runtime.deferred_checks import has_failed_steps
 from shardopt.runtime.signals import refuse_within
 from shardopt.runtime.staging_fence import Event
 from shardopt.world import world
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 class PendingSave:
@@ -43,7 +46,7 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._reported = False
-        self._outlived = False  # whether the program ended before the save did
+        self._replaced = False  # whether a load has replaced the state since
         _tracked.append(self)
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -77,12 +80,16 @@ class PendingSave:
 
     @property
     def is_reported(self) -> bool:
-        """Whether the failure of the save was reported on this rank."""
-        return self._reported
+        """Whether the failure of the save was reported on this rank, or is one of a step that a load has replaced."""
+        return self._reported or self._is_of_replaced_step
+
+    @property
+    def _is_of_replaced_step(self) -> bool:
+        return self._replaced and isinstance(self.failure, GradientError)
 
     def take_failure(self) -> BaseException | None:
         """Returns the failure of the save unless it was reported on this rank, and marks it. Does not wait."""
-        if self.failure is None or self._reported:
+        if self.failure is None or self.is_reported:
             return None
         self._set_reported()
         return self.failure
@@ -92,6 +99,20 @@ class PendingSave:
         self._reported = True
         if self.done:
             untrack(self)
+
+    def mark_replaced(self) -> None:
+        """Notes that a load has replaced the state: that a step of it had failed is logged, and not raised any more.
+
+        Collective in effect, as the load: the save has failed, or will fail, on all ranks.
+        """
+        self._replaced = True
+        if self.done:
+            self._drop_failed_step()
+
+    def _drop_failed_step(self) -> None:
+        if self._is_of_replaced_step and not self._reported:
+            self._set_reported()
+            _log.warning("a load has replaced the state whose save failed: %s", self._error)
 
     def raise_failure(self) -> None:
         """Raises the failure of the save, unless it was reported on this rank. Local."""
@@ -137,6 +158,8 @@ class PendingSave:
         self.done.set()
         if self._reported:  # read after `done` is set, as `mark_reported` reads `done` after it has set this
             untrack(self)
+        elif self._replaced:
+            self._drop_failed_step()
 
     def _set_reported(self) -> None:
         self._reported = True
@@ -145,13 +168,15 @@ class PendingSave:
     def before_step(self, *unused: Any) -> None:
         """Waits for the copy, and raises a failed save's error: the step-pre-hook of optimizers being saved.
 
-        Local: where threads end at different times, ranks raise before different steps.
+        Local: where threads end at different times, ranks raise before different steps. A step that had failed is not
+        raised here where the optimizer knows of it, which raises it in the same step on all ranks.
         """
         if not self.staged:
             begin = world().monotonic()
             self.staged.wait()
             self._waited_seconds += world().monotonic() - begin
-        self.raise_failure()
+        if not (isinstance(self.failure, GradientError) and has_failed_steps()):
+            self.raise_failure()
 
 
 def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: list[RemovableHandle]) -> None:
@@ -183,6 +208,12 @@ def take_failures() -> list[BaseException]:
     """Returns the failures of background saves that were not reported on this rank, and marks them. Local."""
     failures = [save.take_failure() for save in tuple(_tracked)]
     return [failure for failure in failures if failure is not None]
+
+
+def drop_failed_steps() -> None:
+    """Has saves that were begun before raise no failed step any more, as a load has replaced it. Local."""
+    for save in tuple(_tracked):
+        save.mark_replaced()
 
 
 def raise_failures() -> None:

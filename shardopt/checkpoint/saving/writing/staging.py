@@ -31,11 +31,11 @@ from shardopt.checkpoint.saving.planning.replica_check import (
     sampled_pieces,
 )
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
-from shardopt.checkpoint.saving.writing.host_memory import HostMemory
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.accelerator import on_stream
 from shardopt.runtime.deferred_checks import taking_state
+from shardopt.runtime.host_memory import HostMemory
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
@@ -119,7 +119,7 @@ class Staging:
         self.is_by_plan = bool(self._held)
         held_pieces = [piece for view in self._held.values() for piece in view.pieces]
         pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
-        hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
+        hosts = _hosts_of({key: view for key, view in own.items() if key not in self._held}, later, memory)
         self._memory = memory
         self._later: list[Copy] = []
         now: list[Copy] = []
@@ -128,7 +128,7 @@ class Staging:
             if key in self._held:
                 views[key] = view
                 continue
-            staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
+            staged = tuple(Piece(piece.box, next(hosts[key in later])) for piece in view.pieces)
             views[key] = View(view.shape, view.dtype, staged, view.layout)
             copies = self._later if key in later else now
             for piece, host in zip(view.pieces, staged, strict=True):
@@ -139,8 +139,7 @@ class Staging:
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)
         self._devices = {each.tensor.device for each in [*pieces, *held_pieces] if each.tensor.device.type != "cpu"}
-        if not self._later:
-            memory.populate()
+        memory.populate()
         with self._after_the_caller():
             _copy_all(now, memory)
             if not lazily:
@@ -184,7 +183,8 @@ class Staging:
             GradientError: the last step before the call was taken without a gradient that it needs.
         """
         later, self._later = self._later, []
-        self._memory.populate()
+        if later:
+            self._memory.later.populate()  # not in the call: to pin memory takes longer than to copy
         _copy_all(later, self._memory)
         if self.is_by_plan and self._lazily:
             self._sample()
@@ -285,6 +285,17 @@ class Staging:
         for key, by_box in self._samples.items():
             contents[key] = {box: hash_of(sample) for box, sample in by_box.items()}
         return replace(self._description, contents=contents, check_replicas=check_replicas)
+
+
+def _hosts_of(views: Mapping[str, View], later: Collection[str], memory: HostMemory) -> dict[bool, Iterator[Tensor]]:
+    """Returns host memory for the pieces of tensors in their order, apart for those that are copied later."""
+    sources: dict[bool, list[Tensor]] = {False: [], True: []}
+    for key, view in views.items():
+        sources[key in later] += [piece.tensor for piece in view.pieces]
+    hosts = {False: iter(memory.tensors_like(sources[False]))}
+    if sources[True]:
+        hosts[True] = iter(memory.later.tensors_like(sources[True]))
+    return hosts
 
 
 def _held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import chain
 
 import xxhash
@@ -55,7 +55,10 @@ def write_files(
         for slot in slots:
             file = _File(writes, slot, tensor_of, values[slot], done)
             name = file_name(save_id, writes.rank, slot)
-            nbytes = storage.write(name, file)
+            try:
+                nbytes = storage.write(name, file)
+            finally:
+                file.close()
             files.append(DataFile(name, nbytes, file.digest))
     return files
 
@@ -81,6 +84,12 @@ class _File:
         self._requests, self._tensor_of = writes.slots.get(slot, ()), tensor_of
         self._per_rank, self._done, self._nbytes = per_rank, done, writes.tensor_bytes(slot)
         self.digest = ""  # of header and checksums; known after an iteration
+        self._streaming: Generator[memoryview] | None = None
+
+    def close(self) -> None:
+        """Ends an iteration that was left, and frees its buffers, though an error may keep the iterator."""
+        if self._streaming is not None:
+            self._streaming.close()
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
@@ -110,4 +119,5 @@ class _File:
             if tensor.is_cpu:
                 yield bytes_of(tensor if tensor.is_contiguous() else to_host(tensor))
             else:
-                yield from streamed(chain([tensor], tensors), self._nbytes)
+                self._streaming = streamed(chain([tensor], tensors), self._nbytes)
+                yield from self._streaming

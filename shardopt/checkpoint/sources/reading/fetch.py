@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.sources.reading.checking import batch_bytes, damaged_segments, threads_for
+from shardopt.checkpoint.sources.reading.device_scratch import DeviceScratch, is_streamed
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
-from shardopt.checkpoint.sources.reading.read_plan import (
-    Batch,
-    SmallReads,
-    Use,
-    batches_of,
-    copy_into,
-    lost_problem,
-)
+from shardopt.checkpoint.sources.reading.read_plan import Batch, SmallReads, batches_of
+from shardopt.checkpoint.sources.reading.scratch import HostScratch, Scratch, Use, copy_into, lost_problem
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.runtime.accelerator import CallersStreams
 from shardopt.runtime.staging_fence import wait_for_copies
@@ -70,6 +66,9 @@ def fetch(
 ) -> int:
     """Reads all requests into their targets, in several threads; returns the bytes read.
 
+    Memory of accelerators is filled through pinned scratch, in the order of the caller's current streams; it is filled
+    when this returns.
+
     Args:
         progress: called with the bytes that are done and those of all requests.
         use: called for each piece that cannot be read straight into its target's memory; copies it there by default.
@@ -81,11 +80,14 @@ def fetch(
     nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
     done = None if progress is None else Counter(nbytes, progress)
     to_check = [each for each in requests if each[0].checks_first]
-    if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
-        batches.read_all(done)
-    else:
-        streams = CallersStreams(request.target for _, request in requests)
-        _read_in_threads(batches, to_check, done, streams)
+    try:
+        if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
+            batches.read_all(done)
+        else:
+            streams = CallersStreams(request.target for _, request in requests)
+            _read_in_threads(batches, to_check, done, streams)
+    finally:
+        batches.end()
     return batches.nbytes
 
 
@@ -95,11 +97,10 @@ def _read_in_threads(
     done: Counter | None,
     streams: CallersStreams,
 ) -> None:
-    threads = max(threads_for(file.storage) for file in batches.files)
-    with world().thread_pool(threads, "shardopt-read") as pool:
+    with world().thread_pool(batches.threads, "shardopt-read") as pool:
         _check_first(pool, to_check)
         try:
-            for each in [pool.submit(batches.read_all, done, streams) for _ in range(threads)]:
+            for each in [pool.submit(batches.read_all, done, streams) for _ in range(batches.threads)]:
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
@@ -111,7 +112,11 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
     Raises:
         CorruptionError: as `fetch`.
     """
-    _Batches(requests, copy_into).read_all(None)
+    batches = _Batches(requests, copy_into)
+    try:
+        batches.read_all(None)
+    finally:
+        batches.end()
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
@@ -138,16 +143,26 @@ class _Batches:
 
     def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
         by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+        on_devices: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
         for file, request in requests:
-            by_file[file].append(request)
-        self.files, self.nbytes = by_file.keys(), 0
+            streams = not request.target.is_cpu and use is copy_into and is_streamed(request.target)
+            (on_devices if streams else by_file)[file].append(request)
+        self.files, self.nbytes = {**by_file, **on_devices}.keys(), 0
+        self.threads = max((threads_for(file.storage) for file in self.files), default=1)
         self._lock = world().lock()
-        limit = max(map(batch_bytes, by_file), default=0)
-        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
+        limit = max(map(batch_bytes, self.files), default=0)
+        ways: list[tuple[Mapping[OpenFile, list[ReadRequest]], Scratch]] = [
+            (by_file, HostScratch(limit + 2 * SEGMENT_BYTES, use))
+        ]
+        self._device = DeviceScratch(on_devices.values(), limit, self.threads) if on_devices else None
+        if self._device is not None:
+            ways.append((on_devices, self._device))
         self._batches = (
             (file, batch)
-            for file, own in by_file.items()
-            for batch in batches_of(sorted(own, key=lambda each: each.entry.begin), limit, scratch, use)
+            for file in self.files
+            for of_file, scratch in ways
+            if file in of_file
+            for batch in batches_of(sorted(of_file[file], key=lambda each: each.entry.begin), limit, scratch)
         )
         self._stopped = False
 
@@ -161,6 +176,11 @@ class _Batches:
     def stop(self) -> None:
         """Ends the iteration for all threads."""
         self._stopped = True
+
+    def end(self) -> None:
+        """Ends the reads: what was copied to accelerators is there."""
+        if self._device is not None:
+            self._device.end()
 
     def read_all(self, done: Counter | None, streams: CallersStreams | None = None) -> None:
         """Reads batches until none is left; the loop of one thread. An error ends all threads.

@@ -14,7 +14,6 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype
@@ -22,18 +21,15 @@ from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import (
     TORCH_DTYPES,
     bytes_of,
-    dtype_name,
     move_bytes,
     tensor_over,
 )
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.scratch import Scratch, ScratchCopy, room_for
 from shardopt.checkpoint.storage import ReadInto, Span
-from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import narrowed
-from shardopt.state.casts import lost_in_cast
 
-_ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
 _SMALL_READ_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
 
 
@@ -59,54 +55,32 @@ class _Run(NamedTuple):
         return self.head + (self.memory.nbytes if self.memory else 0) + self.tail
 
 
-Use = Callable[[Entry, Tensor, Tensor], None]
-"""Called with an entry, a target, and its elements in the same shape, read into scratch and verified."""
-
-
-def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
-    """Copies elements from scratch to their target.
-
-    Raises:
-        CheckpointError: the target's dtype cannot hold one of the numbers. Others may have been copied by then.
-    """
-    lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
-    if lost is not None:
-        problem = lost_problem(entry.key, lost, source.dtype, target.dtype)
-        raise CheckpointError("a number cannot be cast, and the load is not whole", [problem], code="cast-overflow")
-    target.copy_(source)
-
-
-def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
-    """Returns the problem of a number that a cast would change."""
-    number = f"{lost} in {dtype_name(source)}"
-    required = f"numbers that {dtype_name(target)} can hold, of at most {torch.finfo(target).max}"
-    return Problem(key, number, required, "load it into a wider dtype")
-
-
 class Batch:
     """Spans to read at once, segments to verify then, and copies to make from scratch.
 
     Args:
-        limit: of its bytes.
-        scratch: buffers for bytes that are not read in place; the batch takes one when it needs it, and gives it back.
-        use: called for each piece that lies in scratch.
+        scratch: for bytes that are not read in place; the batch takes a buffer when it needs it, and gives it back.
     """
 
-    def __init__(self, limit: int, scratch: list[bytearray], use: Use = copy_into) -> None:
-        self._limit, self.nbytes = limit, 0
+    def __init__(self, scratch: Scratch) -> None:
+        self.nbytes = 0
         self._spans: list[Span] = []
         self._checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
-        self._copies: list[tuple[Entry, Tensor, Tensor]] = []
-        self._scratch, self._use = scratch, use
-        self._buffer: bytearray | None = None
+        self._copies: list[ScratchCopy] = []
+        self._scratch = scratch
+        self._buffer: bytearray | memoryview | None = None
         self._used = 0
+
+    def takes(self, run: _Run) -> bool:
+        """Whether a run has room in scratch."""
+        return self._scratch.grows or self._used + room_for(run.head) + room_for(run.tail) <= self._scratch.nbytes
 
     def add(self, entry: Entry, run: _Run) -> None:
         """Adds a run of an entry's bytes."""
         sections = [self._allocate(run.head), run.memory] if run.memory else []
         memories = [memory for memory in (*sections, self._allocate(run.tail)) if memory]
         if run.copy is not None:
-            self._copies.append((entry, *run.copy(memories[0])))
+            self._copies.append(ScratchCopy(entry, *run.copy(memories[0])))
         offset = run.offset
         self._checks += _segments(entry, offset, memories)
         for memory in memories:
@@ -120,20 +94,17 @@ class Batch:
         for entry, segment, memories in self._checks:
             if not file.is_intact(segment, *memories):
                 raise file.segment_error(entry, segment)
-        with torch.no_grad():  # a thread has a grad mode of its own
-            for entry, target, source in self._copies:
-                self._use(entry, target, source)
         if self._buffer is not None:
-            self._scratch.append(self._buffer)
+            self._scratch.use(self._buffer, self._copies)
 
     def _allocate(self, nbytes: int) -> memoryview:
         """Returns this many bytes of scratch memory."""
         if not nbytes:
             return memoryview(b"")
         if self._buffer is None:
-            self._buffer = acquire_buffer(self._scratch, self._limit)
+            self._buffer = self._scratch.take()
         begin = self._used
-        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used += room_for(nbytes)
         if self._used > len(self._buffer):  # thousands of small pieces, which alignment has made larger
             return memoryview(bytearray(nbytes))
         return memoryview(self._buffer)[begin : begin + nbytes]
@@ -145,13 +116,13 @@ class SmallReads:
     Of thousands of small tensors each is next to its neighbours in the file, but not in memory.
 
     Args:
-        limit, scratch: as for `Batch`.
+        scratch: as for `Batch`.
     """
 
-    def __init__(self, limit: int, scratch: list[bytearray]) -> None:
+    def __init__(self, scratch: Scratch) -> None:
         self.nbytes = 0
         self._members: list[tuple[Entry, Tensor]] = []
-        self._limit, self._scratch = limit, scratch
+        self._scratch = scratch
 
     def add(self, entry: Entry, target: Tensor) -> None:
         """Adds a whole box, to be copied to contiguous memory of its dtype."""
@@ -160,7 +131,7 @@ class SmallReads:
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Reads, verifies and copies; call it once."""
-        buffer = acquire_buffer(self._scratch, self._limit)
+        buffer = self._scratch.take()
         memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         spans = []  # one for all boxes that follow one another in the file
         at = begin = offset = 0
@@ -178,20 +149,10 @@ class SmallReads:
                 raise file.segment_error(entry, entry.segment)
             move_bytes(target.data_ptr(), address + at, nbytes)
             at += nbytes
-        self._scratch.append(buffer)
+        self._scratch.use(buffer, ())
 
 
-def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
-    """Takes a buffer for a batch of `limit` bytes, which puts it back: fresh memory costs more than a read into it."""
-    try:
-        return scratch.pop()
-    except IndexError:
-        return bytearray(limit + 2 * SEGMENT_BYTES)
-
-
-def batches_of(
-    requests: Sequence[ReadRequest], limit: int, scratch: list[bytearray], use: Use = copy_into
-) -> Iterator[Batch | SmallReads]:
+def batches_of(requests: Sequence[ReadRequest], limit: int, scratch: Scratch) -> Iterator[Batch | SmallReads]:
     """Splits requests into batches of at most `limit` bytes, or of one run."""
     batch: Batch | None = None
     small: SmallReads | None = None
@@ -204,15 +165,15 @@ def batches_of(
             if small is not None and small.nbytes + nbytes > limit:
                 yield small
                 small = None
-            small = small or SmallReads(limit, scratch)
+            small = small or SmallReads(scratch)
             small.add(entry, target)
             continue
         is_one = _is_one_run(request)
         for run in _direct(request, limit) if is_one else _through_scratch(request, limit, 0, sizes, wanted, target):
-            if batch is not None and batch.nbytes + run.nbytes > limit:
+            if batch is not None and (batch.nbytes + run.nbytes > limit or not batch.takes(run)):
                 yield batch
                 batch = None
-            batch = batch or Batch(limit, scratch, use)
+            batch = batch or Batch(scratch)
             batch.add(entry, run)
     yield from (each for each in (small, batch) if each is not None)
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardopt.checkpoint.saving.writing import host_memory
-from shardopt.checkpoint.saving.writing.host_memory import Block, HostMemory
 from shardopt.checkpoint.saving.writing.staging import Copy, Staging
 from shardopt.runtime import accelerator as accelerators
+from shardopt.runtime import host_memory
+from shardopt.runtime.host_memory import Block, HostMemory
 
 MIB = 1 << 20
 
@@ -111,6 +111,16 @@ def test_a_forked_child_has_none_of_it_and_can_make_its_own():
     assert torch.equal(old[:4000].view(torch.float32), app["x"])
 
 
+def test_what_is_freed_takes_no_memory_though_someone_still_has_it():
+    """As a traceback may have, of a write that has failed."""
+    memory = HostMemory()
+    kept = memory.tensors_like([torch.empty(8 * MIB, dtype=torch.uint8)])[0]
+    memory.populate()
+    assert int(mapping_of(kept)["Rss"][0]) == 8 * 1024
+    memory.free()
+    assert int(mapping_of(kept)["Rss"][0]) == 0
+
+
 # As far as it can be told without a GPU.
 
 
@@ -157,12 +167,15 @@ def like(shape, is_cuda):
 def test_only_what_comes_from_a_gpu_is_pinned(runtime):
     memory = HostMemory()
     hosts = memory.tensors_like([like(100, False), like(300, True), like(50, False), like(20, True)])
+    assert runtime.pinned == {}  # not yet, as this takes longer than to copy
+    memory.populate()
     pinned, plain = memory._pinned.memory, memory._plain.memory
     assert runtime.pinned == {pinned.data_ptr(): pinned.nbytes} and pinned.nbytes == 1200 + 16 + 80 + 48
     for host, block in zip(hosts, (plain, pinned, plain, pinned), strict=True):
         assert block.data_ptr() <= host.data_ptr() and host.data_ptr() + host.nbytes <= block.data_ptr() + block.nbytes
     # What the CPU has more of makes nobody pin anew.
     memory.tensors_like([like(100_000, False), like(300, True)])
+    memory.populate()
     assert runtime.pinned == {pinned.data_ptr(): pinned.nbytes}
     assert memory._pinned.memory is pinned and memory._plain.memory is not plain
 
@@ -171,10 +184,12 @@ def test_pinned_memory_is_let_go_before_it_is_freed(runtime):
     memory = HostMemory()
     for size in (1000, 2000):
         memory.tensors_like([like(size, True)])
+        memory.populate()
         assert runtime.pinned == {memory._pinned.memory.data_ptr(): memory._pinned.memory.nbytes}
     memory.free()
     assert runtime.pinned == {}
     memory.tensors_like([like(1000, True)])
+    memory.populate()
     in_child(lambda: len(runtime.pinned) == 1)  # nothing was done about the parent's
     del memory
     assert runtime.pinned == {}
@@ -186,6 +201,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(runtime,
     memory = HostMemory()
     for size in (10, 1_000_000):
         (host,) = memory.tensors_like([like(size, True)])
+        memory.populate()
         host.fill_(1)
     assert runtime.pinned == {}
     memory.free()

@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardopt.runtime.accelerator import copies_from_pinned, pin, unpin
 _ALIGNMENT_BYTES = 64
 _MOST_SPARE_BYTES = 64 << 20  # that are kept beside what is used, and as much as that
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_DONT_NEED = 4
 _madvise = getattr(ctypes.CDLL(None), "madvise", None)  # mmap.madvise of Python holds the interpreter's lock
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -76,9 +78,18 @@ class HostMemory:
             self._wanted = wanted
         return self._tensors
 
+    @cached_property
+    def later(self) -> HostMemory:
+        """Memory for what is copied later, apart from this one: so that a call need not pin what a thread copies."""
+        return HostMemory()
+
     def populate(self) -> None:
-        """Populates all pages that are not populated yet; other threads keep running."""
+        """Populates and pins all pages that are not so yet; other threads keep running.
+
+        To be called before what comes from accelerators is copied.
+        """
         self._plain.populate()
+        self._pinned.populate()
 
     def stream(self, device: torch.device) -> Any:
         """Returns the stream for copies of an accelerator's tensors."""
@@ -87,10 +98,12 @@ class HostMemory:
         return self._streams[device]
 
     def free(self) -> None:
-        """Frees the memory, which must no longer be in use."""
+        """Frees the memory, which must no longer be in use. Its pages go at once, though an error may refer to it."""
         self._wanted, self._tensors = [], []
         for block in (self._plain, self._pinned):
-            block.free()
+            block.give_back()
+        if "later" in vars(self):
+            self.later.free()
 
     def forget_in_child(self) -> None:
         """Drops the memory in a forked child, which has not inherited it."""
@@ -103,7 +116,7 @@ class Block:
     """A block of host memory whose pages are populated on first touch, or by `populate`.
 
     Args:
-        pinned_for: a device in use for which it is pinned, where it can be.
+        pinned_for: a device in use for which `populate` pins it, where it can be.
 
     Raises:
         CheckpointError: it cannot be allocated.
@@ -126,11 +139,7 @@ class Block:
             _mapped.add(mapped)
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)  # which holds on to it
             self._unpopulated = True
-        if pinned_for is not None and nbytes:
-            self.populate()
-            if pin(self.memory, pinned_for):
-                self._unpin = weakref.finalize(self, unpin, self.memory, pinned_for)
-                self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
+        self._pinned_for = pinned_for if nbytes else None
 
     def at_least(self, nbytes: int, pinned_for: torch.device | None = None) -> Block:
         """Returns this block if it is large enough, but not far too large; otherwise frees it and returns a new one."""
@@ -140,17 +149,29 @@ class Block:
         return Block(nbytes, pinned_for)
 
     def populate(self) -> None:
-        """Populates all pages, if the system can; otherwise the first touch populates each."""
+        """Populates all pages, if the system can; otherwise the first touch populates each. Then pins them."""
         if self._unpopulated and _madvise is not None:
             self._unpopulated = False
             _madvise(self.memory.data_ptr(), self.memory.numel(), _POPULATE_WRITE)
+        device, self._pinned_for = self._pinned_for, None
+        if device is not None and pin(self.memory, device):
+            self._unpin = weakref.finalize(self, unpin, self.memory, device)
+            self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
 
     def free(self) -> None:
         """Frees the memory once its last tensor is gone."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+        self._pinned_for = None
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def give_back(self) -> None:
+        """Frees the memory, and gives its pages back at once: whoever still has a tensor of it finds zeros."""
+        memory = self.memory
+        self.free()
+        if memory.numel() and _madvise is not None:
+            _madvise(memory.data_ptr(), memory.numel(), _DONT_NEED)
 
     def forget_in_child(self) -> None:
         """Drops the memory in a forked child, which has not inherited it."""
