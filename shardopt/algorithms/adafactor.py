@@ -19,14 +19,16 @@ cut, in two rounds: first R, C, M and RMS(θ), then RMS(U), which needs the othe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, uncovered
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, numbers_of, uncovered
+from shardopt.algorithms.lists import add_squares, batched, owners_of
 from shardopt.algorithms.reductions import Term
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import ShardGroup, is_first_of, local_views, sum_memory
@@ -48,30 +50,41 @@ class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
     gradient.
     """
 
-    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
-        group, shape = step.group, step.view.shape
+    def batches(self, steps: Sequence[ParameterStep]) -> Iterable[Sequence[ParameterStep]]:
+        """Returns steps of one number and of one shape together."""
+        return batched(steps, _alike)
+
+    def equations_of(self, steps: Sequence[ParameterStep]) -> Iterator[Iterable[Iterable[Term]]]:
+        """Two exchanges: R, C, M and RMS(θ); then RMS(U)."""
+        first = steps[0]
+        group, view, size = first.group, first.view, max(prod(first.view.shape), 1)
         # RMS(θ)², and the counts of gradients.
-        numbers = step.numbers(1, torch.promote_types(step.view.dtype, torch.float32))
-        time = 1.0 + (float(step.state["step"]) if step.state else 0.0)
+        numbers, owners = numbers_of(steps, 1, torch.promote_types(view.dtype, torch.float32)), owners_of(steps)
+        time = 1.0 + (float(first.state["step"]) if first.state else 0.0)
         weight = time ** group["beta2_decay"]
-        numbers[0] = _mean_of_squares(step.local_tensors, shape, numbers)
-        factors = _Factors(step, numbers.dtype, weight) if len(shape) > 1 else None
-        yield [(numbers, step.cuts), *(() if factors is None else factors.terms())]
-        square, updates = numbers.new_zeros(()), []
-        due = step.is_due()
+        if first.local_tensors:
+            add_squares(numbers[:, 0], owners, [local for step in steps for local in step.local_tensors])
+        numbers[:, 0].div_(size)
+        factors = _Factors(steps, numbers.dtype, weight) if len(view.shape) > 1 else None
+        terms = [[(row, step.cuts)] for row, step in zip(numbers.unbind(), steps, strict=True)]
+        yield terms if factors is None else map(chain, terms, factors.terms())
+        squares, updates = numbers.new_zeros(len(steps)), None
+        due = first.is_due()
         if due:
-            eps = torch.finfo(step.view.dtype).eps if group["eps"][0] is None else group["eps"][0]
-            _update_state(step.counted_state(), step, factors, weight, eps)
-            updates = _updates(step, factors, eps)
-            square = _mean_of_squares(updates, shape, numbers)
-            if not step.cuts:  # the square is complete, and the update need not be kept
-                _apply(step, updates, time, numbers[0], square)
-                updates = []
-            elif not group["foreach"]:
-                updates = []
-        yield [(square, step.cuts)]
-        if due and step.cuts:
-            _apply(step, updates or _updates(step, factors, eps), time, numbers[0], square)
+            eps = torch.finfo(view.dtype).eps if group["eps"][0] is None else group["eps"][0]
+            for step in steps:
+                step.counted_state()
+            _update_state(steps, factors, weight, eps)
+            updates = _updates(steps, factors, eps)
+            add_squares(squares, owners, updates)
+            squares.div_(size)
+            if not first.cuts:  # the squares are complete, and the updates need not be kept
+                _apply(steps, owners, updates, time, numbers[:, 0], squares)
+            if not first.cuts or not group["foreach"]:
+                updates = None
+        yield [[(square, step.cuts)] for square, step in zip(squares.unbind(), steps, strict=True)]
+        if due and first.cuts:
+            _apply(steps, owners, updates or _updates(steps, factors, eps), time, numbers[:, 0], squares)
 
 
 def unsuitable_for_adafactor(view: View) -> str:
@@ -82,116 +95,167 @@ def unsuitable_for_adafactor(view: View) -> str:
 
 
 class _Factors:
-    """Holds R, C and M of one parameter in one step: the sums of this rank, and after the exchange those of all ranks.
+    """R, C and M of K parameters of one shape in one step: of this rank's elements, and once they are added up of all.
 
     Attributes:
-        rows, columns, both: the means of G² over columns and over rows, and M; as `sum_memory` makes them.
+        rows, columns, both: the means of G² over columns and over rows, and M; as `sum_memory` makes them, [K, ...].
     """
 
-    def __init__(self, step: ParameterStep, dtype: torch.dtype, weight: float) -> None:
-        self._step, self._dtype, self._weight = step, dtype, weight
-        self._row_dim, self._column_dim = len(step.view.shape) - 2, len(step.view.shape) - 1
-        self._height = max(step.view.shape[self._row_dim], 1)
-        self._dims = [self._column_dim], [self._row_dim], [self._row_dim, self._column_dim]
-        self.rows, self.columns, self.both = (sum_memory(step.parameter, dims, dtype) for dims in self._dims)
+    def __init__(self, steps: Sequence[ParameterStep], dtype: torch.dtype, weight: float) -> None:
+        self._steps, self._dtype, self._weight = steps, dtype, weight
+        self._parameter, shape = steps[0].parameter, steps[0].view.shape
+        rows, columns = len(shape) - 2, len(shape) - 1
+        self._height, self._width = max(shape[rows], 1), max(shape[columns], 1)
+        self._dims = [columns], [rows], [rows, columns]
+        memory = (sum_memory(self._parameter, dims, dtype, len(steps)) for dims in self._dims)
+        self.rows, self.columns, self.both = memory
         self._add_gradients()
         self._add_old_rows()
 
-    def terms(self) -> Iterator[Term]:
-        """Yields each sum with the cuts that it runs over."""
-        for memory, dims in zip((self.rows, self.columns, self.both), self._dims, strict=True):
-            yield from ((sums, self._cuts_along(dims)) for sums in memory)
+    def terms(self) -> Iterator[list[Term]]:
+        """Yields for each parameter the sums, and the cuts over which they run."""
+        for place, step in enumerate(self._steps):
+            pairs = zip((self.rows, self.columns, self.both), self._dims, strict=True)
+            yield [(sums[place], _cuts_along(step, dims)) for memory, dims in pairs for sums in memory]
 
     def views(self, *memory: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Yields, for each local tensor, its parts of rows, columns and both."""
-        pairs = zip(self._dims, memory, strict=True)
-        yield from zip(*(local_views(self._step.parameter, dims, each) for dims, each in pairs), strict=True)
+        """Yields those parts of rows, columns and both that belong to each local tensor, [K, ...]."""
+        yield from zip(*map(self._views, self._dims, memory), strict=True)
+
+    def _views(self, dims: Collection[int], memory: Sequence[Tensor]) -> Sequence[Tensor]:
+        if len(self._steps) > 1:
+            return memory
+        return [each.unsqueeze(0) for each in local_views(self._parameter, dims, [each[0] for each in memory])]
 
     def _add_gradients(self) -> None:
-        """Adds the means of this rank's G² over rows, over columns, and (times w) over both."""
-        width = max(self._step.view.shape[self._column_dim], 1)
+        """Adds the means of G² over this rank's elements of rows, of columns, and (times w) of both."""
+        rows, columns = -2, -1
+        gradients = _stacked([step.gradients or () for step in self._steps])
         views = self.views(self.rows, self.columns, self.both)
-        for gradient, (row, column, mean) in zip(self._step.gradients or (), views, strict=False):
-            squares = _squares_along(gradient, self._column_dim, self._dtype).div_(width)
+        for gradient, (row, column, mean) in zip(gradients, views, strict=False):
+            squares = _squares_along(gradient, columns, self._dtype).div_(self._width)
             row.add_(squares)
-            column.add_(_squares_along(gradient, self._row_dim, self._dtype).div_(self._height))
-            mean.add_(squares.sum(self._row_dim, keepdim=True), alpha=self._weight / self._height)
+            column.add_(_squares_along(gradient, rows, self._dtype).div_(self._height))
+            mean.add_(squares.sum(rows, keepdim=True), alpha=self._weight / self._height)
 
     def _add_old_rows(self) -> None:
         """Adds (1 − w) times the mean of R over this rank's rows, on the first of the ranks that hold them.
 
         So M comes out of the same round as R: the mean of the new R is the mean of the old one, moved by w.
         """
-        parameter, state = self._step.parameter, self._step.state
-        along_rows = self._cuts_along([self._column_dim])
-        if not state or not all(is_first_of(parameter, cut) for cut in along_rows):
+        if not self._steps[0].state or not _is_first_of_rows(self._steps[0]):
             return
-        means = self.both if along_rows else local_views(parameter, self._dims[2], self.both)
-        for rows, mean in zip(local_tensors(state["row_var"]), means, strict=True):
-            total = rows.sum(self._row_dim, keepdim=True, dtype=self._dtype)
-            mean.add_(total, alpha=(1 - self._weight) / self._height)
-
-    def _cuts_along(self, dims: Collection[int]) -> tuple[ShardGroup, ...]:
-        return tuple(cut for cut in self._step.cuts if not cut.dims.isdisjoint(dims))
+        along_rows = _cuts_along(self._steps[0], self._dims[0])
+        means = self.both if along_rows else self._views(self._dims[2], self.both)
+        for rows, mean in zip(_stacked(_state_of(self._steps, "row_var")), means, strict=True):
+            mean.add_(rows.sum(-2, keepdim=True, dtype=self._dtype), alpha=(1 - self._weight) / self._height)
 
 
-def _update_state(
-    state: Mapping[str, Any], step: ParameterStep, factors: _Factors | None, weight: float, eps: float
-) -> None:
+def _alike(step: ParameterStep) -> Any:
+    """Returns what is equal for parameters that may be stacked: then sums over a dimension have the bits of each."""
+    shape, time = step.view.shape, float(step.state["step"]) if step.state else 0.0
+    if len(shape) < 2:
+        return time, bool(step.state), shape, len(step.local_tensors)
+    # A sum of very many numbers is taken by several threads where it is the only one.
+    can = step.all_or_none and len(step.local_tensors) == 1 and max(shape) < _MOST_OF_ONE_THREAD
+    if not can or not all(gradient.is_contiguous() for gradient in step.gradients or ()):
+        return step
+    cuts = tuple(cut.dims for cut in step.cuts)
+    return time, bool(step.state), shape, step.local_tensors[0].shape, cuts, _is_first_of_rows(step)
+
+
+_MOST_OF_ONE_THREAD = 32_768
+
+
+def _cuts_along(step: ParameterStep, dims: Collection[int]) -> tuple[ShardGroup, ...]:
+    return tuple(cut for cut in step.cuts if not cut.dims.isdisjoint(dims))
+
+
+def _is_first_of_rows(step: ParameterStep) -> bool:
+    along_rows = _cuts_along(step, [len(step.view.shape) - 1])
+    return all(is_first_of(step.parameter, cut) for cut in along_rows)
+
+
+def _state_of(steps: Sequence[ParameterStep], name: str) -> list[Sequence[Tensor]]:
+    return [local_tensors(step.state[name]) for step in steps]
+
+
+def _stacked(of_steps: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Returns for each local tensor, one of each of K parameters, [K, ...]; of one parameter views."""
+    if len(of_steps) == 1:
+        return [tensor.unsqueeze(0) for tensor in of_steps[0]]
+    return [torch.stack(tensors) for tensors in zip(*of_steps, strict=True)]
+
+
+def _unstacked(stacks: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors of each parameter, one after the other."""
+    return list(chain.from_iterable(zip(*(stack.unbind() for stack in stacks), strict=True)))
+
+
+def _gradients_of(steps: Sequence[ParameterStep]) -> list[Tensor]:
+    return [gradient for step in steps for gradient in step.gradients or ()]
+
+
+def _update_state(steps: Sequence[ParameterStep], factors: _Factors | None, weight: float, eps: float) -> None:
     """Updates R and C, or V, with the sums over all ranks."""
     if factors is None:
-        for memory, gradient in zip(local_tensors(state["variance"]), step.gradients or (), strict=True):
-            memory.lerp_(gradient * gradient, weight)
+        gradients, memory = _gradients_of(steps), list(chain.from_iterable(_state_of(steps, "variance")))
+        torch._foreach_lerp_(memory, torch._foreach_mul(gradients, gradients), weight)
         return
     for name, means in (("row_var", factors.rows), ("col_var", factors.columns)):
-        for memory, mean in zip(local_tensors(state[name]), means, strict=True):
-            memory.lerp_(mean.to(memory.dtype), weight)
+        memory = list(chain.from_iterable(_state_of(steps, name)))
+        torch._foreach_lerp_(memory, _unstacked(mean.to(memory[0].dtype) for mean in means), weight)
     for mean in factors.both:
         mean.clamp_(min=eps)
 
 
-def _updates(step: ParameterStep, factors: _Factors | None, eps: float) -> list[Tensor]:
+def _updates(steps: Sequence[ParameterStep], factors: _Factors | None, eps: float) -> Sequence[Tensor]:
     """Computes U for each local tensor."""
-    state = step.state
+    estimates: Sequence[Tensor]
     if factors is None:
-        estimates = [memory.clone() for memory in local_tensors(state["variance"])]
+        estimates = torch._foreach_clamp_min(list(chain.from_iterable(_state_of(steps, "variance"))), eps**2)
     else:
-        views = factors.views(local_tensors(state["row_var"]), local_tensors(state["col_var"]), factors.both)
-        estimates = [(row * column).div_(mean.to(row.dtype)) for row, column, mean in views]
-    for estimate, gradient in zip(estimates, step.gradients or (), strict=True):
-        estimate.clamp_(min=eps**2).rsqrt_().mul_(gradient)
+        stored = (_stacked(_state_of(steps, name)) for name in ("row_var", "col_var"))
+        views = factors.views(*stored, factors.both)
+        estimates = _unstacked([(row * column).div_(mean.to(row.dtype)) for row, column, mean in views])
+        torch._foreach_clamp_min_(estimates, eps**2)
+    torch._foreach_rsqrt_(estimates)
+    torch._foreach_mul_(estimates, _gradients_of(steps))
     return estimates
 
 
-def _apply(step: ParameterStep, updates: Sequence[Tensor], time: float, square: Tensor, update_square: Tensor) -> None:
-    """Updates the parameter.
+def _apply(
+    steps: Sequence[ParameterStep],
+    owners: Tensor,
+    updates: Sequence[Tensor],
+    time: float,
+    squares: Tensor,
+    update_squares: Tensor,
+) -> None:
+    """Updates S parameters.
 
     Args:
+        owners: of local tensors, as `owners_of` returns it.
         updates: U, for each local tensor; used up.
         time: t.
-        square, update_square: RMS(θ)² and RMS(U)².
+        squares, update_squares: RMS(θ)² and RMS(U)², [S].
     """
-    group, inverse_root, lr = step.group, time**-0.5, step.group["lr"]
+    group, inverse_root, lr = steps[0].group, time**-0.5, steps[0].group["lr"]
     if isinstance(lr, Tensor):  # one on an accelerator stays there, so that nothing is waited for
-        lr = float(lr) if lr.is_cpu else lr.to(square.device, non_blocking=True).reshape(())
+        lr = float(lr) if lr.is_cpu else lr.to(squares.device, non_blocking=True).reshape(1)
     rho = lr.clamp(max=inverse_root) if isinstance(lr, Tensor) else min(lr, inverse_root)
-    alpha = square.sqrt().clamp_(min=group["eps"][1]) * rho
-    scale = alpha / (update_square.sqrt() / group["d"]).clamp_(min=1.0)
-    for local, update in zip(step.local_tensors, updates, strict=True):
-        if group["weight_decay"] != 0:
-            local.mul_(1 - lr * group["weight_decay"])
-        local.add_(update.mul_(scale), alpha=1 if group["maximize"] else -1)
+    alpha = squares.sqrt().clamp_(min=group["eps"][1]) * rho
+    scales = alpha / (update_squares.sqrt() / group["d"]).clamp_(min=1.0)
+    parameters = [local for step in steps for local in step.local_tensors]
+    if group["weight_decay"] != 0:
+        # A tensor, as in 16 bits a number is rounded otherwise.
+        kept = torch.as_tensor(1 - lr * group["weight_decay"], dtype=torch.float64).reshape(())
+        torch._foreach_mul_(parameters, kept)
+    torch._foreach_mul_(updates, scales.index_select(0, owners).unbind())
+    torch._foreach_add_(parameters, updates, alpha=1 if group["maximize"] else -1)
 
 
 def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Computes the sum of squares along a dimension, without a tensor of all squares."""
     norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True, dtype=dtype)
     return norm.square_()
-
-
-def _mean_of_squares(tensors: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Computes the sum of squares of local tensors, divided by the number of elements of the whole parameter."""
-    total = like.new_zeros(())
-    for tensor in tensors:
-        total += torch.linalg.vector_norm(tensor, dtype=like.dtype).square_()
-    return total / max(prod(shape), 1)

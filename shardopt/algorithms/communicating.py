@@ -14,6 +14,8 @@ yield is the update:
             state = step.counted_state()
             ...
 
+An algorithm that steps lists of tensors has `equations_of` in its place, and says by `batches` which steps go together.
+
 On the CPU a gradient that is absent or refused on some ranks is raised after the first exchange, on all ranks, before
 anything has changed. On an accelerator that would be to wait: there the step after the next raises it, on all ranks.
 """
@@ -23,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from math import isnan, nan, prod
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -164,12 +165,14 @@ class ParameterStep:
         return takes_gradient(self.parameter)
 
     def numbers(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Makes `count` zeros for the numbers of this rank, followed by its `counts`."""
-        numbers: Tensor = torch.zeros(count + 2, dtype=dtype, device=self.device)
-        self.counts = numbers[count:]
-        if self.local_tensors:
-            numbers[count if self.gradients is not None else count + 1] = nan if self.fault else 1.0
-        return numbers
+        """Makes zeros for so many numbers of this rank, followed by its `counts`."""
+        return numbers_of([self], count, dtype)[0]
+
+    @property
+    def own_counts(self) -> tuple[float, float]:
+        """What this rank adds to `counts`."""
+        own = nan if self.fault else float(bool(self.local_tensors))
+        return (own, 0.0) if self.gradients is not None else (0.0, own)
 
     def is_due(self) -> bool:
         """Whether the parameter has a gradient and this rank holds elements of it; valid after the exchange of
@@ -225,6 +228,15 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         that is not due, with zeros. So it returns early after the last yield alone.
         """
         raise NotImplementedError
+
+    def equations_of(self, steps: Sequence[Any]) -> Iterator[Iterable[Iterable[Term]]]:
+        """The equations of one of the `batches`: yields at each exchange the summands of each of its steps."""
+        (step,) = steps
+        yield from ([terms] for terms in self.equations(step))
+
+    def batches(self, steps: Sequence[Any]) -> Iterable[Sequence[Any]]:
+        """Returns the steps that `equations_of` takes together; by default each alone."""
+        return [[step] for step in steps]
 
     # --- the step ---
 
@@ -289,10 +301,10 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         # Those that another rank may have a gradient of as well, so that all ranks add up the same. Where a number
         # stands among others decides in which order ranks add it up, and so its last bit.
         steps = sorted((each for each in steps if each.may_have_gradient), key=lambda step: step.key)
-        rounds = [self.equations(step) for step in steps]
-        self._reduce(chain.from_iterable(map(next, rounds)))
+        rounds = [(batch, self.equations_of(batch)) for batch in self.batches(steps)]
+        self._reduce(_next_terms(steps, rounds))
         self._agree(steps)
-        while terms := [term for each in rounds for term in next(each, ())]:
+        while terms := _next_terms(steps, rounds):
             self._reduce(terms)
         raise_fault(steps)  # now that the others do not wait for this rank
 
@@ -310,6 +322,25 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
             here = [step for step in shared if step.counts.device == device]
             check = partial(_refuse_absent_late, [(step.name, step.all_or_none) for step in here])
             self.deferred.defer(torch.cat([step.counts for step in here]), check)
+
+
+def _next_terms(
+    steps: Iterable[ParameterStep], rounds: Iterable[tuple[Sequence[Any], Iterator[Iterable[Iterable[Term]]]]]
+) -> list[Term]:
+    """Goes on in the equations of all batches, to their next exchange; returns its terms in the order of the steps."""
+    found: dict[ParameterStep, Iterable[Term]] = {}
+    for batch, equations in rounds:
+        found.update(zip(batch, next(equations, ()), strict=False))
+    return [term for step in steps for term in found.get(step, ())]
+
+
+def numbers_of(steps: Sequence[ParameterStep], count: int, dtype: torch.dtype) -> Tensor:
+    """Makes zeros for so many numbers of each of S steps on one device, followed by its `counts`: [S, count + 2]."""
+    own = torch.tensor([(0.0,) * count + step.own_counts for step in steps], dtype=dtype, device="cpu")
+    numbers = own.to(steps[0].device, non_blocking=True)
+    for step, counts in zip(steps, numbers[:, count:].unbind(), strict=True):
+        step.counts = counts
+    return numbers
 
 
 def raise_fault(steps: Iterable[ParameterStep]) -> None:

@@ -85,22 +85,23 @@ def is_first_of(tensor: Tensor, group: ShardGroup) -> bool:
     return group.group.rank() == 0
 
 
-def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Makes zeros for a tensor's sum over some dimensions, kept with size 1, for this rank's elements.
+def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype, *stacked: int) -> tuple[Tensor, ...]:
+    """Makes zeros for a tensor's sum over some dimensions, which are kept with size 1, for the elements of this rank.
 
     Args:
         tensor: what is to be summed.
         dims: not negative.
         dtype: of the sum.
+        stacked: a first dimension, for so many tensors like it.
     """
     if isinstance(tensor, ShardedTensor) and _is_plain(tensor.metadata(), dims):
         shapes: Iterable[tuple[int, ...]] = [tuple(tensor.metadata().size)]
     elif isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        return (torch.zeros(0, dtype=dtype, device=tensor.device),)  # as torch's own for such ranks
+        return (torch.zeros(*stacked, 0, dtype=dtype, device=tensor.device),)  # as torch's own for such ranks
     else:
         shapes = [tuple(local.shape) for local in local_tensors(tensor)]
     device = next((local.device for local in local_tensors(tensor)), None) or empty_local_tensor(tensor).device
-    return tuple(torch.zeros(with_ones(shape, dims), dtype=dtype, device=device) for shape in shapes)
+    return tuple(torch.zeros((*stacked, *with_ones(shape, dims)), dtype=dtype, device=device) for shape in shapes)
 
 
 def local_views(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -14,9 +14,12 @@ from tests.standin import build
 needs_standin = pytest.mark.skipif(bool(build.lacking()), reason=build.lacking() or "it is there")
 
 
-def on_accelerator(ranks: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+def on_accelerator(
+    ranks: int, function: Callable[..., Any], *args: Any, deadline_seconds: float = 60.0, **kwargs: Any
+) -> list[Any]:
     """Runs a function on ranks that have the stand-in; on several, within a process group that spans it."""
-    return run_ranks(ranks, _with_device, function, args, kwargs, backend=None if ranks == 1 else "gloo")
+    backend = None if ranks == 1 else "gloo"
+    return run_ranks(ranks, _with_device, function, args, kwargs, deadline_seconds=deadline_seconds, backend=backend)
 
 
 def _with_device(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,10 @@
 """Saves in the background from an accelerator: the state at the call is stored, whatever the order of streams."""
 
 import itertools
+import random
 import shutil
 import tempfile
+import time
 from unittest import mock
 
 import pytest
@@ -20,11 +22,19 @@ ORDERS = list(itertools.product(["now", "lazy"], [False, True]))
 
 
 def saved_beside_steps(standin, rounds, fault=None):
-    """Saves while the next steps run; returns for each stage and order whether the state at the call is stored.
+    """Saves while the next steps run, with delays at random in the threads of both; returns for each stage and order
+    whether the state at the call is stored.
 
     Args:
         fault: a method of streams that does nothing.
     """
+    delays = random.Random(rounds)
+
+    def pause():
+        time.sleep(delays.choice([0.0, 0.0, delays.uniform(0.0, 0.004)]))
+
+    for kind, name in WHERE_IT_PAUSES:
+        delay(getattr(standin, kind), name, pause)
     if fault is not None:
         setattr(standin.Stream, fault, lambda self, *other: None)
     found = {}
@@ -40,6 +50,7 @@ def saved_beside_steps(standin, rounds, fault=None):
             expected = {name: tensor.detach().clone() for name, tensor in tensors(model, optimizer).items()}
             pending = checkpoint.async_save(f"{folder}/{number}", {"model": model, "optimizer": optimizer}, stage=stage)
             for _ in range(4):
+                pause()
                 step(model, optimizer, inputs)
             pending.result(60)
             stored = nn.Linear(16, 16)
@@ -51,6 +62,20 @@ def saved_beside_steps(standin, rounds, fault=None):
         shutil.rmtree(folder)
         found[stage, late] = right
     return found
+
+
+WHERE_IT_PAUSES = [("Stream", "wait_stream"), ("Stream", "synchronize"), ("Event", "record"), ("Event", "synchronize")]
+
+
+def delay(kind, name, pause):
+    """Has a method of streams or events begin later, in any thread."""
+    method = getattr(kind, name)
+
+    def delayed(self, *args, **kwargs):
+        pause()
+        return method(self, *args, **kwargs)
+
+    setattr(kind, name, delayed)
 
 
 def step(model, optimizer, inputs):
@@ -69,7 +94,7 @@ def tensors(model, optimizer):
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_the_state_at_the_call_is_stored(rounds):
     with mock.patch("os.fsync"):
-        (found,) = on_accelerator(1, saved_beside_steps, rounds)
+        (found,) = on_accelerator(1, saved_beside_steps, rounds, deadline_seconds=60.0 + rounds)
     assert found == dict.fromkeys(ORDERS, True)
 
 

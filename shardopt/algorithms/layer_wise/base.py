@@ -7,7 +7,7 @@ parameters are cut makes them those of whole parameters, all in one buffer; then
 between meshes in the last bits of float64, and the factor made of them, which is rounded to the dtype that is computed
 in, hardly ever does: everything else is elementwise. What is measured before the exchange is not kept but computed
 again, so that nothing has changed where a rank refuses its gradient, and there is never more scratch memory than for
-one local tensor.
+one batch of parameters, or one local tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, uncovered
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, numbers_of, uncovered
+from shardopt.algorithms.lists import add_squares, batched, owners_of
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.registry import Kind, Options
 from shardopt.sharding.pieces import View
@@ -27,83 +28,102 @@ from shardopt.sharding.view import local_tensors
 class LayerWiseOptimizer(CommunicatingOptimizer):
     """A torch optimizer over parameters that may be sharded, on one or several meshes."""
 
-    # --- the equations ---
+    # --- the equations, over lists of local tensors ---
 
     def _measure(
-        self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the two tensors whose norms determine the factor; changes nothing.
+        self, group: Options, number: int, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns for each of N local tensors two whose norms its factor is made of; changes nothing.
 
         Args:
             group: the options.
-            number: of this step, from 1; 0 where none is counted.
-            weight, gradient: local tensors, real, of at least 32 bits; neither is changed.
-            state: that which has the parameter's shape, in the order of the spec.
+            number: of this step, from 1.
+            weights, gradients, state: N real tensors each, of at least 32 bits; state in the order of the spec, as far
+                as it has the parameter's shape.
         """
         raise NotImplementedError
 
-    def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
-        """Returns the factor of the rate, fp64 [], from the two norms, [2], of a parameter with so many dimensions."""
+    def _factor(self, group: Options, dimensions: int, weight: Tensor, other: Tensor) -> Tensor:
+        """Returns the factors of the rates of S parameters with so many dimensions: float64, [S] of two norms, [S]."""
         raise NotImplementedError
 
     def _move(
         self,
         group: Options,
         number: int,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Sequence[Tensor],
-        factor: Tensor,
+        factors: Tensor,
         dimensions: int,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        *state: list[Tensor],
     ) -> None:
-        """Changes weight and state in place, elementwise; `factor` has their dtype and no dimensions."""
+        """Changes weights and state in place, elementwise; `factors`, [N], have their dtype."""
         raise NotImplementedError
 
     # --- the step ---
 
-    def equations(self, step: ParameterStep) -> Iterator[Iterable[Term]]:
-        """Makes one exchange, of the squares of two norms.
+    def batches(self, steps: Sequence[ParameterStep]) -> Iterable[Sequence[ParameterStep]]:
+        """Returns steps of one number, of parameters with dimensions alike, together."""
+        return batched(steps, lambda step: (_number(step), bool(step.state), len(step.view.shape) > 1))
 
-        It waits for a device only if a parameter is a ShardedTensor: its ranks then ask each other for a gradient.
-        """
-        group, dimensions = step.group, len(step.view.shape)
+    def equations_of(self, steps: Sequence[ParameterStep]) -> Iterator[Iterable[Iterable[Term]]]:
+        """One exchange: the squares of two norms. No device is waited for, but where a parameter is a ShardedTensor:
+        then ranks ask each other whether it has a gradient."""
+        first = steps[0]
+        group, number, dimensions = first.group, _number(first), len(first.view.shape)
         names = [entry.name for entry in self.spec.entries(group, dimensions) if entry.kind is Kind.PARAMETER]
-        numbers = step.numbers(2, torch.float64)
-        if step.gradients is not None or not step.all_or_none:  # zeros, in case that other shards have a gradient
-            number = int(step.state.get("step", 0)) + 1
-            for _, weight, gradient, state in _wide(step, names):
-                pair = self._measure(group, number, weight, gradient, state)
-                for place, each in enumerate(pair):
-                    numbers[place] += torch.linalg.vector_norm(each, dtype=torch.float64).square_()
-        yield [(numbers, step.cuts)]
-        if not step.is_due():
+        numbers, owners = numbers_of(steps, 2, torch.float64), owners_of(steps)
+        # Without a gradient zeros, in case that other shards have one.
+        if first.is_held and (first.gradients is not None or not first.all_or_none):
+            # Nothing that is measured may stay until the exchange.
+            pair = self._measure(group, number, *_columns(steps, names)[1])
+            for place in range(2):
+                add_squares(numbers[:, place], owners, pair[place])
+            del pair
+        yield [[(row, step.cuts)] for row, step in zip(numbers.unbind(), steps, strict=True)]
+        if not first.is_due():
             return
-        number = int(step.counted_state().get("step", 0))
-        factor = self._factor(group, dimensions, numbers[:2].sqrt())
-        for memory, weight, gradient, state in _wide(step, names):
-            self._move(group, number, weight, gradient, state, factor.to(weight.dtype), dimensions)
-            for into, result in zip(memory, (weight, *state), strict=True):
-                if result is not into:
-                    into.copy_(result)
+        for step in steps:
+            step.counted_state()
+        memory, wide = _columns(steps, names)
+        factors = self._factor(group, dimensions, *numbers[:, :2].sqrt().unbind(1)).to(wide[0][0].dtype)
+        self._move(group, number, factors.index_select(0, owners), dimensions, *wide)
+        for into, results in zip(memory, (wide[0], *wide[2:]), strict=True):
+            if results is not into:
+                torch._foreach_copy_(into, results)
 
 
-def _wide(
-    step: ParameterStep, names: Sequence[str]
-) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor, list[Tensor]]]:
-    """Yields, for each local tensor, its memory and its state's, then the weight, gradient and state to compute with.
+def _number(step: ParameterStep) -> int:
+    """Returns the number of a step that is not counted yet, from 1."""
+    return int(step.state.get("step", 0)) + 1
+
+
+def _columns(steps: Sequence[ParameterStep], names: Sequence[str]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Returns the memory of local tensors and of their state; and weights, gradients and state to compute with.
 
     Those of 16 bits are taken to fp32, as torch's kernels for 16 bits round by how far from the end of the memory an
-    element is. Where there is no gradient or state yet, single zeros stand for all, which are to be read alone.
+    element is. Where there is no gradient or state yet, a single zero stands for all, which is to be read alone.
     """
-    lacks = step.gradients is None or (names and not step.state)
-    zeros = [local.new_zeros(()).expand_as(local) for local in step.local_tensors] if lacks else []
-    state = [local_tensors(step.state[name]) if step.state else zeros for name in names]
-    gradients = zeros if step.gradients is None else step.gradients
-    sign = -1 if step.group["maximize"] else 1
-    for gradient, *memory in zip(gradients, step.local_tensors, *state, strict=True):
-        wide = torch.promote_types(memory[0].dtype, torch.float32)
-        weight, *entries = (each.to(wide) for each in memory)
-        yield tuple(memory), weight, gradient.to(wide) if sign == 1 else -gradient.to(wide), entries
+    first = steps[0]
+    weights = [local for step in steps for local in step.local_tensors]
+    zero = weights[0].new_zeros(())
+    zeros = [zero.expand_as(weight) for weight in weights]
+    gradients = zeros if first.gradients is None else [each for step in steps for each in step.gradients or ()]
+    state = [[each for step in steps for each in local_tensors(step.state[name])] for name in names if first.state]
+    state = state or [zeros for _ in names]
+    wide = [_widened(column) for column in (weights, gradients, *state)]
+    if first.group["maximize"]:
+        wide[1] = list(torch._foreach_neg(wide[1]))
+    return [weights, *state], wide
+
+
+def _widened(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns tensors of at least 32 bits as they are, and fp32 copies of others."""
+    if tensors[0].dtype.itemsize >= torch.float32.itemsize:
+        return tensors
+    wide = [torch.empty_like(each, dtype=torch.float32) for each in tensors]
+    torch._foreach_copy_(wide, tensors)
+    return wide
 
 
 def unsuitable_for_norms(view: View) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardopt.algorithms.layer_wise.base import LayerWiseOptimizer, ratio
@@ -59,43 +60,50 @@ class LAMB(LayerWiseOptimizer):
         super().__init__(params, options)
 
     def _measure(
-        self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+        self, group: Options, number: int, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        averages, squares = state
         beta1, beta2 = group["betas"]
-        average, squares = state
         # The same operations as in `_move`, out of place.
-        return weight, _update(
-            group,
-            number,
-            weight,
-            average.lerp(gradient, 1 - beta1),
-            (squares * beta2).addcmul_(gradient, gradient, value=1 - beta2),
-        )
+        averages = torch._foreach_lerp(averages, gradients, 1 - beta1)
+        squares = torch._foreach_mul(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        return weights, _updates(group, number, weights, averages, squares)
 
-    def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
-        weight, update = norms.unbind()
-        return ratio(weight if group["most_norm"] is None else weight.clamp(max=group["most_norm"]), update)
+    def _factor(self, group: Options, dimensions: int, weight: Tensor, other: Tensor) -> Tensor:
+        return ratio(weight if group["most_norm"] is None else weight.clamp(max=group["most_norm"]), other)
 
     def _move(
         self,
         group: Options,
         number: int,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Sequence[Tensor],
-        factor: Tensor,
+        factors: Tensor,
         dimensions: int,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        *state: list[Tensor],
     ) -> None:
+        averages, squares = state
         beta1, beta2 = group["betas"]
-        average, squares = state
-        average.lerp_(gradient, 1 - beta1)
-        squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight.sub_(_update(group, number, weight, average, squares).mul_(factor * rate_of(group)))
+        torch._foreach_lerp_(averages, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        updates, rate = _updates(group, number, weights, averages, squares), rate_of(group)
+        scales = factors * (rate.reshape(1) if isinstance(rate, Tensor) else rate)
+        torch._foreach_mul_(updates, scales.unbind())
+        torch._foreach_sub_(weights, updates)
 
 
-def _update(group: Options, number: int, weight: Tensor, average: Tensor, squares: Tensor) -> Tensor:
-    """Computes U from the new M and V, as a new tensor."""
+def _updates(
+    group: Options, number: int, weights: Sequence[Tensor], averages: Sequence[Tensor], squares: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Computes U of the new M and V, as new tensors."""
     beta1, beta2 = group["betas"]
     first, second = (1 - beta1**number, 1 - beta2**number) if group["correct_bias"] else (1.0, 1.0)
-    update = (average / first).div_((squares / second).sqrt_().add_(group["eps"]))
-    return update.add_(weight, alpha=group["weight_decay"]) if group["weight_decay"] != 0 else update
+    updates, roots = torch._foreach_div(averages, first), torch._foreach_div(squares, second)
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_div_(updates, roots)
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+    return updates

@@ -68,15 +68,14 @@ class LARS(LayerWiseOptimizer):
         super().__init__(params, options)
 
     def _measure(
-        self, group: Options, number: int, weight: Tensor, gradient: Tensor, state: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return weight, gradient
+        self, group: Options, number: int, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return weights, gradients
 
-    def _factor(self, group: Options, dimensions: int, norms: Tensor) -> Tensor:
+    def _factor(self, group: Options, dimensions: int, weight: Tensor, other: Tensor) -> Tensor:
         if dimensions < 2:
-            return torch.ones_like(norms[0])
-        weight, gradient = norms.unbind()
-        divisor = gradient + group["weight_decay"] * weight
+            return torch.ones_like(weight)
+        divisor = other + group["weight_decay"] * weight
         return torch.where(
             (weight > 0) & (divisor > 0), group["trust_coefficient"] * ratio(weight, divisor), torch.ones_like(weight)
         )
@@ -85,16 +84,18 @@ class LARS(LayerWiseOptimizer):
         self,
         group: Options,
         number: int,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Sequence[Tensor],
-        factor: Tensor,
+        factors: Tensor,
         dimensions: int,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        *state: list[Tensor],
     ) -> None:
-        update = gradient
+        updates: Sequence[Tensor] = gradients
         if dimensions > 1:
-            update = gradient.add(weight, alpha=group["weight_decay"]).mul_(factor)
-        for buffer in state:
-            buffer.mul_(group["momentum"]).add_(update, alpha=1 - group["dampening"])
-            update = update.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        weight.sub_(update * rate_of(group))
+            updates = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
+            torch._foreach_mul_(updates, factors.unbind())
+        for buffers in state:
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates, alpha=1 - group["dampening"])
+            updates = torch._foreach_add(updates, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+        torch._foreach_sub_(weights, torch._foreach_mul(updates, rate_of(group)))

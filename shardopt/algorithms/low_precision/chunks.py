@@ -10,15 +10,17 @@ elements in a row, B = ⌈D / 256⌉ blocks of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.low_precision.codes import decode
+from shardopt.algorithms.low_precision.noise import NoiseKey, random_bits
 from shardopt.sharding.box import Box
 
 VECTOR = 64
@@ -26,6 +28,8 @@ VECTOR = 64
 
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
 _MOST_ELSEWHERE = 1 << 22
+
+T = TypeVar("T")
 
 MOST_OF_BLOCK = 256
 _LEAST_OF_BLOCK = 64
@@ -91,16 +95,11 @@ class Chunk(NamedTuple):
         rows, columns = self.shape
         return (rows, (self.blocks.stop - self.blocks.start) * self.block) if self.block else (rows, columns)
 
-    def scratch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Makes fp32 zeros: a flat tensor, padded to whole vectors, and its view of shape `scratch_shape`."""
+    @property
+    def fits_others(self) -> bool:
+        """Whether others may lie behind it in scratch memory: its rows and blocks are whole vectors."""
         rows, columns = self.scratch_shape
-        flat = torch.zeros(-(-rows * columns // VECTOR) * VECTOR, dtype=torch.float32, device=device)
-        return flat, self.of_scratch(flat)
-
-    def of_scratch(self, flat: Tensor) -> Tensor:
-        """Returns flat memory as a view of shape `scratch_shape`."""
-        rows, columns = self.scratch_shape
-        return flat[: rows * columns].view(rows, columns)
+        return self.block % VECTOR == 0 and (rows == 1 or columns % VECTOR == 0)
 
     def of(self, matrix: Tensor) -> Tensor:
         """Returns the chunk's elements of a box's matrix, as a view."""
@@ -114,33 +113,128 @@ class Chunk(NamedTuple):
         if inside.stop < scratch.shape[1]:
             scratch[:, inside.stop :] = 0
 
-    def positions(self, device: torch.device) -> tuple[Tensor, int]:
-        """Returns the int64 positions of scratch memory's elements in the flattened global tensor, and their bound."""
+    def firsts(self, length: int) -> Tensor:
+        """Returns where runs of so many elements of scratch memory begin in the flattened global tensor: int64."""
         rows, columns = self.scratch_shape
         first = self.row * self.width + self.column - self.inside.start
-        index = torch.arange(first, first + columns, device=device)
-        if rows > 1:
-            index = (torch.arange(0, rows * self.width, self.width, device=device)[:, None] + index).view(-1)
-        return index, first + rows * self.width + columns
+        of_rows = torch.arange(first, first + rows * self.width, self.width or 1, device="cpu")[:rows]
+        return (of_rows[:, None] + torch.arange(0, columns, length, device="cpu")).view(-1)
 
 
-def load(chunk: Chunk, matrix: Tensor, scales: Tensor | None = None, signed: bool = True) -> Tensor:
-    """Returns a chunk's numbers as fp32 scratch memory, flat.
+class Scratch:
+    """Scratch memory of some chunks, one behind the other; flat tensors, each chunk padded to whole vectors.
 
     Args:
-        chunk: of a box.
-        matrix: of the box; of codes where there are scales.
-        scales: of all blocks of the box, [rows, blocks].
+        chunks: at least one, of blocks of one size; all but one alone `fits_others`.
+        device: of the memory.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        self.chunks, self._device = chunks, device
+        self._vectors = [-(-prod(chunk.scratch_shape) // VECTOR) for chunk in chunks]
+        self._sizes = [vectors * VECTOR for vectors in self._vectors]
+        self._used = sum(self._sizes) if len(chunks) > 1 else prod(chunks[0].scratch_shape)
+
+    def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Makes zeros."""
+        return torch.zeros(sum(self._sizes), dtype=dtype, device=self._device)
+
+    def used(self, flat: Tensor) -> Tensor:
+        """Returns flat memory without the end that belongs to no chunk."""
+        return flat[: self._used]
+
+    def blocks(self, flat: Tensor) -> Tensor:
+        """Returns flat memory as blocks, [all blocks, elements of one]."""
+        return self.used(flat).view(-1, self.chunks[0].block)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Returns for each chunk the view of flat memory that has its `scratch_shape`."""
+        shapes = [chunk.scratch_shape for chunk in self.chunks]
+        if len(shapes) == 1:
+            return [self.used(flat).view(shapes[0])]
+        pieces = flat.split(self._sizes)
+        return [each[: prod(shape)].view(shape) for each, shape in zip(pieces, shapes, strict=True)]
+
+    def own(self, flat: Tensor) -> list[Tensor]:
+        """Returns for each chunk the view of its own elements in flat memory."""
+        return [part[:, chunk.inside] for chunk, part in zip(self.chunks, self.parts(flat), strict=True)]
+
+    def of(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Returns each chunk's elements of the matrix of its box."""
+        return [chunk.of(matrix) for chunk, matrix in zip(self.chunks, matrices, strict=True)]
+
+    def scales_of(self, scales: Sequence[Tensor]) -> list[Tensor]:
+        """Returns each chunk's share of the scales of its box, [rows, blocks]."""
+        return [each[chunk.rows, chunk.blocks] for chunk, each in zip(self.chunks, scales, strict=True)]
+
+    def put(self, flat: Tensor, matrices: Sequence[Tensor]) -> None:
+        """Stores flat memory to the matrices of the boxes, converted to their dtype."""
+        torch._foreach_copy_(self.of(matrices), self.own(flat))
+
+    def put_scales(self, flat: Tensor, scales: Sequence[Tensor]) -> None:
+        """Stores the scales of all blocks."""
+        into = self.scales_of(scales)
+        pieces = flat.split([each.numel() for each in into])
+        torch._foreach_copy_(into, [piece.view(each.shape) for piece, each in zip(pieces, into, strict=True)])
+
+    def clear_outside(self, flat: Tensor) -> None:
+        """Sets flat memory to 0 outside of the chunks' own elements."""
+        for chunk, part in zip(self.chunks, self.parts(flat), strict=True):
+            chunk.clear_outside(part)
+
+    @cached_property
+    def _positions(self) -> tuple[Tensor, int]:
+        """The positions of elements in the flattened global tensors, int64 [runs, length of one], and a bound."""
+        length = VECTOR if len(self.chunks) > 1 else self.chunks[0].scratch_shape[1]
+        firsts = torch.cat([chunk.firsts(length) for chunk in self.chunks])
+        runs = firsts.to(self._device, non_blocking=True)[:, None]
+        return runs + torch.arange(length, device=self._device), int(firsts.max()) + length
+
+    def noise(self, keys: Sequence[NoiseKey]) -> Tensor:
+        """Makes 32 random bits for each element of `used`, from a key for each chunk."""
+        index, most = self._positions
+        if len(keys) == 1:
+            return random_bits(index, most, keys[0]).view(-1)
+        runs = torch.tensor(self._vectors, device="cpu")
+        of_runs = torch.tensor(keys, dtype=torch.int32, device="cpu").repeat_interleave(runs, 0)
+        before, between = of_runs.to(self._device, non_blocking=True).split(1, 1)
+        return random_bits(index, most, NoiseKey(before, between)).view(-1)
+
+
+def together(chunks: Iterable[tuple[Chunk, T]], on_cpu: bool) -> Iterator[list[tuple[Chunk, T]]]:
+    """Groups chunks, with what belongs to them, to lists for scratch memory of bounded size."""
+    most = _MOST_ON_CPU if on_cpu else _MOST_ELSEWHERE
+    batch: list[tuple[Chunk, T]] = []
+    size = 0
+    for chunk, thing in chunks:
+        elements = prod(chunk.scratch_shape)
+        if batch and not (chunk.fits_others and batch[0][0].fits_others and size + elements <= most):
+            yield batch
+            batch, size = [], 0
+        batch.append((chunk, thing))
+        size += -(-elements // VECTOR) * VECTOR
+    if batch:
+        yield batch
+
+
+def load(
+    scratch: Scratch, matrices: Sequence[Tensor], scales: Sequence[Tensor] | None = None, signed: bool = True
+) -> Tensor:
+    """Returns the numbers of chunks as fp32 scratch memory, flat.
+
+    Args:
+        scratch: of the chunks.
+        matrices: of their boxes; of codes where there are scales.
+        scales: of all blocks of the boxes, [rows, blocks].
         signed: whether codes are of numbers that may be negative.
     """
-    flat, scratch = chunk.scratch(matrix.device)
-    inside = scratch[:, chunk.inside]
+    flat = scratch.zeros(torch.float32 if scales is None else torch.uint8)
+    torch._foreach_copy_(scratch.own(flat), scratch.of(matrices))
     if scales is None:
-        inside.copy_(chunk.of(matrix))
         return flat
-    decode(chunk.of(matrix), signed, inside)
-    here = scales[chunk.rows, chunk.blocks]
-    scratch.view(*here.shape, chunk.block).mul_(here.unsqueeze(-1))
+    flat = decode(flat, signed)
+    here = torch.cat([each.reshape(-1) for each in scratch.scales_of(scales)])
+    scratch.blocks(flat).mul_(here.unsqueeze(-1))
     return flat
 
 

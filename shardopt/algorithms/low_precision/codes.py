@@ -4,7 +4,7 @@ A code is what is left of a float's bits: with x in [0, 1] and d = 2^-k, the bit
 minus those of d, without the lowest 20. So it has 3 bits of mantissa, 0 is 0, 8k is 1, and below d the codes are d / 8
 apart. k is 15 for numbers with a sign, which is bit 7 of the code, and 31 for those without.
 
-R rows, B blocks of S elements in each; memory is flat, [R · B · S], and padded to whole vectors.
+Values are in blocks of S elements; memory is flat, and padded to whole vectors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ _BINADES = {True: 15, False: 31}
 _SIGN = 128
 
 
-def decode(codes: Tensor, signed: bool, into: Tensor) -> None:
-    """Writes the numbers that codes stand for, each divided by the scale of its block.
-
-    Args:
-        codes: uint8, of the shape of `into`.
-        into: fp32, strided.
-    """
-    into.copy_(_table(signed, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape))
+def decode(codes: Tensor, signed: bool) -> Tensor:
+    """Returns the numbers that codes, flat, stand for, over the scales of their blocks: fp32, new."""
+    return _table(signed, codes.device).index_select(0, codes.int())
 
 
 def largest(values: Tensor) -> Tensor:
-    """Returns the largest absolute value of each block, [R, B] from [R, B, S]; infinite if a block has a NaN."""
+    """Returns the largest absolute value in each block, infinite where one is not a number: [...] of [..., S]."""
     return values.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
@@ -42,11 +37,11 @@ def scales_for(values: Tensor, maximum: bool) -> Tensor:
     a code stands for the same number.
 
     Args:
-        values: fp32, [R, B, S].
+        values: fp32, [..., S].
         maximum: whether they are maxima.
 
     Returns:
-        fp32, [R, B].
+        fp32, [...].
     """
     found = largest(values)
     if not maximum:
@@ -68,14 +63,14 @@ def encode(values: Tensor, scales: Tensor, signed: bool, noise: Tensor | None) -
     """Encodes numbers.
 
     Args:
-        values: fp32, [R, B, S]; used up.
-        scales: fp32, [R, B]; at least the largest absolute value in each block. Where it is infinite, codes stand for
+        values: fp32, [..., S]; used up.
+        scales: fp32, [...]; at least the largest absolute value in each block. Where it is infinite, codes stand for
             nothing: see `as_stored`.
         signed: whether numbers may be negative.
         noise: random bits, int32, of as many elements; None to round to nearest.
 
     Returns:
-        uint8, [R, B, S].
+        uint8, [..., S].
     """
     signs = (values.view(torch.int32) >> 24).bitwise_and_(_SIGN) if signed else None
     least = 2.0 ** -_BINADES[signed]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.low_precision.chunks import Chunk, as_matrix, block_size, blocks_of_row, chunks_of, load
+from shardopt.algorithms.low_precision.chunks import Scratch, as_matrix, block_size, blocks_of_row, chunks_of, load
 from shardopt.algorithms.low_precision.codes import as_stored, encode, scales_for
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import rows_of
@@ -139,9 +139,10 @@ def _recode(
         old_scales = rows_of(entries[before.scale_name], into.box) if before.coded else None
         new_scales = rows_of(made[after.scale_name], into.box) if after.coded else None
         for chunk in chunks_of(into.box, shape, block, new.device.type == "cpu"):
-            values = chunk.of_scratch(load(chunk, old, old_scales, before.signed))
-            stored = _store(chunk, after, new, new_scales, values)
-            inside = values[:, chunk.inside]
+            scratch = Scratch([chunk], new.device)
+            flat = load(scratch, [old], None if old_scales is None else [old_scales], before.signed)
+            stored = _store(scratch, after, [new], None if new_scales is None else [new_scales], flat)
+            (inside,) = scratch.own(flat)
             error = max(error, float((stored - inside).abs().nan_to_num_(nan=0.0).max()))
             greatest = max(greatest, float(inside.abs().nan_to_num_(nan=0.0, posinf=0.0).max()))
         if new.data_ptr() != into.tensor.data_ptr():
@@ -149,16 +150,18 @@ def _recode(
     return made, error / greatest if greatest else 0.0
 
 
-def _store(chunk: Chunk, stored: Stored, matrix: Tensor, scales: Tensor | None, values: Tensor) -> Tensor:
-    """Stores a chunk's numbers, rounded to nearest; returns the stored numbers as fp32."""
+def _store(
+    scratch: Scratch, stored: Stored, matrices: list[Tensor], scales: list[Tensor] | None, flat: Tensor
+) -> Tensor:
+    """Stores a chunk's numbers, rounded to nearest; returns what is stored, as fp32."""
     if scales is None:
-        chunk.of(matrix).copy_(values[:, chunk.inside])
+        scratch.put(flat, matrices)
     else:
-        blocks = values.clone().view(values.shape[0], -1, chunk.block)
+        blocks = scratch.blocks(flat).clone()
         found = scales_for(blocks, stored.maximum)
-        scales[chunk.rows, chunk.blocks] = as_stored(found)
-        chunk.of(matrix).copy_(encode(blocks, found, stored.signed, None).view(values.shape)[:, chunk.inside])
-    return chunk.of_scratch(load(chunk, matrix, scales, stored.signed))[:, chunk.inside]
+        scratch.put_scales(as_stored(found), scales)
+        scratch.put(encode(blocks, found, stored.signed, None).view(-1), matrices)
+    return scratch.own(load(scratch, matrices, scales, stored.signed))[0]
 
 
 def _off(one: Tensor, other: Tensor) -> float:

@@ -9,7 +9,7 @@ after the first product. int32 arithmetic wraps.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ _A, _B, _C = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
 class NoiseKey(NamedTuple):
-    """Two 32-bit numbers."""
+    """Two 32-bit numbers; or int32 tensors of them, to be broadcast to the elements."""
 
-    before: int
-    between: int
+    before: Any
+    between: Any
 
 
 def noise_key(name: str, entry: str, step: int) -> NoiseKey:

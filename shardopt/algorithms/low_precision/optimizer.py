@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.initial_state import is_initial
+from shardopt.algorithms.lists import batched
 from shardopt.algorithms.low_precision.chunks import blocks_of_row
 from shardopt.algorithms.low_precision.codes import code_of_one
 from shardopt.algorithms.low_precision.inner import InnerSteps
@@ -27,7 +28,7 @@ from shardopt.algorithms.low_precision.options import (
     unfit,
     warn_of_lost_changes,
 )
-from shardopt.algorithms.low_precision.work import LowPrecisionStep
+from shardopt.algorithms.low_precision.work import LowPrecisionStep, walk
 from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
@@ -172,18 +173,27 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
         for step in steps:
             step.group.update(step.changed)
 
-    def _terms(self, step: LowPrecisionStep) -> Iterable[Term]:
-        if step.shared is None:
-            return ()
-        if not step.shared.refuses:
-            step.find_scales()
-        return step.shared.terms()
+    def batches(self, steps: Sequence[LowPrecisionStep]) -> Iterable[Sequence[LowPrecisionStep]]:
+        """Returns steps that are alike together."""
+        return batched(steps, LowPrecisionStep.alike)
+
+    def equations_of(self, steps: Sequence[LowPrecisionStep]) -> Iterator[Iterable[Iterable[Term]]]:
+        """One exchange, where ranks share rows of codes: the largest values in their blocks."""
+        if steps[0].shared is not None and not steps[0].shared.refuses:
+            for step in steps:
+                step.flag()
+            if steps[0].is_held:  # without a gradient, for the case that others have one: it is then zero here
+                walk(steps, store=False)
+        yield [() if step.shared is None else step.shared.terms() for step in steps]
+        due = [step for step in steps if step.is_due()]
+        for step in due:
+            if not step.state:
+                self.state[step.parameter] = step.working
+        if due:
+            walk(due, store=True)
 
     def _reduce(self, terms: Iterable[Term]) -> None:
         all_reduce_terms(terms, Ranks.all_reduce_max)
-
-    def _update(self, step: LowPrecisionStep) -> None:
-        step.apply()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "names": {}}

@@ -1,18 +1,28 @@
-"""The step of one parameter on this rank: loads, computes and stores chunk by chunk."""
+"""The steps of parameters on this rank: loaded, computed and stored, in chunks of one or of several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import CommunicatingOptimizer
-from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, block_size, chunks_of, load
+from shardopt.algorithms.low_precision.chunks import (
+    VECTOR,
+    Chunk,
+    Scratch,
+    as_matrix,
+    block_size,
+    chunks_of,
+    load,
+    together,
+)
 from shardopt.algorithms.low_precision.codes import as_stored, encode, round_at_random, scales_for
 from shardopt.algorithms.low_precision.inner import InnerSteps, Stepped
-from shardopt.algorithms.low_precision.noise import noise_key, random_bits
+from shardopt.algorithms.low_precision.noise import noise_key
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import SharedScales, rows_of
 from shardopt.algorithms.registry import Kind, Options
@@ -26,8 +36,8 @@ _PARAMETER = ""
 _GRADIENT = "grad"
 
 
-class _Piece(NamedTuple):
-    """The matrices of one box: the parameter (""), its gradient ("grad"), its state, and scales [rows, blocks]."""
+class Piece(NamedTuple):
+    """The matrices of one box: of the parameter (""), its gradient ("grad") and state; and [rows, blocks] of scales."""
 
     box: Box
     matrices: dict[str, Tensor]
@@ -51,21 +61,21 @@ class LowPrecisionStep(RowSharingStep):
     def __init__(self, optimizer: CommunicatingOptimizer, inner: InnerSteps, group: Options, parameter: Tensor) -> None:
         super().__init__(optimizer, group, parameter)
         self._inner, self._shape = inner, self.view.shape
-        self._form = form_of(inner.spec, group, self.view.shape, self.view.dtype)
-        self._block = block_size(self.view.shape) if self._form.coded else 0
+        self.form = form_of(inner.spec, group, self.view.shape, self.view.dtype)
+        self.block = block_size(self.view.shape) if self.form.coded else 0
         self.changed: dict[str, Any] = {}
         """The options that the step changed."""
         self.fault = self._unlike_form() or self.fault
-        cuts = cuts_of_rows(parameter) if self._form.coded else ()
+        cuts = cuts_of_rows(parameter) if self.form.coded else ()
         if cuts and (self.gradients is not None or requires_gradient(parameter)):
-            self.shared = SharedScales(parameter, self._form, cuts)
+            self.shared = SharedScales(parameter, self.form, cuts)
 
     def _unlike_form(self) -> StateError | None:
         """Returns the error to raise if state was made under other options than the group has now."""
         if not self.state:
             return None
-        wanted: dict[str, torch.dtype | None] = {entry.name: entry.dtype for entry in self._form.entries}
-        wanted[MASTER] = torch.float32 if self._form.master else None
+        wanted: dict[str, torch.dtype | None] = {entry.name: entry.dtype for entry in self.form.entries}
+        wanted[MASTER] = torch.float32 if self.form.master else None
         has = {name: view_of(self.state[name]).dtype if name in self.state else None for name in wanted}
         remedy = "put the group's options back; state is stored as they said when it was made"
         problems = [
@@ -79,154 +89,182 @@ class LowPrecisionStep(RowSharingStep):
             else None
         )
 
-    def find_scales(self) -> None:
-        """Finds the largest values of this rank's new state, if ranks share rows."""
+    def alike(self) -> Any:
+        """Returns what is equal for parameters whose chunks may be computed together."""
+        if self.fault is not None:
+            return self
+        numbers = [self.state[STEP], *self._scalars.values()] if self.state else []
+        return self.form, self.block, self.shared is None, *map(float, numbers)
+
+    @cached_property
+    def working(self) -> dict[str, Any]:
+        """The state to compute with: the live one, or as it is before the first step."""
+        return self.state or self.optimizer.initial_state(self.group, self.parameter)
+
+    @cached_property
+    def _scalars(self) -> dict[str, Tensor]:
+        """The algorithm's own numbers in the state."""
+        entries = self._inner.spec.entries(self.group, len(self._shape))
+        return {entry.name: self.working[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
+
+    def chunks(self, piece: Piece) -> Iterator[Chunk]:
+        """Returns the chunks of a piece."""
+        return chunks_of(piece.box, self._shape, self.block, self.device.type == "cpu")
+
+    def compute(self, tensor: Tensor, gradient: Tensor, entries: Mapping[str, Tensor]) -> Stepped:
+        """Takes the algorithm's step on scratch memory, with the numbers of the state."""
+        if not self.working[STEP] and self._inner.spec.settled_at_first_step:
+            return self._inner.step(self.group, tensor, gradient, {})
+        scalars = {name: value.clone() for name, value in self._scalars.items()}
+        return self._inner.step(self.group, tensor, gradient, {**scalars, **entries})
+
+    def flag(self) -> None:
+        """Notes for the ranks that share rows whether there is a gradient here."""
         assert self.shared is not None
         if self.gradients is not None:
             self.shared.flag.fill_(1)
         elif self.is_held:
             self.shared.lacks.fill_(1)
-        if self.is_held:  # without a gradient, for the case that others have one: it is then zero here
-            self._walk(self.state or self.optimizer.initial_state(self.group, self.parameter), store=False)
 
-    def apply(self) -> None:
-        """Takes the step."""
-        if not self.state:
-            self.optimizer.state[self.parameter] = self.optimizer.initial_state(self.group, self.parameter)
-        self.changed = self._walk(self.state, store=True)
+    def finish(self, stepped: Stepped) -> None:
+        """Stores what is of no chunk: scales that ranks share, and the numbers of the state."""
+        for name, scales in self.shared.scales.items() if self.shared is not None else ():
+            for into, new in zip(local_tensors(self.state[f"{name}_scale"]), local_tensors(scales), strict=True):
+                into.copy_(as_stored(new))
+        for name, value in self._scalars.items():
+            value.copy_(stepped.state[name])
+        if STEP not in stepped.state:
+            self.state[STEP] += 1
+        self.changed = stepped.changed
 
-    def _walk(self, state: dict[str, Any], store: bool) -> dict[str, Any]:
-        """Computes all chunks; stores them, or only finds the largest values of their blocks.
-
-        Returns:
-            The options that the step has changed.
-        """
-        steps, device = int(state[STEP]), self.device
-        stepped: Stepped | None = None
-        for piece in self._pieces(state):
-            for chunk in chunks_of(piece.box, self._shape, self._block, device.type == "cpu"):
-                stepped = self._compute(chunk, piece, state, steps, store)
-            if store:
-                self._put_back(piece, state)
-        if stepped is None:  # counters go on where a rank has no elements
-            nothing = torch.zeros(VECTOR, device=device)
-            entries = {entry.name: torch.zeros_like(nothing) for entry in self._form.entries}
-            stepped = self._step(nothing, torch.zeros_like(nothing), entries, state, steps)
-        if store:
-            for name, scales in self.shared.scales.items() if self.shared is not None else ():
-                for into, new in zip(local_tensors(state[f"{name}_scale"]), local_tensors(scales), strict=True):
-                    into.copy_(as_stored(new))
-            for name, value in self._scalars(state).items():
-                value.copy_(stepped.state[name])
-            if STEP not in stepped.state:
-                state[STEP] += 1
-        return stepped.changed
-
-    def _step(
-        self, tensor: Tensor, gradient: Tensor, entries: dict[str, Tensor], state: Mapping[str, Any], steps: int
-    ) -> Stepped:
-        """Takes the algorithm's step on scratch memory."""
-        if not steps and self._inner.spec.settled_at_first_step:
-            return self._inner.step(self.group, tensor, gradient, {})
-        scalars = {name: value.clone() for name, value in self._scalars(state).items()}
-        return self._inner.step(self.group, tensor, gradient, {**scalars, **entries})
-
-    def _scalars(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns the algorithm's own numbers in the state."""
-        entries = self._inner.spec.entries(self.group, len(self._shape))
-        return {entry.name: state[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
-
-    def _compute(self, chunk: Chunk, piece: _Piece, state: Mapping[str, Any], steps: int, store: bool) -> Stepped:
-        """Takes the step of a chunk; stores the result, or only its largest values."""
-        source = MASTER if self._form.master and steps else _PARAMETER
-        tensor, gradient = (load(chunk, piece.matrices[name]) for name in (source, _GRADIENT))
-        entries = {
-            entry.name: load(chunk, piece.matrices[entry.name], piece.scales.get(entry.name), entry.signed)
-            for entry in self._form.entries
-        }
-        stepped = self._step(tensor, gradient, entries, state, steps)
-        if store:
-            self._store(chunk, piece, tensor, stepped.state, steps)
-            return stepped
-        for entry in self._form.entries:
-            if entry.coded:
-                found = piece.shared[entry.name][chunk.rows, chunk.blocks]
-                torch.maximum(found, self._scales(chunk, entry, stepped.state[entry.name]), out=found)
-        return stepped
-
-    def _scales(self, chunk: Chunk, entry: Stored, flat: Tensor) -> Tensor:
-        """Returns the scales of a chunk's new values, [rows, blocks], as far as this rank knows them."""
-        scratch = chunk.of_scratch(flat)
-        chunk.clear_outside(scratch)
-        return scales_for(scratch.view(scratch.shape[0], -1, chunk.block), entry.maximum)
-
-    def _store(self, chunk: Chunk, piece: _Piece, tensor: Tensor, new: Mapping[str, Tensor], steps: int) -> None:
-        form, matrices = self._form, piece.matrices
-        needs_noise = form.rounds_parameter or form.rounds_state
-        index, most = chunk.positions(tensor.device) if needs_noise else (tensor, 0)
-
-        def noise(entry: str) -> Tensor:
-            return random_bits(index, most, noise_key(self.name, entry, steps + 1))
-
-        def put(name: str, scratch: Tensor) -> None:
-            chunk.of(matrices[name]).copy_(scratch[:, chunk.inside])
-
-        stepped = chunk.of_scratch(tensor)
-        if form.master:
-            put(MASTER, stepped)
-        put(_PARAMETER, round_at_random(stepped, noise("param")) if form.rounds_parameter else stepped)
-        for entry in form.entries:
-            values = chunk.of_scratch(new[entry.name])
-            at_random = form.rounds_state and not entry.maximum  # whose noise would only ever lift it
-            if entry.coded:
-                codes = self._encode(chunk, piece, entry, new[entry.name], noise(entry.name) if at_random else None)
-                put(entry.name, codes)
-            elif at_random and entry.dtype is torch.bfloat16:
-                put(entry.name, round_at_random(values, noise(entry.name)))
-            else:
-                put(entry.name, values)
-
-    def _encode(self, chunk: Chunk, piece: _Piece, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns codes of a chunk's new values; stores their scales unless other ranks share them."""
-        scales = self._scales(chunk, entry, flat)
-        if self.shared is None:
-            piece.scales[entry.name][chunk.rows, chunk.blocks] = as_stored(scales)
-        else:  # the stored ones are those that other chunks are still decoded with
-            scales = piece.shared[entry.name][chunk.rows, chunk.blocks]
-        scratch = chunk.of_scratch(flat)
-        codes = encode(scratch.view(scratch.shape[0], -1, chunk.block), scales, entry.signed, noise)
-        return codes.view(scratch.shape)
-
-    def _pieces(self, state: Mapping[str, Any]) -> Iterator[_Piece]:
-        """Yields this rank's boxes, with the memory of all matrices that belong to them."""
-        parameter, names = self.parameter, [entry.name for entry in self._form.entries]
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the boxes that this rank has, with the memory of all that belongs to them."""
+        state = self.working
+        parameter, names = self.parameter, [entry.name for entry in self.form.entries]
         gradients = self.gradients or [torch.zeros_like(local) for local in local_tensors(parameter)]
         tensors = {_PARAMETER: parameter, _GRADIENT: assemble(parameter, gradients)}
-        tensors |= {name: state[name] for name in (*names, *([MASTER] if self._form.master else []))}
+        tensors |= {name: state[name] for name in (*names, *([MASTER] if self.form.master else []))}
         views = {name: view_of(tensor).pieces for name, tensor in tensors.items()}
-        coded = [entry for entry in self._form.entries if entry.coded]
+        coded = [entry for entry in self.form.entries if entry.coded]
         for number, piece in enumerate(views[_PARAMETER]):
             if not piece.box.numel:
                 continue
-            yield _Piece(
+            yield Piece(
                 piece.box,
                 {
-                    name: as_matrix(pieces[number].tensor, piece.box, self._shape, self._block)
+                    name: as_matrix(pieces[number].tensor, piece.box, self._shape, self.block)
                     for name, pieces in views.items()
                 },
                 {entry.name: rows_of(state[entry.scale_name], piece.box) for entry in coded},
                 {} if self.shared is None else {e.name: rows_of(self.shared.scales[e.name], piece.box) for e in coded},
             )
 
-    def _put_back(self, piece: _Piece, state: Mapping[str, Any]) -> None:
-        """Copies matrices that are copies back to their original memory."""
+    def put_back(self, piece: Piece) -> None:
+        """Writes matrices that are copies back to the memory that they are of."""
         for name, matrix in piece.matrices.items():
             if name == _GRADIENT:
                 continue
-            tensor = self.parameter if name == _PARAMETER else state[name]
+            tensor = self.parameter if name == _PARAMETER else self.working[name]
             own = next(each.tensor for each in view_of(tensor).pieces if each.box == piece.box)
             if own.data_ptr() != matrix.data_ptr():
                 own.copy_(matrix.view(own.shape))
+
+
+class _Work:
+    """The step of some chunks that lie in scratch memory together.
+
+    Args:
+        parts: chunks, with the step and the piece of each; of steps that are `alike`.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Chunk, tuple[LowPrecisionStep, Piece]]]) -> None:
+        self._steps, self._pieces = zip(*(owner for _, owner in parts), strict=True)
+        self._first = self._steps[0]
+        self._scratch = Scratch([chunk for chunk, _ in parts], self._first.device)
+
+    def compute(self, store: bool) -> Stepped:
+        """Takes the step; stores the result, or only the largest values in it."""
+        form, steps = self._first.form, int(self._first.working[STEP])
+        tensor, gradient = self._load(MASTER if form.master and steps else _PARAMETER), self._load(_GRADIENT)
+        entries = {entry.name: self._load(entry.name, entry) for entry in form.entries}
+        stepped = self._first.compute(tensor, gradient, entries)
+        if store:
+            self._store(tensor, stepped.state, steps + 1)
+            return stepped
+        for entry in form.entries:
+            if entry.coded:
+                self._lift_shared(entry, self._scales(entry, stepped.state[entry.name]))
+        return stepped
+
+    def _matrices(self, name: str) -> list[Tensor]:
+        return [piece.matrices[name] for piece in self._pieces]
+
+    def _load(self, name: str, entry: Stored | None = None) -> Tensor:
+        if entry is None or not entry.coded:
+            return load(self._scratch, self._matrices(name))
+        return load(self._scratch, self._matrices(name), [piece.scales[name] for piece in self._pieces], entry.signed)
+
+    def _scales(self, entry: Stored, flat: Tensor) -> Tensor:
+        """Returns the scales of new values, as far as this rank has them; clears what is around these."""
+        self._scratch.clear_outside(flat)
+        return scales_for(self._scratch.blocks(flat), entry.maximum)
+
+    def _lift_shared(self, entry: Stored, scales: Tensor) -> None:
+        shared = [piece.shared[entry.name] for piece in self._pieces]
+        known = torch.cat([each.reshape(-1) for each in self._scratch.scales_of(shared)])
+        self._scratch.put_scales(torch.maximum(known, scales), shared)
+
+    def _store(self, tensor: Tensor, new: Mapping[str, Tensor], steps: int) -> None:
+        form, scratch = self._first.form, self._scratch
+
+        def at_random(flat: Tensor, name: str) -> Tensor:
+            return round_at_random(scratch.used(flat), noise(name))
+
+        def noise(entry: str) -> Tensor:
+            return scratch.noise([noise_key(step.name, entry, steps) for step in self._steps])
+
+        if form.master:
+            scratch.put(tensor, self._matrices(MASTER))
+        scratch.put(at_random(tensor, "param") if form.rounds_parameter else tensor, self._matrices(_PARAMETER))
+        for entry in form.entries:
+            values = new[entry.name]
+            random = form.rounds_state and not entry.maximum  # whose noise would only ever lift it
+            if entry.coded:
+                values = self._encoded(entry, values, noise(entry.name) if random else None)
+            elif random and entry.dtype is torch.bfloat16:
+                values = at_random(values, entry.name)
+            scratch.put(values, self._matrices(entry.name))
+
+    def _encoded(self, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns codes of new values, flat; stores their scales where no other rank has a part in them."""
+        scratch = self._scratch
+        if self._first.shared is None:
+            scales = self._scales(entry, flat)
+            scratch.put_scales(as_stored(scales), [piece.scales[entry.name] for piece in self._pieces])
+        else:  # the stored ones are those that other chunks are still decoded with
+            scratch.clear_outside(flat)
+            shared = scratch.scales_of([piece.shared[entry.name] for piece in self._pieces])
+            scales = torch.cat([each.reshape(-1) for each in shared])
+        return encode(scratch.blocks(flat), scales, entry.signed, noise).view(-1)
+
+
+def walk(steps: Sequence[LowPrecisionStep], store: bool) -> None:
+    """Computes all chunks of steps that are `alike`, and stores them, or only finds the largest values in blocks."""
+    first, pieces = steps[0], [(step, piece) for step in steps for piece in step.pieces()]
+    chunks = ((chunk, (step, piece)) for step, piece in pieces for chunk in step.chunks(piece))
+    stepped: Stepped | None = None
+    for parts in together(chunks, first.device.type == "cpu"):
+        stepped = _Work(parts).compute(store)
+    if not store:
+        return
+    for step, piece in pieces:
+        step.put_back(piece)
+    if stepped is None:  # counters go on where a rank has no elements
+        nothing = torch.zeros(VECTOR, device=first.device)
+        entries = {entry.name: torch.zeros_like(nothing) for entry in first.form.entries}
+        stepped = first.compute(nothing, torch.zeros_like(nothing), entries)
+    for step in steps:
+        step.finish(stepped)
 
 
 def _named(dtype: torch.dtype | None) -> str:

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.standin import build as standin
+
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-SHARED = ("peers", "bounds", "dcp", "agreement_at_scale")  # by several benchmarks, or run by another
+SHARED = ("peers", "bounds", "dcp", "device", "agreement_at_scale")  # by several benchmarks, or run by another
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 # What is not run here: these want frameworks that are not installed, or several hosts.
 NOT_RUN = {"frameworks", "frameworks_sharded"}
@@ -33,6 +35,7 @@ SMALL = {
     "in_backward": ("--repetitions 1", {"WIDTH": 16, "TIMED": ((2, 4), (1, 8))}),
     "interop": ("--repetitions 1 --gib 0.07", {"ROWS": 8, "COLUMNS": 4}),
     "interop_phases": ("--repetitions 1 --gib 0.07", {}),
+    "launches": ("", {"PEERS": first(3), "COUNTS": (1, 2)}),
     "lost_hosts": ("", {"HOSTS": 64, "MONTHS": 3}),
     "muon": ("--ranks 1 --repetitions 1", {"CASES": {"2 of 8 × 8": [(8, 8)] * 2}}),
     "optimizer_overhead": (ROUND, {"PARAMETERS": 3, "ELEMENTS": 64, "RANKS": 1}),
@@ -98,6 +101,8 @@ def here(monkeypatch, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of torch's own saving, which is measured beside ours
 def test_it_runs(name, here, monkeypatch, tmp_path, capsys):
     arguments, constants = SMALL[name]
+    if name == "launches" and standin.lacking():
+        pytest.skip(standin.lacking())
     module = here(name, **constants)
     apart = {
         "convert": ("measure_apart", lambda peer, folder: module.measure(peer, folder)),
@@ -110,6 +115,18 @@ def test_it_runs(name, here, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
     module.main()
     assert "|" in capsys.readouterr().out or (tmp_path / f"{name}.md").exists()
+
+
+@pytest.mark.skipif(bool(standin.lacking()), reason=standin.lacking() or "it is there")
+def test_all_of_what_is_run_on_a_gpu(here, monkeypatch, capfd):
+    module = here("on_gpu")
+    monkeypatch.setattr(sys, "argv", ["on_gpu", "--device", "standin"])
+    module.main()
+    printed = capfd.readouterr().out
+    for name in module.SECTIONS:
+        _, _, table = printed.partition(f"## {name}\n")
+        assert table.partition("\n## ")[0].count("\n|") > 2, name
+    assert "False" not in printed and "| error" not in printed
 
 
 @pytest.mark.parametrize("name", SIMULATED)
@@ -135,5 +152,5 @@ def test_a_bucket_is_served(tmp_path):
 
 
 def test_each_benchmark_is_run():
-    run = {*SMALL, "simulate_scale", "scale_of_files", "many_files", "s3_files", "plot_results"}
+    run = {*SMALL, "simulate_scale", "scale_of_files", "many_files", "s3_files", "plot_results", "on_gpu"}
     assert {*MODULES} - {*SHARED} - NOT_RUN == run

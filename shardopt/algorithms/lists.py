@@ -1,0 +1,61 @@
+"""Steps of several parameters as lists of tensors: which go together, and sums for each parameter of a list.
+
+A list is stepped by torch's foreach operations. On the CPU these are loops over its tensors and compute the bits of a
+single tensor's operation; on an accelerator one launch takes many tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.communicating import ParameterStep
+
+MOST_ON_CPU, MOST_ELSEWHERE = 1 << 16, 1 << 24
+
+
+def batched(steps: Iterable[Any], alike: Callable[[Any], Any]) -> list[list[Any]]:
+    """Groups steps that may be taken as lists of tensors, so that scratch memory stays bounded.
+
+    Those of a batch share options, device and dtype; all have a gradient or none, cuts or none, and elements here or
+    none. Where only other ranks' shards may have a gradient, a step is alone. On the CPU a batch is as much as stays
+    in its caches, elsewhere as much as a large parameter.
+
+    Args:
+        steps: in their order.
+        alike: returns what else must be equal within a batch.
+    """
+    batches: list[list[Any]] = []
+    rooms: dict[Any, tuple[list[Any], int]] = {}
+    for step in steps:
+        alone = step if step.gradients is None and not step.all_or_none else None
+        same = (id(step.group), step.view.dtype, step.gradients is None, step.is_held, bool(step.cuts), alone)
+        key = (*same, step.device, alike(step))
+        elements = sum(local.numel() for local in step.local_tensors)
+        batch, room = rooms.get(key, ([], 0))
+        if elements > room or not batch:
+            batch, room = [], MOST_ON_CPU if step.device.type == "cpu" else MOST_ELSEWHERE
+            batches.append(batch)
+        batch.append(step)
+        rooms[key] = batch, room - elements
+    return batches
+
+
+def owners_of(steps: Sequence[ParameterStep]) -> Tensor:
+    """Returns for each local tensor of S steps the place of its step: int64, on their device."""
+    places = [place for place, step in enumerate(steps) for _ in step.local_tensors]
+    return torch.tensor(places, dtype=torch.int64, device="cpu").to(steps[0].device, non_blocking=True)
+
+
+def add_squares(into: Tensor, owners: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Adds the sum of squares of each of N tensors, at least one, to the number of its owner.
+
+    Args:
+        into: [S], of the dtype to add up in.
+        owners: [N], as `owners_of` returns it.
+        tensors: N.
+    """
+    into.index_add_(0, owners, torch.stack(torch._foreach_norm(tensors, dtype=into.dtype)).square_())
