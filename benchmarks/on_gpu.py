@@ -214,7 +214,8 @@ def saves(at: Place) -> Rows:
     copied, _ = at.seconds(lambda: host.copy_(device, non_blocking=True), 5)
     yield row("D2H to pinned memory, of as much", copied * nbytes / host.nbytes)
     yield "a step of training", f"{a_step:.4f}", "", ""
-    for stage, name in itertools.product(("now", "lazy"), ("first", "again")):
+    stages: tuple[Any, ...] = ("now", "lazy")
+    for stage, name in itertools.product(stages, ("first", "again")):
         at.module.synchronize()
         begin = time.perf_counter()
         pending = checkpoint.async_save(f"{at.folder}/{stage}-{name}", app, stage=stage)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, numbers_of, uncovered
-from shardopt.algorithms.lists import add_squares, batched, owners_of
+from shardopt.algorithms.lists import Tensors, add_squares, batched, owners_of
 from shardopt.algorithms.reductions import Term
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import ShardGroup, is_first_of, local_views, sum_memory
@@ -209,9 +209,9 @@ def _update_state(steps: Sequence[ParameterStep], factors: _Factors | None, weig
         mean.clamp_(min=eps)
 
 
-def _updates(steps: Sequence[ParameterStep], factors: _Factors | None, eps: float) -> Sequence[Tensor]:
+def _updates(steps: Sequence[ParameterStep], factors: _Factors | None, eps: float) -> Tensors:
     """Computes U for each local tensor."""
-    estimates: Sequence[Tensor]
+    estimates: Tensors
     if factors is None:
         estimates = torch._foreach_clamp_min(list(chain.from_iterable(_state_of(steps, "variance"))), eps**2)
     else:
@@ -227,7 +227,7 @@ def _updates(steps: Sequence[ParameterStep], factors: _Factors | None, eps: floa
 def _apply(
     steps: Sequence[ParameterStep],
     owners: Tensor,
-    updates: Sequence[Tensor],
+    updates: Tensors,
     time: float,
     squares: Tensor,
     update_squares: Tensor,
@@ -248,9 +248,9 @@ def _apply(
     scales = alpha / (update_squares.sqrt() / group["d"]).clamp_(min=1.0)
     parameters = [local for step in steps for local in step.local_tensors]
     if group["weight_decay"] != 0:
-        # A tensor, as in 16 bits a number is rounded otherwise.
-        kept = torch.as_tensor(1 - lr * group["weight_decay"], dtype=torch.float64).reshape(())
-        torch._foreach_mul_(parameters, kept)
+        kept = 1 - lr * group["weight_decay"]
+        for local in parameters:  # in 16 bits foreach rounds a number otherwise
+            local.mul_(kept.reshape(()) if isinstance(kept, Tensor) else kept)
     torch._foreach_mul_(updates, scales.index_select(0, owners).unbind())
     torch._foreach_add_(parameters, updates, alpha=1 if group["maximize"] else -1)
 

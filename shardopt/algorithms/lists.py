@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardopt.algorithms.communicating import ParameterStep
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
 MOST_ON_CPU, MOST_ELSEWHERE = 1 << 16, 1 << 24
 
 
@@ -50,7 +52,7 @@ def owners_of(steps: Sequence[ParameterStep]) -> Tensor:
     return torch.tensor(places, dtype=torch.int64, device="cpu").to(steps[0].device, non_blocking=True)
 
 
-def add_squares(into: Tensor, owners: Tensor, tensors: Sequence[Tensor]) -> None:
+def add_squares(into: Tensor, owners: Tensor, tensors: Tensors) -> None:
     """Adds the sum of squares of each of N tensors, at least one, to the number of its owner.
 
     Args:

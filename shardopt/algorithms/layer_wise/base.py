@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, numbers_of, uncovered
-from shardopt.algorithms.lists import add_squares, batched, owners_of
+from shardopt.algorithms.lists import Tensors, add_squares, batched, owners_of
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.registry import Kind, Options
 from shardopt.sharding.pieces import View
@@ -32,7 +32,7 @@ class LayerWiseOptimizer(CommunicatingOptimizer):
 
     def _measure(
         self, group: Options, number: int, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         """Returns for each of N local tensors two whose norms its factor is made of; changes nothing.
 
         Args:

@@ -12,13 +12,14 @@ Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.layer_wise.base import LayerWiseOptimizer, ratio
+from shardopt.algorithms.lists import Tensors
 from shardopt.algorithms.options import DECAYS, NOT_NEGATIVE, POSITIVE, RATE, optional, options_of, rate_of
 from shardopt.algorithms.registry import Options
 
@@ -61,14 +62,14 @@ class LAMB(LayerWiseOptimizer):
 
     def _measure(
         self, group: Options, number: int, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         averages, squares = state
         beta1, beta2 = group["betas"]
         # The same operations as in `_move`, out of place.
-        averages = torch._foreach_lerp(averages, gradients, 1 - beta1)
-        squares = torch._foreach_mul(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        return weights, _updates(group, number, weights, averages, squares)
+        new_averages = torch._foreach_lerp(averages, gradients, 1 - beta1)
+        new_squares = torch._foreach_mul(squares, beta2)
+        torch._foreach_addcmul_(new_squares, gradients, gradients, 1 - beta2)
+        return weights, _updates(group, number, weights, new_averages, new_squares)
 
     def _factor(self, group: Options, dimensions: int, weight: Tensor, other: Tensor) -> Tensor:
         return ratio(weight if group["most_norm"] is None else weight.clamp(max=group["most_norm"]), other)
@@ -94,9 +95,7 @@ class LAMB(LayerWiseOptimizer):
         torch._foreach_sub_(weights, updates)
 
 
-def _updates(
-    group: Options, number: int, weights: Sequence[Tensor], averages: Sequence[Tensor], squares: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def _updates(group: Options, number: int, weights: Tensors, averages: Tensors, squares: Tensors) -> tuple[Tensor, ...]:
     """Computes U of the new M and V, as new tensors."""
     beta1, beta2 = group["betas"]
     first, second = (1 - beta1**number, 1 - beta2**number) if group["correct_bias"] else (1.0, 1.0)

@@ -14,13 +14,14 @@ buffer, as torch's SGD has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.layer_wise.base import LayerWiseOptimizer, ratio
+from shardopt.algorithms.lists import Tensors
 from shardopt.algorithms.options import DECAY, NOT_NEGATIVE, POSITIVE, RATE, Range, options_of, rate_of
 from shardopt.algorithms.registry import Options
 
@@ -69,7 +70,7 @@ class LARS(LayerWiseOptimizer):
 
     def _measure(
         self, group: Options, number: int, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         return weights, gradients
 
     def _factor(self, group: Options, dimensions: int, weight: Tensor, other: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class LARS(LayerWiseOptimizer):
         gradients: list[Tensor],
         *state: list[Tensor],
     ) -> None:
-        updates: Sequence[Tensor] = gradients
+        updates: Tensors = gradients
         if dimensions > 1:
             updates = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
             torch._foreach_mul_(updates, factors.unbind())

@@ -152,7 +152,7 @@ class Scratch:
         shapes = [chunk.scratch_shape for chunk in self.chunks]
         if len(shapes) == 1:
             return [self.used(flat).view(shapes[0])]
-        pieces = flat.split(self._sizes)
+        pieces = torch.split(flat, self._sizes)
         return [each[: prod(shape)].view(shape) for each, shape in zip(pieces, shapes, strict=True)]
 
     def own(self, flat: Tensor) -> list[Tensor]:
@@ -173,9 +173,13 @@ class Scratch:
 
     def put_scales(self, flat: Tensor, scales: Sequence[Tensor]) -> None:
         """Stores the scales of all blocks."""
-        into = self.scales_of(scales)
-        pieces = flat.split([each.numel() for each in into])
-        torch._foreach_copy_(into, [piece.view(each.shape) for piece, each in zip(pieces, into, strict=True)])
+        torch._foreach_copy_(self.scales_of(scales), self.split_scales(flat, scales))
+
+    def split_scales(self, flat: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the scales of all blocks by chunks, [rows, blocks], as in `scales`."""
+        shapes = [each.shape for each in self.scales_of(scales)]
+        pieces = torch.split(flat, [shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def clear_outside(self, flat: Tensor) -> None:
         """Sets flat memory to 0 outside of the chunks' own elements."""
@@ -197,7 +201,7 @@ class Scratch:
             return random_bits(index, most, keys[0]).view(-1)
         runs = torch.tensor(self._vectors, device="cpu")
         of_runs = torch.tensor(keys, dtype=torch.int32, device="cpu").repeat_interleave(runs, 0)
-        before, between = of_runs.to(self._device, non_blocking=True).split(1, 1)
+        before, between = torch.split(of_runs.to(self._device, non_blocking=True), 1, 1)
         return random_bits(index, most, NoiseKey(before, between)).view(-1)
 
 

@@ -178,7 +178,8 @@ class _Work:
     """
 
     def __init__(self, parts: Sequence[tuple[Chunk, tuple[LowPrecisionStep, Piece]]]) -> None:
-        self._steps, self._pieces = zip(*(owner for _, owner in parts), strict=True)
+        self._steps = [step for _, (step, _) in parts]
+        self._pieces = [piece for _, (_, piece) in parts]
         self._first = self._steps[0]
         self._scratch = Scratch([chunk for chunk, _ in parts], self._first.device)
 
@@ -211,8 +212,9 @@ class _Work:
 
     def _lift_shared(self, entry: Stored, scales: Tensor) -> None:
         shared = [piece.shared[entry.name] for piece in self._pieces]
-        known = torch.cat([each.reshape(-1) for each in self._scratch.scales_of(shared)])
-        self._scratch.put_scales(torch.maximum(known, scales), shared)
+        # One after the other, as several chunks may have parts of one block.
+        for known, new in zip(self._scratch.scales_of(shared), self._scratch.split_scales(scales, shared), strict=True):
+            torch.maximum(known, new, out=known)
 
     def _store(self, tensor: Tensor, new: Mapping[str, Tensor], steps: int) -> None:
         form, scratch = self._first.form, self._scratch
