@@ -14,8 +14,6 @@ yield is the update:
             state = step.counted_state()
             ...
 
-An algorithm that steps lists of tensors has `equations_of` in its place, and says by `batches` which steps go together.
-
 On the CPU a gradient that is absent or refused on some ranks is raised after the first exchange, on all ranks, before
 anything has changed. On an accelerator that would be to wait: there the step after the next raises it, on all ranks.
 """
@@ -168,9 +166,8 @@ class ParameterStep:
         """Makes zeros for so many numbers of this rank, followed by its `counts`."""
         return numbers_of([self], count, dtype)[0]
 
-    @property
     def own_counts(self) -> tuple[float, float]:
-        """What this rank adds to `counts`."""
+        """Returns what this rank adds to `counts`."""
         own = nan if self.fault else float(bool(self.local_tensors))
         return (own, 0.0) if self.gradients is not None else (0.0, own)
 
@@ -230,7 +227,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         raise NotImplementedError
 
     def equations_of(self, steps: Sequence[Any]) -> Iterator[Iterable[Iterable[Term]]]:
-        """The equations of one of the `batches`: yields at each exchange the summands of each of its steps."""
+        """Yields at each exchange the summands of each step of a batch: the equations of an algorithm over lists."""
         (step,) = steps
         yield from ([terms] for terms in self.equations(step))
 
@@ -324,11 +321,9 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
             self.deferred.defer(torch.cat([step.counts for step in here]), check)
 
 
-def _next_terms(
-    steps: Iterable[ParameterStep], rounds: Iterable[tuple[Sequence[Any], Iterator[Iterable[Iterable[Term]]]]]
-) -> list[Term]:
+def _next_terms(steps: Iterable[Any], rounds: Iterable[tuple[Sequence[Any], Iterator[Any]]]) -> list[Term]:
     """Goes on in the equations of all batches, to their next exchange; returns its terms in the order of the steps."""
-    found: dict[ParameterStep, Iterable[Term]] = {}
+    found: dict[Any, Iterable[Term]] = {}
     for batch, equations in rounds:
         found.update(zip(batch, next(equations, ()), strict=False))
     return [term for step in steps for term in found.get(step, ())]
@@ -336,7 +331,7 @@ def _next_terms(
 
 def numbers_of(steps: Sequence[ParameterStep], count: int, dtype: torch.dtype) -> Tensor:
     """Makes zeros for so many numbers of each of S steps on one device, followed by its `counts`: [S, count + 2]."""
-    own = torch.tensor([(0.0,) * count + step.own_counts for step in steps], dtype=dtype, device="cpu")
+    own = torch.tensor([(0.0,) * count + step.own_counts() for step in steps], dtype=dtype, device="cpu")
     numbers = own.to(steps[0].device, non_blocking=True)
     for step, counts in zip(steps, numbers[:, count:].unbind(), strict=True):
         step.counts = counts
