@@ -106,7 +106,7 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
         if before is not None:
             _options[text] = before
         found = f"{', '.join(names)}, at which it raises {type(error).__name__}"
-        problem = Problem("storage_options", found, _OPTIONS, "see the documentation of its fsspec class")
+        problem = Problem("storage_options", found, _OPTIONS, "see its fsspec class, or the one that was registered")
         raise OptionError("invalid arguments", [problem]) from None  # which may have them in its text
 
 
