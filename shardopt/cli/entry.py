@@ -39,11 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _call(verb: Verb, json: bool, **values: Any) -> int:
+def _call(verb: Verb, json: bool, modules: Sequence[str], **values: Any) -> int:
     """Runs a verb; returns the exit status. Prints errors of this package and of the system as one line."""
     output = Output(json)
     try:
         try:
+            _import(modules)
             module, _, name = verb.function.partition(":")
             status: int = getattr(importlib.import_module(module), name)(output, **values)
             output.finish()
@@ -58,6 +59,19 @@ def _call(verb: Verb, json: bool, **values: Any) -> int:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         return _READER_GONE
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Imports modules by name, also from the working directory. Raises OptionError."""
+    if modules and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            remedy = "give a module of this directory, of PYTHONPATH, or of an installed package"
+            problem = Problem("--import", f"{name!r}, at which: {error}", "a module that can be imported", remedy)
+            raise OptionError("invalid arguments", [problem]) from error
 
 
 def _as_said(error: Exception, verb: Verb) -> Exception:

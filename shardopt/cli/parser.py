@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from shardopt.cli.table import JSON, VERBS, Verb
+from shardopt.cli.table import IMPORT, JSON, VERBS, Verb
 
 
 def parse(arguments: Sequence[str], version: str) -> tuple[Verb, dict[str, Any]]:
@@ -82,7 +82,7 @@ def _parser(version: str) -> _Parser:
         command: _Parser = groups.get(group, commands).add_parser(
             name, help=verb.help, description=f"{verb.help[0].upper()}{verb.help[1:]}."
         )
-        for names, options in (*verb.arguments, JSON):
+        for names, options in (*verb.arguments, JSON, IMPORT):
             sign = {"metavar": names[0].upper()} if not names[0].startswith("-") else {}
             command.add_argument(*names, **sign | options)
             command.known.extend(names)

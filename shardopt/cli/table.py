@@ -24,7 +24,7 @@ class Verb(NamedTuple):
         help: one line.
         function: "module:function", imported when the verb is called; it takes an `Output` and the arguments by name,
             and returns the exit status.
-        arguments: without `--json`, which every verb has.
+        arguments: without `--json` and `--import`, which every verb has.
     """
 
     name: str
@@ -42,6 +42,14 @@ def _flag(name: str, help: str) -> Argument:
 
 
 JSON = _flag("--json", "print one JSON document instead of text")
+IMPORT = _arg(
+    "--import",
+    help="import a module first, such as one that calls register_storage; may be given again",
+    action="append",
+    default=[],
+    dest="modules",
+    metavar="MODULE",
+)
 
 _URL = _arg("url", help="a checkpoint: a path, or anything that fsspec opens")
 _SELECT = _arg(

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import (
+    FLUSH,
     LocalStorage,
     RecordedReads,
     ReplayStorage,
@@ -118,6 +119,21 @@ def test_an_empty_file_and_many_buffers(storage):
     assert storage.read("many") == bytes(i % 256 for i in range(5000))
 
 
+def test_memory_of_buffers_is_used_again(storage):
+    """As that of a model on an accelerator, which passes through a few buffers of the host."""
+
+    class Parts:
+        def __iter__(self):
+            memory = bytearray(1000)
+            for number in range(20):
+                memory[:] = bytes([number]) * 1000
+                yield memoryview(memory)
+                yield FLUSH
+
+    assert storage.write("a", Parts()) == 20_000
+    assert storage.read("a") == b"".join(bytes([number]) * 1000 for number in range(20))
+
+
 @given(
     kind=st.sampled_from(["local", "memory"]),
     data=st.binary(min_size=1, max_size=3000),
@@ -189,6 +205,18 @@ def test_children(storage):
     assert "step-1" in storage.names()
     assert not storage.exists("step-1"), "a directory is no file"
     assert child.url.rstrip("/").endswith("step-1")
+
+
+def test_parents(storage):
+    child = storage.child("step-1")
+    child.make()
+    child.write("a", views(b"1"))
+    parent, name = child.parent()
+    assert (parent.url.rstrip("/"), name) == (storage.url.rstrip("/"), "step-1")
+    assert parent.child("step-1").read("a") == b"1"
+    assert child.as_file() is None
+    directory, name = child.child("a").as_file()
+    assert directory.read(name) == b"1"
 
 
 def test_published_at_once_and_over_what_was_there(storage):

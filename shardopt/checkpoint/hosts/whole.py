@@ -118,6 +118,9 @@ class WholeCheckpoint(Storage):
     def child(self, name: str) -> Storage:
         _refuse()
 
+    def parent(self) -> None:
+        return None
+
 
 def _refuse() -> NoReturn:
     raise CheckpointError("a checkpoint on hosts is written share by share", code="host-directory")

@@ -86,9 +86,9 @@ class Storage(ABC):
         """Writes a file as a whole, durable on return. Returns its size in bytes.
 
         Args:
-            buffers: the bytes; each must stay as it is until a `FLUSH` has been taken, and only some MiB of them are
-                held at a time. If they can be
-                iterated again, a remote store that has lost a file gets it once more.
+            buffers: the bytes. Copy or write each before the next is asked for: its memory may be used again then, with
+                a model on an accelerator (`b"".join(buffers)` asks for all of them first). Empty ones may be among
+                them. If they can be iterated again, a remote store that has lost a file gets it once more.
         """
 
     def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
@@ -140,13 +140,17 @@ class Storage(ABC):
     def child(self, name: str) -> Storage:
         """Returns the storage of a subdirectory by name."""
 
+    @abstractmethod
     def parent(self) -> tuple[Storage, str] | None:
-        """Returns the parent directory, and the name of this one in it; None at the top."""
-        return None
+        """Returns the parent directory, and the name of this one in it; None at the top.
+
+        Saves refer to checkpoints beside them by it, and metrics are added beside a checkpoint.
+        """
 
     def as_file(self) -> tuple[Storage, str] | None:
         """Returns directory and name of the file at this path; None if it is no file."""
-        return None
+        parent = self.parent()
+        return parent if parent is not None and parent[0].exists(parent[1]) else None
 
     def free_bytes(self) -> int | None:
         """Returns the number of bytes that can still be written here; None if it is unknown."""

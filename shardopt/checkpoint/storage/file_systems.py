@@ -85,8 +85,10 @@ def _unopened(url: str, error: Exception) -> Problem | None:
     if known is None and protocol not in available_protocols():
         alike = difflib.get_close_matches(protocol, available_protocols(), 3, cutoff=0.5)
         remedy = f"did you mean {' or '.join(alike)}? " if alike else ""
-        remedy += "fsspec.available_protocols() lists those there are"
-        return Problem(url, f"the protocol {protocol!r}", "a path, or a protocol that fsspec knows", remedy)
+        remedy += "fsspec.available_protocols() lists those there are; "
+        remedy += "each rank imports what calls register_storage, and the shell does so by --import MODULE"
+        required = "a path, or a protocol that fsspec knows or register_storage was given on this rank"
+        return Problem(url, f"the protocol {protocol!r}", required, remedy)
     if isinstance(error, ImportError):
         extra = _EXTRAS.get(protocol)
         remedy = f"pip install 'shardopt[{extra}]'" if extra else f"install it: {(known or {}).get('err', error)}"

@@ -25,7 +25,7 @@ _LOCAL = re.compile(r"(?:file|local)://|file:(?=/)")
 _URL = re.compile(rf"(?:{_NAME}::)*{_NAME}://")
 LINK = re.compile(rf"::(?={_URL.pattern})")
 """Separates the links of fsspec's chained URLs; a protocol follows."""
-_own: dict[str, Callable[[str], Storage]] = {}  # by protocol
+_own: dict[str, Callable[..., Storage]] = {}  # by protocol
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
@@ -59,14 +59,15 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     return world().open_storage(os.fspath(url), durable, _open)
 
 
-def register_storage(protocol: str, opener: Callable[[str], Storage]) -> None:
+def register_storage(protocol: str, opener: Callable[..., Storage]) -> None:
     """Makes this process open URLs of a protocol by a storage of the program's. Local.
 
     Each rank calls it, before it saves or loads; a program that has registered the protocol already exchanges it.
 
     Args:
         protocol: what stands before "://", such as "sqlite".
-        opener: makes the storage of a URL. Its `url` is that URL, by which it is opened again.
+        opener: makes the storage of a URL, which has no slash at its end. The storage's `url` is that URL, by which it
+            is opened again. `storage_options` are given to the opener by name. What it raises is a CheckpointError.
 
     Raises:
         OptionError: the protocol is none, or one that stands for local paths.
@@ -105,7 +106,7 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
         if before is not None:
             _options[text] = before
         found = f"{', '.join(names)}, at which it raises {type(error).__name__}"
-        problem = Problem("storage_options", found, _OPTIONS, "see the documentation of its fsspec class")
+        problem = Problem("storage_options", found, _OPTIONS, "see its fsspec class, or the one that was registered")
         raise OptionError("invalid arguments", [problem]) from None  # which may have them in its text
 
 
@@ -127,8 +128,27 @@ def _open(text: str, durable: bool) -> Storage:
         return LocalStorage(url, durable)
     own = _own.get(url.partition("://")[0])
     if own is not None:
-        return own(url)
+        return _opened_by(own, re.sub(r"(?<![:/])/+$", "", url), _options_of(url))
     return file_systems.open_url(url, durable, _options_of(url))
+
+
+def _opened_by(opener: Callable[..., Storage], url: str, options: Mapping[str, Any]) -> Storage:
+    """Returns what a program's own opener makes of a URL. Raises CheckpointError where that is no storage."""
+    try:
+        storage = opener(url, **options)
+    except (ShardoptError, OSError):
+        raise
+    except Exception as error:
+        if options and isinstance(error, TypeError | ValueError):
+            raise  # `use_options` names them
+        found = f"{type(error).__name__}: {error}"
+        problem = Problem(url, found, "a storage of this protocol", "mend the URL, or what register_storage was given")
+        raise CheckpointError(f"cannot open {url}", [problem]) from without_secrets(error)
+    if not isinstance(storage, Storage) or not hasattr(storage, "url"):
+        found = "a storage without a url" if isinstance(storage, Storage) else f"a {type(storage).__name__}"
+        problem = Problem(url, found, "a Storage with a url", "mend what register_storage was given")
+        raise CheckpointError(f"cannot open {url}", [problem])
+    return storage
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.storage import open as storage_open
 from shardopt.cli import main
 from shardopt.cli.flags import put_flags
 from shardopt.cli.table import VERBS
@@ -25,6 +26,23 @@ def saved(tmp_path):
     app = {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 7, "seed": checkpoint.PerRank(3)}
     checkpoint.save(path, app)
     return path
+
+
+def test_a_module_of_the_working_directory_is_imported_first(saved, tmp_path, monkeypatch, capsys):
+    url = f"owncli://{saved}"
+    assert main(["verify", url]) == 1
+    assert "--import MODULE" in capsys.readouterr().err
+    (tmp_path / "owncli.py").write_text(
+        "from shardopt.checkpoint.storage import LocalStorage, register_storage\n"
+        "register_storage('owncli', lambda url: LocalStorage(url.removeprefix('owncli://')))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(storage_open, "_own", {})
+    assert main(["verify", url, "--import", "owncli"]) == 0
+    assert main(["verify", url, "--import", "nowhere"]) == 2
+    assert "--import: found 'nowhere', at which: No module named 'nowhere'" in capsys.readouterr().err
+    assert main(["explain", "no-checkpoint", "--import", "owncli"]) == 0
 
 
 def test_verbs_take_what_is_declared(saved, tmp_path, capsys):

@@ -134,6 +134,31 @@ def test_a_protocol_of_the_programs_own_is_opened_by_it(monkeypatch):
     assert storage_of("own:/a").url.endswith("own:/a")  # a path
 
 
+def test_what_an_opener_gets_and_what_it_may_not_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(storage_open, "_own", {})
+    monkeypatch.setattr(storage_open, "_options", {})
+    opened = []
+
+    def opener(url, token=None):
+        opened.append((url, token))
+        if "#" not in url:
+            raise ValueError("write own:///path#prefix")
+        return None if url.endswith("none") else LocalStorage(str(tmp_path / url.rpartition("#")[2]))
+
+    with pytest.raises(CheckpointError, match=r"on this rank; .*register_storage.*--import"):
+        storage_of("own:///db#run")
+    register_storage("own", opener)
+    storage_of("own:///db#run/")
+    assert opened == [("own:///db#run", None)]
+    checkpoint.save("own:///db#run/a", {"n": 1}, storage_options={"token": "t"})
+    assert opened[-1] == ("own:///db#run/a", "t")
+    with pytest.raises(OptionError, match="storage_options: found key"):
+        checkpoint.save("own:///db#run/b", {"n": 1}, storage_options={"key": "t"})
+    for url, found in [("own:///db", "ValueError: write own:///path#prefix"), ("own:///db#none", "a NoneType")]:
+        with pytest.raises(CheckpointError, match=f"cannot open {url}.*\n.*found {found}"):
+            storage_of(url)
+
+
 @pytest.mark.parametrize("protocol", ["file", "local", "", "a", "a://", "a b"])
 def test_what_is_no_protocol_is_refused(protocol):
     with pytest.raises(OptionError, match="protocol: found"):
