@@ -18,5 +18,4 @@ echo "test: ruff"
 echo "test: mypy"
 "$python" -m mypy
 echo "test: pytest"
-# One worker more than cores: tests of ranks, files and sockets wait for a fifth of their time.
-exec "$python" -m pytest -n 3 --durations=10 "$@"
+exec "$python" -m pytest -n 2 --durations=10 "$@"

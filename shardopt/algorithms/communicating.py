@@ -287,8 +287,9 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         try:
             self._take(steps)
         finally:
-            held = [step.parameter for step in steps if step.is_held and step.may_have_gradient]
-            self.deferred.end_step(lambda: Stepped(self, held))
+            self.deferred.end_step(
+                lambda: Stepped(self, [step.parameter for step in steps if step.is_held and step.may_have_gradient])
+            )
 
     def _make_step(self, group: Options, parameter: Tensor) -> ParameterStep:
         return self.step_type(self, group, parameter)

@@ -98,12 +98,18 @@ class HostMemory:
         return self._streams[device]
 
     def free(self) -> None:
+        """Frees the memory once its last tensor is gone: a save may still write from it, as after an interrupt."""
+        self._wanted, self._tensors = [], []
+        for block in (self._plain, self._pinned):
+            block.free()
+        if "later" in vars(self):
+            self.later.free()
+
+    def give_back(self) -> None:
         """Frees the memory, which must no longer be in use. Its pages go at once, though an error may refer to it."""
         self._wanted, self._tensors = [], []
         for block in (self._plain, self._pinned):
             block.give_back()
-        if "later" in vars(self):
-            self.later.free()
 
     def forget_in_child(self) -> None:
         """Drops the memory in a forked child, which has not inherited it."""

@@ -55,7 +55,8 @@ def loaded(standin, fault=None, buffer=BUFFER):
         standin.Event.query = lambda self: True
     elif fault == "end":
         standin.Stream.query = lambda self: True
-        device_scratch.HostMemory.free = lambda memory: kept.append(memory)  # or late copies would read what is gone
+        # Else late copies would read what is gone.
+        device_scratch.HostMemory.give_back = lambda memory: kept.append(memory)
     found = []
     for late in (False, True):
         folder = tempfile.mkdtemp()

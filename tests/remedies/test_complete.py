@@ -19,6 +19,8 @@ ELSEWHERE = {
     r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
     r"checkpoint/run/options.py": "a Manager that is made reaches it, and no load",
     r"checkpoint/run/steps.py": LINE,
+    r"checkpoint/run/root.py": LINE,
+    r"checkpoint/loading/other_names.py": "tests/unit/checkpoint/loading/test_other_names.py follows the rule",
     r"sharding/pieces_tensor.py": "arithmetic on a stand-in for a shard, which no load does",
     r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/checkpoint/sources/test_quantized.py",
 }

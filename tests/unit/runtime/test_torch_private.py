@@ -1,16 +1,21 @@
 """The private parts of torch.optim that shardopt relies on: a later torch that differs fails here, by name."""
 
+import gc
+
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardopt.algorithms import StepsOn, algorithms
 from shardopt.runtime.torch_gradients import (
     ScalerStages,
     at_end_of_backward,
     backward_under_way,
+    free_unsharded_parameters,
     gradient_hooks,
     in_forward_of_ddp,
     inverse_scale,
@@ -277,6 +282,17 @@ def test_ddp_is_known_by_its_parameters():
         wrapped.itself = wrapped
         del wrapped
         assert not reduced_by_ddp(module.parameters())
+
+
+def test_modules_of_fully_shard_are_listed_also_where_they_are_frozen():
+    with fake_rank(0, 2):
+        module = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        gc.freeze()  # what this keeps out of collections is in no list of the garbage collector
+        with torch.no_grad():
+            module(torch.ones(1, 2))
+        assert not isinstance(module.weight, DTensor)
+        free_unsharded_parameters()
+        assert isinstance(module.weight, DTensor)
 
 
 def test_modes_of_a_program_are_seen():

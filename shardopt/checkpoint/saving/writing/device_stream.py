@@ -47,7 +47,7 @@ def streamed(tensors: Iterable[Tensor], nbytes: int) -> Generator[memoryview]:
             yield from ready.taken()
     finally:
         windows.wait()
-        memory.free()
+        memory.give_back()
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -114,4 +114,4 @@ class DeviceScratch:
                     stream.synchronize()
         self._spare.clear()
         self._taken.clear()
-        self._memory.free()
+        self._memory.give_back()

@@ -111,13 +111,13 @@ def test_a_forked_child_has_none_of_it_and_can_make_its_own():
     assert torch.equal(old[:4000].view(torch.float32), app["x"])
 
 
-def test_what_is_freed_takes_no_memory_though_someone_still_has_it():
+def test_what_is_given_back_takes_no_memory_though_someone_still_has_it():
     """As a traceback may have, of a write that has failed."""
     memory = HostMemory()
     kept = memory.tensors_like([torch.empty(8 * MIB, dtype=torch.uint8)])[0]
     memory.populate()
     assert int(mapping_of(kept)["Rss"][0]) == 8 * 1024
-    memory.free()
+    memory.give_back()
     assert int(mapping_of(kept)["Rss"][0]) == 0
 
 
@@ -178,6 +178,19 @@ def test_only_what_comes_from_a_gpu_is_pinned(runtime):
     memory.populate()
     assert runtime.pinned == {pinned.data_ptr(): pinned.nbytes}
     assert memory._pinned.memory is pinned and memory._plain.memory is not plain
+
+
+def test_what_is_freed_while_a_save_writes_it_stays_as_it_was():
+    """A Manager that is closed by an interrupt frees its memory, and the save in its thread goes on with it."""
+    memory = HostMemory()
+    source = torch.full((1_000_000,), 7.0)
+    for of in (memory, memory.later):
+        (host,) = of.tensors_like([source])
+        of.populate()
+        host.copy_(source)
+    (first,), (later,) = memory.tensors_like([source]), memory.later.tensors_like([source])
+    memory.free()
+    assert torch.equal(first, source) and torch.equal(later, source)
 
 
 def test_pinned_memory_is_let_go_before_it_is_freed(runtime):
