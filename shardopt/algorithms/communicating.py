@@ -172,8 +172,7 @@ class ParameterStep:
         return (own, 0.0) if self.gradients is not None else (0.0, own)
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient and this rank holds elements of it; valid after the exchange of
-        `numbers`.
+        """Whether it has a gradient and elements on this rank; valid after the exchange of `numbers`.
 
         Where other shards of a ShardedTensor have one, this rank's gradient is zeros from here on.
         """
