@@ -113,12 +113,20 @@ class Chunk(NamedTuple):
         if inside.stop < scratch.shape[1]:
             scratch[:, inside.stop :] = 0
 
-    def firsts(self, length: int) -> Tensor:
+    def positions(self, device: torch.device, length: int = 1) -> Tensor:
         """Returns where runs of so many elements of scratch memory begin in the flattened global tensor: int64."""
         rows, columns = self.scratch_shape
         first = self.row * self.width + self.column - self.inside.start
-        of_rows = torch.arange(first, first + rows * self.width, self.width or 1, device="cpu")[:rows]
-        return (of_rows[:, None] + torch.arange(0, columns, length, device="cpu")).view(-1)
+        index = torch.arange(first, first + columns, length, device=device)
+        if rows > 1:
+            index = (torch.arange(0, rows * self.width, self.width, device=device)[:, None] + index).view(-1)
+        return index
+
+    @property
+    def most_position(self) -> int:
+        """A bound of its positions."""
+        rows, columns = self.scratch_shape
+        return (self.row + rows) * self.width + self.column + columns
 
 
 class Scratch:
@@ -131,9 +139,11 @@ class Scratch:
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         self.chunks, self._device = chunks, device
-        self._vectors = [-(-prod(chunk.scratch_shape) // VECTOR) for chunk in chunks]
+        self._shapes = [chunk.scratch_shape for chunk in chunks]
+        self._whole = all(chunk.shape == chunk.scratch_shape for chunk in chunks)  # nothing is outside
+        self._vectors = [-(-rows * columns // VECTOR) for rows, columns in self._shapes]
         self._sizes = [vectors * VECTOR for vectors in self._vectors]
-        self._used = sum(self._sizes) if len(chunks) > 1 else prod(chunks[0].scratch_shape)
+        self._used = sum(self._sizes) if len(chunks) > 1 else prod(self._shapes[0])
 
     def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Makes zeros."""
@@ -149,15 +159,17 @@ class Scratch:
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Returns for each chunk the view of flat memory that has its `scratch_shape`."""
-        shapes = [chunk.scratch_shape for chunk in self.chunks]
-        if len(shapes) == 1:
-            return [self.used(flat).view(shapes[0])]
+        if len(self._shapes) == 1:
+            return [flat[: self._used].view(self._shapes[0])]
         pieces = torch.split(flat, self._sizes)
-        return [each[: prod(shape)].view(shape) for each, shape in zip(pieces, shapes, strict=True)]
+        return [each[: prod(shape)].view(shape) for each, shape in zip(pieces, self._shapes, strict=True)]
 
     def own(self, flat: Tensor) -> list[Tensor]:
         """Returns for each chunk the view of its own elements in flat memory."""
-        return [part[:, chunk.inside] for chunk, part in zip(self.chunks, self.parts(flat), strict=True)]
+        parts = self.parts(flat)
+        if self._whole:
+            return parts
+        return [part[:, chunk.inside] for chunk, part in zip(self.chunks, parts, strict=True)]
 
     def of(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Returns each chunk's elements of the matrix of its box."""
@@ -183,16 +195,20 @@ class Scratch:
 
     def clear_outside(self, flat: Tensor) -> None:
         """Sets flat memory to 0 outside of the chunks' own elements."""
-        for chunk, part in zip(self.chunks, self.parts(flat), strict=True):
-            chunk.clear_outside(part)
+        if not self._whole:
+            for chunk, part in zip(self.chunks, self.parts(flat), strict=True):
+                chunk.clear_outside(part)
 
     @cached_property
     def _positions(self) -> tuple[Tensor, int]:
-        """The positions of elements in the flattened global tensors, int64 [runs, length of one], and a bound."""
-        length = VECTOR if len(self.chunks) > 1 else self.chunks[0].scratch_shape[1]
-        firsts = torch.cat([chunk.firsts(length) for chunk in self.chunks])
-        runs = firsts.to(self._device, non_blocking=True)[:, None]
-        return runs + torch.arange(length, device=self._device), int(firsts.max()) + length
+        """The positions of elements in the flattened global tensors, int64, and a bound: flat for one chunk, else
+        [runs, VECTOR]."""
+        most = max(chunk.most_position for chunk in self.chunks)
+        if len(self.chunks) == 1:
+            return self.chunks[0].positions(self._device), most
+        cpu = torch.device("cpu")
+        runs = torch.cat([chunk.positions(cpu, VECTOR) for chunk in self.chunks]).to(self._device, non_blocking=True)
+        return runs[:, None] + torch.arange(VECTOR, device=self._device), most
 
     def noise(self, keys: Sequence[NoiseKey]) -> Tensor:
         """Makes 32 random bits for each element of `used`, from a key for each chunk."""
