@@ -23,7 +23,7 @@ for version in ${TORCH:-2.11.0 2.13.0 newest}; do
         torch="torch==$version"
         [[ $version == newest ]] && torch="torch>=2.13.0rc1" # by which pip takes one that is not released yet
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" \
-            --constraint "$folder/constraints.txt" "$torch" --editable '.[demo,docs,test]'
+            --constraint "$folder/constraints.txt" "$torch" --editable '.[demo,docs,test,dev]'
         echo "$wanted" >"$folder/made-from"
     fi
     echo "test_versions: torch $("$folder/bin/python" -c 'import torch; print(torch.__version__)')"

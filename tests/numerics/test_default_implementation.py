@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 import shardopt
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.sharding.view import local_tensors
-from tests.support.cases import option_sets
+from tests.support.cases import FUSED_SGD_IS_ASTRAY, option_sets
 from tests.support.fake_rank import fake_rank, shard
 
 STEPS = 8
@@ -87,7 +87,7 @@ def test_the_fused_implementation_where_it_agrees(name, options, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_fused_sgd_in_half_precision_does_not_agree(dtype):
-    """Why the registry leaves it out: were it mended in a later torch, this fails and the entry can grow."""
+    """Why the registry leaves it out; once no torch has the fault that is followed, the entry can grow."""
     buffers = []
     for how in ({"foreach": False}, {"fused": True}):
         params = fresh(dtype)
@@ -95,7 +95,8 @@ def test_fused_sgd_in_half_precision_does_not_agree(dtype):
         train(optimizer, params, range(2), dtype=dtype)
         buffers.append([optimizer.state[parameter]["momentum_buffer"] for parameter in params.values()])
     loop, fused = buffers
-    assert max((one - other).abs().max().item() for one, other in zip(loop, fused, strict=True)) > 0.5
+    off = max((one - other).abs().max().item() for one, other in zip(loop, fused, strict=True))
+    assert (off > 0.5) == FUSED_SGD_IS_ASTRAY
 
 
 def test_groups_stay_as_they_were_given_and_save_nothing():

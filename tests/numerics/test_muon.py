@@ -217,6 +217,19 @@ def parts_of(tensor, rows):
     return [part for matrix in stack for part in matrix.split(rows)]
 
 
+def test_the_spectral_adjustment_is_the_root_of_rows_over_columns_for_wide_matrices_too():
+    moved = []
+    for adjust in ("original", "spectral_unclamped"):
+        parameters = matrices()
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        train(shardopt.keyed("muon", parameters, lr=0.1, weight_decay=0.0, adjust_lr_fn=adjust), parameters, steps=1)
+        moved.append({name: parameter.detach() - before[name] for name, parameter in parameters.items()})
+    original, spectral = moved
+    for name, (rows, columns) in zip(original, SHAPES, strict=True):
+        wanted = original[name] * min(1.0, rows / columns) ** 0.5
+        torch.testing.assert_close(spectral[name], wanted, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "split", "rows"), STACKS)

@@ -11,6 +11,11 @@ INFOS = {info.optim_cls.__name__: info for info in optim_db}
 ELEMENTWISE = [spec.name for spec in algorithms() if spec.elementwise and spec.takes_dense]
 IMPLEMENTATIONS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
+FUSED_SGD_IS_ASTRAY = torch.torch_version.TorchVersion(torch.__version__) < (2, 15)
+"""Whether this torch's fused SGD for the CPU is far from its for-loop in 16 bits; see `astray`."""
+
+LACKING = {"LBFGS": {"maximize"}}
+"""Options of a newer torch that ours does not have: see docs/limits.md."""
 
 # Of algorithms that torch lacks.
 OWN_OPTIONS = {
@@ -24,7 +29,8 @@ OWN_OPTIONS = {
 def option_sets(name):
     if name in OWN_OPTIONS:
         return OWN_OPTIONS[name]
-    return [(inputs.desc, inputs.kwargs) for inputs in INFOS[name].optim_inputs_func(device="cpu")]
+    sets = INFOS[name].optim_inputs_func(device="cpu")
+    return [(each.desc, each.kwargs) for each in sets if not each.kwargs.keys() & LACKING.get(name, set())]
 
 
 def implementations(name):

@@ -8,9 +8,10 @@ and N columns, G gradient, B momentum, O the update; μ momentum, k = ns_steps.
     O = X_k, where X_0 = U / max(‖U‖, eps), X_{i+1} = a X_i + (b A + c A²) X_i, A = X_i X_iᵀ
     θ ← (1 − lr weight_decay) θ − lr s O
 
-with (a, b, c) = ns_coefficients; s = √max(1, M / N), or 0.2 √max(M, N) under adjust_lr_fn="match_rms_adamw". The
-transpose of a matrix with M > N is orthogonalised. Sources: Jordan et al., Muon: An optimizer for hidden layers in
-neural networks (2024); Liu et al., Muon is scalable for LLM training (2025); options as torch.optim.Muon has them.
+with (a, b, c) = ns_coefficients; s = √max(1, M / N), 0.2 √max(M, N) under adjust_lr_fn="match_rms_adamw", or √(M / N)
+under "spectral_unclamped". The transpose of a matrix with M > N is orthogonalised. Sources: Jordan et al., Muon: An
+optimizer for hidden layers in neural networks (2024); Liu et al., Muon is scalable for LLM training (2025); Bernstein,
+Deriving Muon (2025); options as torch.optim.Muon has them.
 
 Each rank computes B, U and θ, which are elementwise, on its shards. U goes to the owner of the matrix in the dtype in
 which O is computed, and O comes back in it: one all-to-all there and one back for all matrices together, or a few where
@@ -96,7 +97,7 @@ class Muon(GatheringOptimizer):
         params: matrices [M, N], stacks of them [E, M, N] (experts), or groups of these.
         lr: the learning rate, a number or a tensor of one element.
         weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as above.
-        adjust_lr_fn: "original" (as is None) or "match_rms_adamw".
+        adjust_lr_fn: "original" (as is None), "match_rms_adamw" or "spectral_unclamped" (torch 2.15 has it).
         split: how each matrix is cut along its rows into matrices that are orthogonalised by themselves: into a number
             of equal parts (3 for a fused query, key and value; the number of heads), or parts of so many rows.
         ns_dtype: the dtype in which matrices are orthogonalised and travel: "bfloat16", in which torch's are, "float32"
@@ -129,7 +130,7 @@ class Muon(GatheringOptimizer):
             momentum=NOT_NEGATIVE,
             ns_coefficients=Range("three numbers", lambda numbers: len(numbers) == 3),
             ns_steps=Range("less than 100", lambda steps: steps < 100),
-            adjust_lr_fn=one_of(None, "original", "match_rms_adamw"),
+            adjust_lr_fn=one_of(None, "original", "match_rms_adamw", "spectral_unclamped"),
             ns_dtype=one_of(*_DTYPES),
         )
         super().__init__(params, {**options, "split": split_of(split)})

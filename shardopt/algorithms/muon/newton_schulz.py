@@ -37,4 +37,6 @@ def adjustment(how: str | None, rows: int, columns: int) -> float:
     """Returns the factor by which the learning rate of a matrix of this shape is scaled."""
     if how == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
+    if how == "spectral_unclamped":
+        return sqrt(rows / columns)
     return sqrt(max(1, rows / columns))
