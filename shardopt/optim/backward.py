@@ -302,7 +302,7 @@ def _keep_for_this_stream(gradient: Tensor) -> None:
         if local.device.type == kind:
             # Of replicas it was allocated for another stream than the one that steps, which could reuse it too soon.
             local.record_stream(module.current_stream(local.device))
-        elif local.is_cpu and local.is_pinned():  # offloaded: torch 2.11 does not wait for the copy before it calls
+        elif local.is_cpu and local.is_pinned():  # offloaded: torch may not wait for the copy before it calls
             module.current_stream().synchronize()
 
 

@@ -47,7 +47,7 @@ def redistributed(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTe
     replicated = distribute_tensor(full, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
     try:
         return replicated.redistribute(placements=placements)
-    except ValueError:  # torch 2.11 has no way from replicas to a _StridedShard that stands for no order of splits
+    except ValueError:  # some torch has no way from replicas to a _StridedShard that stands for no order of splits
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
