@@ -263,7 +263,7 @@ def test_lengths_of_time(seconds, words):
 @pytest.mark.parametrize("stage", [None, "lazy"])
 def test_saves_that_are_too_slow_for_a_stop_are_warned_of(tmp_path, monkeypatch, caplog, stage):
     def warnings():
-        return [each.getMessage() for each in caplog.records if "stop requested" in each.getMessage()]
+        return [each.getMessage() for each in caplog.records if "asked to stop" in each.getMessage()]
 
     write = LocalStorage.write
 
@@ -300,4 +300,4 @@ def test_nothing_is_said_of_a_save_whose_seconds_were_not_noted(tmp_path, caplog
     (tmp_path / "v4").rename(tmp_path / "step-00000001")
     with checkpoint.Manager(tmp_path, stop_on=checkpoint.Preemption(signal.SIGUSR2, seconds=0.001)) as manager:
         assert manager.restore({"step": 0}, strict=False) == 1
-    assert not [each for each in caplog.records if "stop requested" in each.getMessage()]
+    assert not [each for each in caplog.records if "asked to stop" in each.getMessage()]
