@@ -65,9 +65,9 @@ def cases_of(results: Path) -> list[Case]:
     rows = {row[""]: row for row in read_table(results / "async_save.md")}
     for stage in ("now", "lazy"):
         ours = rows[f'async_save, stage="{stage}"']
-        for stager in ("default", "kept stager"):
+        for stager, words in (("default", "DCP by default"), ("kept stager", "DCP with one stager for all saves")):
             theirs = rows[f"DCP, {stager}"]
-            name, ms = f'stage="{stage}", DCP {stager}', "stall, ms"
+            name, ms = f'stage="{stage}", {words}', "stall, ms"
             cases.append(Case(STALLS, name, float(ours[ms]), float(theirs[ms]), theirs[f"/ ours {stage}"]))
     for row in read_table(results / "step.md"):
         if row["elements on each rank"] != STEP_SIZE or row["torch DTensor, ms"] == "fails":

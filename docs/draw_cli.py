@@ -72,7 +72,7 @@ def of_four_ranks(key: str, stored: StoredLayout) -> Layout:
 
 
 def make_run(log: Path) -> None:
-    """Trains a small language model to know a text of noise by heart, takes the run back once, and goes on.
+    """Trains a small language model to know a text of noise by heart, rewinds the run once, and resumes.
 
     It is saved by this process alone, in the background; RUN has what four ranks would have written.
     """

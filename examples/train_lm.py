@@ -48,7 +48,7 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     out = Path(config["out"])
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
-    # Saved beside training; and once more, after the same step on all ranks, when any of them is told to stop.
+    # Saved beside training; and once more, after the same step on all ranks, when any of them is asked to stop.
     rules = config["checkpoints"]
     manager = checkpoint.Manager(
         out / "checkpoints",

@@ -19,7 +19,7 @@ echo "1/4  Train on 4 ranks, each of which holds a quarter of the rows."
 train 4 uninterrupted
 echo "2/4  The same again, but only the first half."
 train 4 resumed --set steps=150
-echo "3/4  Resume on 3 ranks: rows and optimizer state are cut anew."
+echo "3/4  Resume on 3 ranks: rows and optimizer state are cut again."
 train 3 resumed
 echo "4/4  Compare with the uninterrupted run."
 "$python" examples/compare_runs.py "$runs/uninterrupted" "$runs/resumed" --tolerance 1e-5

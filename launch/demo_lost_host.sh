@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, trains on 4 hosts, which are namespaces of this machine, cuts one off and wipes it in the middle of a save,
-# goes on with 3, compares, and draws out/lost_host.png. Fails where a loss differs. Linux with iproute2; as root, or
+# resumes with 3, compares, and draws out/lost_host.png. Fails where a loss differs. Linux with iproute2; as root, or
 # where users may make namespaces. PYTHON names an interpreter that has all that is needed, in the place of .venv's.
 set -euo pipefail
 

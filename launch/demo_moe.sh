@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, trains a mixture of experts on 8 ranks (2 stages × 2 ranks for experts × 2 parts of the batch), stops it and
-# goes on under other splits of 4 and 2 ranks, and fails where a loss differs from that of one rank which has it all.
+# resumes under other splits of 4 and 2 ranks, and fails where a loss differs from that of one rank which has it all.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -29,13 +29,13 @@ train() {
             kill -0 "$job" 2>/dev/null || fail "$log"
             sleep 0.1
         done
-        kill -TERM "$job"    # torchrun passes it on, and ends with an error; the ranks save the same step, and leave
+        kill -TERM "$job"    # torchrun passes it on, and ends with an error; the ranks save the same step, and exit
         wait "$job" || true
     else
         wait "$job" || fail "$log"
     fi
     job=
-    grep -h "resumed step\|told to stop" "$log" | sed 's/^/     /' || true
+    grep -h "resumed step\|stop requested" "$log" | sed 's/^/     /' || true
     echo "     $(tail -n 1 "$run/loss.jsonl")"
 }
 

@@ -21,11 +21,11 @@
 #   LOGS             a folder that all hosts see: torchrun's output by host, and one log per rank and start (out/logs/JOB)
 #   TRANSPORT        the command that runs `bash -s` on a host, given its name ("ssh" with deadlines)
 #   RENDEZVOUS       other settings of torchrun's rendezvous, as for its --rdzv-conf
-#   SHUTDOWN_SECONDS which ranks have to save and leave when the job is told to stop (60)
+#   SHUTDOWN_SECONDS which ranks have to save and exit when the job is asked to stop (60)
 #   RETRY_SECONDS    after which a host that was lost is tried again (10)
 #   PASS             names of variables that ranks get too, beside those that begin with NCCL_, GLOO_ and OMP_
 #
-# Ctrl-C, or SIGTERM, has all ranks save and leave. The job ends with what the torchrun of the first host ends with; that
+# Ctrl-C, or SIGTERM, has all ranks save and exit. The job ends with what the torchrun of the first host ends with; that
 # of another host is started again while the first one runs.
 set -uo pipefail
 
@@ -73,8 +73,8 @@ run_here() {
         sleep 1
     done
     echo $$ >"$LOGS/$here.pid"
-    # Not of its own: where torchrun gives a job that starts again the store of the one before, gloo and NCCL may find
-    # the addresses of processes that are gone there.
+    # Not of its own: where torchrun gives a job that starts again the store of the previous start, gloo and NCCL may
+    # find the addresses of processes that are gone there.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SHUTDOWN_SECONDS
     exec "$python" launch/elastic.py --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" \
         --max-restarts "$MAX_RESTARTS" --monitor-interval 1 --local-addr "$address" \
@@ -110,14 +110,14 @@ run_on() {
     } | setsid $transport "$host" bash -s
 }
 
-# Tells the torchrun of a host to stop, which has its ranks save and leave.
+# Tells the torchrun of a host to stop, which has its ranks save and exit.
 stop_on() {
     # shellcheck disable=SC2016
     printf 'pid=$(cat %q) && tr "\\0" " " <"/proc/$pid/cmdline" | grep -q -F -- %q && kill -TERM "$pid"\n' \
         "$LOGS/$1.pid" "--rdzv-id $JOB " | timeout 20 setsid $transport "$1" bash -s 2>/dev/null
 }
 
-# A host's torchrun, started again for as long as the job goes on, and this script ($$, as a subshell has it too).
+# A host's torchrun, started again for as long as the job runs, and this script ($$, as a subshell has it too).
 watch() {
     local host=$1 starts=0 code
     trap : TERM INT
@@ -160,7 +160,7 @@ while true; do
     wait "${watchers[${names[0]}]}"
     code=$?
     if [[ -n $told && ! -e $over ]]; then
-        echo "multi_host: told to stop, which the ranks get"
+        echo "multi_host: stop requested; forwarded to the ranks"
         stop_all "${names[@]}"
     fi
     kill -0 "${watchers[${names[0]}]}" 2>/dev/null || break # else `wait` came back because of the signal

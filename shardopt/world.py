@@ -209,7 +209,7 @@ class World:
         return stores.of_group(group, prefix)
 
     def local_store(self) -> Store:
-        """Returns a store of this process alone."""
+        """Returns a store of only this process."""
         return stores.of_process()
 
     def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> socket.socket:

@@ -20,7 +20,7 @@ class SparseAdam(AlgorithmOptimizer, torch.optim.SparseAdam):
     """torch.optim.SparseAdam with the same options, state and bits, but faster if gradients consist of whole rows."""
 
     def _take_step(self) -> None:
-        """Uses torch's own step if a gradient is not sparse along its first dimension alone."""
+        """Uses torch's own step if a gradient is not sparse only along its first dimension."""
         due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all(gradient.is_sparse and gradient.sparse_dim() == 1 for _, _, gradient in due):
             step_without_hooks(torch.optim.SparseAdam)(self)

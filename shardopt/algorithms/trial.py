@@ -167,7 +167,7 @@ def _parts_differ(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> list[P
         Problem(
             f"{spec.name}.elementwise",
             "other numbers for a row by itself than within the whole parameter",
-            "elementwise=True for updates alone that take nothing from other elements, such as a norm or a mean",
+            "elementwise=True only for updates that take nothing from other elements, such as a norm or a mean",
             "derive the class from CommunicatingOptimizer, or register it with elementwise=False for plain parameters; "
             "tried=False in the AlgorithmSpec is for a class that itself sums over all ranks",
         )

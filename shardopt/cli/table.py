@@ -203,11 +203,11 @@ VERBS = (
     ),
     Verb(
         "plot layout",
-        "draw which rank holds what of the largest tensors, now and on other ranks",
+        "draw which rank holds what of the largest tensors, now and on a different number of ranks",
         "shardopt.cli.plot.plot_layout:plot_layout",
         (
             _URL,
-            _arg("--world-size", help="the number of other ranks", type=int, metavar="N"),
+            _arg("--world-size", help="the number of ranks to draw, beside those that saved", type=int, metavar="N"),
             _arg("--glob", help="only keys that match", metavar="PATTERN"),
             _FILE,
         ),

@@ -62,7 +62,7 @@ class TrainingRun:
             step after each such time, as for `checkpoint.Manager`.
         start_from: the URL of a checkpoint of another program, from which a run without any checkpoint takes models
             and optimizers; what else is in it stays out. It is opened with the `storage_options` of `options`.
-        stop_on: as for `checkpoint.Manager`: at which all ranks save the same step and leave; None for no signal.
+        stop_on: as for `checkpoint.Manager`: at which all ranks save the same step and exit; None for no signal.
         options: others of `checkpoint.Manager`.
     """
 
@@ -124,7 +124,7 @@ class TrainingRun:
             app: makes the app, where it is needed.
 
         Raises:
-            SystemExit: the job was told to stop, and has saved.
+            SystemExit: the job was asked to stop, and has saved.
         """
         if step <= self._last:
             return

@@ -124,7 +124,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         return self._manager.save(curr_step, self._app | self._data(), force=force) is not None
 
     def _wait_for_saving(self) -> None:
-        """Does nothing, as the next save waits for the one before."""
+        """Does nothing, as the next save waits for the previous save."""
 
     def _maybe_wait_for_staging(self) -> None:
         """Does nothing, as a step waits for the copies that are still being made."""

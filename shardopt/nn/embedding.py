@@ -90,7 +90,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             AlgorithmError: the algorithm is not known, or takes no sparse gradients.
         """
         if self._fused is not None:
-            problem = Problem("fuse", "a second call", "one optimizer for the tables", "make the module anew")
+            problem = Problem("fuse", "a second call", "one optimizer for the tables", "make a new module")
             raise StateError("the tables have a fused optimizer already", [problem], code="embedding-tables")
         for each in (algorithm, *(group["algorithm"] for group in groups or () if "algorithm" in group)):
             _refuse_dense_only(spec_of(each))

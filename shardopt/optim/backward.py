@@ -249,7 +249,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             )
         narrow = self._local.state.narrow
         remedy = (
-            "cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward"
+            "cut it only along its first dimension, give it to a group with state_dtype=None, or step after backward"
         )
         problems = [
             Problem(name, "8-bit state whose blocks lie on several ranks", "scales that need no other rank", remedy)

@@ -125,7 +125,7 @@ class Collectives:
         return Exchange(got, sent, work)
 
     def _process_group(self) -> dist.ProcessGroup | None:
-        """Returns the process group; None for this process alone.
+        """Returns the process group; None for a single process.
 
         Raises:
             RankError: it was destroyed.
@@ -138,7 +138,7 @@ class Collectives:
                 f"the process group of {names_of(self.members)}",
                 "destroyed",
                 "one that is in use",
-                "make optimizers and what else communicates anew after destroy_process_group",
+                "make new optimizers, and all else that communicates, after destroy_process_group",
             )
             raise RankError("ranks cannot communicate", [problem], code="process-group")
         return group

@@ -54,7 +54,7 @@ _members_of: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.We
 
 
 def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
-    """Returns the ranks of `process_group` (default: of the job); this process alone without torch.distributed.
+    """Returns the ranks of `process_group` (default: of the job); only this process without torch.distributed.
 
     Collective for a mesh of several dimensions that is not the whole job, the first time: its ranks get a group.
 

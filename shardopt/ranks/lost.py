@@ -64,7 +64,7 @@ def lost_text(lost: Sequence[Lost], silent_seconds: float) -> str:
 
 
 class Witness:
-    """Judges other ranks by what a node hears of them in one session, and by entries in the job's store."""
+    """Judges other ranks by what a node learns of them in one session, and by entries in the job's store."""
 
     def __init__(self, node: Node, session: bytes) -> None:
         self._node, self._session = node, session

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Ranks(Collectives):
-    """The ranks of one process group, or this process alone without one.
+    """The ranks of one process group, or only this process without one.
 
     Of each the number in the job is in `members`.
 
@@ -39,7 +39,7 @@ class Ranks(Collectives):
     every further call raises at once.
 
     Args:
-        group: None for this process alone.
+        group: None for a single process.
         deadline_seconds: how long a rank may show no sign of life, in all that these ranks do together, before the
             others give up and name it.
     """

@@ -170,7 +170,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Restores the default handlers in a forked child, as a signal to it concerns that process alone.
+    """Restores the default handlers in a forked child, as a signal to it concerns only that process.
 
     A terminal sends SIGINT to all processes. The child ignores it, as processes that load data must continue until
     this one has saved.
@@ -221,7 +221,7 @@ def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> 
                 f"{found} under way in this very thread, which a signal handler has interrupted",
                 "a thread that is between two steps",
                 "let the handler set a flag, and save after the step where it is set; or pass the signal to Manager as "
-                "stop_on=, by which all ranks save after the same step and leave",
+                "stop_on=, by which all ranks save after the same step and exit",
             )
             raise CheckpointError(f"{doing} cannot begin in the middle of {found}", [problem], code="in-signal-handler")
         within.add(code)

@@ -1,4 +1,4 @@
-"""The real world's sockets, and the addresses of its network interfaces; for `world.py` alone."""
+"""The real world's sockets, and the addresses of its network interfaces; only for `world.py`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def of_group(group: ProcessGroup, prefix: str) -> Store:
 
 
 def of_process() -> Store:
-    """Returns a store of this process alone."""
+    """Returns a store of only this process."""
     return HashStore()
 
 

@@ -120,7 +120,7 @@ def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
 
 
 def scaler_that_steps() -> torch.amp.GradScaler | None:
-    """Returns the GradScaler whose `step` looks up an attribute of an optimizer; for that property alone.
+    """Returns the GradScaler whose `step` looks up an attribute of an optimizer; only for that property.
 
     torch hands an optimizer no scaler, so that it has to be taken from the caller's caller.
     """

@@ -125,7 +125,7 @@ def _is_tensor(kind: type) -> bool:
 
 
 def _is_numpy(value: Any) -> bool:
-    """Whether it is a NumPy array or scalar whose dtype can be restored from its name alone."""
+    """Whether it is a NumPy array or scalar whose dtype can be restored from only its name."""
     if type(value) is not np.ndarray and not (isinstance(value, np.generic) and type(value).__module__ == "numpy"):
         return False
     name = value.dtype.str

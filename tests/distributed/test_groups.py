@@ -575,7 +575,7 @@ def stopped_and_mirrored(root):
     except SystemExit as stop:
         left = stop.code
     manager.close()
-    return left, app["step"], sum("told to stop" in line for line in lines)
+    return left, app["step"], sum("stop requested" in line for line in lines)
 
 
 def test_a_signal_stops_one_group(tmp_path):

@@ -100,7 +100,7 @@ def told_to_stop_after_a_failure(root, kind, code):
     with pytest.raises(SystemExit) as left:
         manager.save(3, app_of(3))
     manager.close()
-    return left.value.code, [line for line in lines if "before the job was told to stop" in line]
+    return left.value.code, [line for line in lines if "failed before the stop was requested" in line]
 
 
 @pytest.mark.parametrize("kind", ["background", "another", "copy"])

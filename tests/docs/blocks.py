@@ -25,7 +25,7 @@ Words can be put together: `<!-- run: ranks=2 file=train.py -->`. Nothing else r
 what a reader copies is what runs. Lines that would distract are folded, in a block that the next one continues:
 
     <details markdown="1">
-    <summary>Before it: a model</summary>
+    <summary>Setup: a model</summary>
 
     ```python
     import shardopt, torch

@@ -61,7 +61,7 @@ def test_no_code_is_without_a_fence():
 PAGE = """Text.
 
 <details markdown="1">
-<summary>Before it</summary>
+<summary>Setup</summary>
 
 <!-- run: ranks=2 -->
 ```python

@@ -100,7 +100,7 @@ def test_the_time_limit_comes(cluster, whole, tmp_path):
     # Slurm may send the signal a minute earlier than it is asked for.
     run = Run(cluster, tmp_path / "out", "--nodes=2", "--time=4", "--signal=B:TERM@120", seconds_a_step=1.2)
     run.ends("COMPLETED")
-    assert run.starts() > 1 and "told to stop" in run.log
+    assert run.starts() > 1 and "stop requested" in run.log
     assert_same(run.losses, whole)
 
 

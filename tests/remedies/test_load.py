@@ -111,7 +111,7 @@ def test_a_key_that_was_not_saved_is_renamed_removed_left_or_not_selected(url):
 
     remedy = (
         "give its old name with rename={...}, remove it from the app, leave it as it is with strict=Strictness("
-        'missing="ignore"), or load some keys alone by select='
+        'missing="ignore"), or load only some keys by select='
     )
     refused(remedy, checkpoint.load, url, app("extra"))
     for options in ({"strict": Strictness(missing="ignore")}, {"select": "^weight$"}):
@@ -131,7 +131,7 @@ def test_a_key_that_the_app_has_not_is_renamed_added_left_out_or_not_selected(ur
     saved(url, {"weight": torch.ones(2), "old": torch.full((2,), 5.0)})
     remedy = (
         "give its new name with rename={...}, add it to the app, leave it out with strict=Strictness("
-        'unexpected="ignore"), or load some keys alone by select='
+        'unexpected="ignore"), or load only some keys by select='
     )
     refused(remedy, checkpoint.load, url, {"weight": torch.zeros(2)})
     for name, options in (

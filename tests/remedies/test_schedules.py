@@ -12,8 +12,8 @@ from tests.remedies.following import refused, stepped
 
 REMEDY = (
     "give the groups as they were saved, in the same order; or leave the schedule out of the app, load with Strictness("
-    'unexpected="ignore") while it is attached, and then make it anew with last_epoch= the steps that it had made, less'
-    ' one, and set "lr" of each group to what was loaded, as StepLR changes it when it is made'
+    'unexpected="ignore") while it is attached, and then make it again with last_epoch= the steps that it had made, '
+    'less one, and set "lr" of each group to what was loaded, as StepLR changes it when it is made'
 )
 MADE = {
     "step": lambda it, **at: lr_scheduler.StepLR(it, 3, **at),

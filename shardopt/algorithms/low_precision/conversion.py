@@ -116,7 +116,7 @@ def _refuse_cut_rows(entry: Stored, parameter: Tensor) -> None:
         entry.name,
         f"{entry.name} in more than 8 bits, of rows that lie on several ranks",
         "scales that need no other rank",
-        "convert where it is cut along its first dimension alone, and load that checkpoint here",
+        "convert where it is cut only along its first dimension, and load that checkpoint here",
     )
     raise CannotConvert(problem)
 

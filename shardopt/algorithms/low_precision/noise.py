@@ -1,4 +1,4 @@
-"""Random bits that depend on the element alone: the same on any mesh, in any order, and after any resume.
+"""Random bits that depend only on the element: the same on any mesh, in any order, and after any resume.
 
 A 32-bit hash of the element's index in the flattened global tensor, keyed by the parameter's name, the entry and the
 step. The mix is x ^= x >> 16, x *= a, x ^= x >> 15, x *= b, x ^= x >> 16, of which every output bit depends on every

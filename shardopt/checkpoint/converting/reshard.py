@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint as other ranks would have written it: offline, in one process, a piece at a time."""
+"""Rewrites a checkpoint as a different number of ranks would have written it, offline, in one process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def reshard(
     progress: Progress | None = None,
     base_root: str | os.PathLike[str] | None = None,
 ) -> SaveReport:
-    """Writes the checkpoint at `src` to `dst` as other ranks would have written it. Local; needs no accelerator.
+    """Writes the checkpoint at `src` to `dst` as a different number of ranks would have written it. Local.
 
-    A load reshards anyway: this is for handing a checkpoint on in another shape, or for reading it once instead of at
-    every start. At most some 40 MiB of tensors are in memory at a time.
+    Needs no accelerator. A load reshards anyway: this is for handing a checkpoint on in another shape, or for reading
+    it once instead of at every start. At most some 40 MiB of tensors are in memory at a time.
 
     Args:
         src: of a committed checkpoint.

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of our own format, as other ranks would have written it."""
+"""Writes a checkpoint of our own format, as a different number of ranks would have written it."""
 
 from __future__ import annotations
 

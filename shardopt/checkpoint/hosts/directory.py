@@ -181,5 +181,5 @@ class HostDirectory:
 
 def _refused(path: str, found: str) -> CheckpointError:
     remedy = "remove it, or name a directory that does not exist yet"
-    problem = Problem(path, found, "a directory of this user alone, of mode 0700", remedy)
+    problem = Problem(path, found, "a directory of only this user, of mode 0700", remedy)
     return CheckpointError("a host's own directory cannot be used", [problem], code="host-directory")

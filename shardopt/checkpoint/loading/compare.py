@@ -27,7 +27,7 @@ from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, Rest
 
 _MISSING = (
     "give its old name with rename={...}, remove it from the app, leave it as it is with "
-    'strict=Strictness(missing="ignore"), or load some keys alone by select='
+    'strict=Strictness(missing="ignore"), or load only some keys by select='
 )
 NOT_STORED = "nothing in the checkpoint"
 _NAMES_ALONE = {str}  # the types of the parts of most paths

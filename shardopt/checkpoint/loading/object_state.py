@@ -201,7 +201,7 @@ def with_reason_of_parts(
             remedy = (
                 "what a row is divided by is another number for each part of the columns, and cannot be had from that "
                 "of other parts: shard the columns into as many parts as when it was saved, or begin this state anew, "
-                f'and load the weights alone (select=r"^{weights}")'
+                f'and load only the weights (select=r"^{weights}")'
             )
             found, required = (
                 f"{text}, for {_parts(shape[0] // rows)}"

@@ -117,7 +117,7 @@ def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, s
         raise _doubt(key, f"parameters {[number for number, _ in rest]} without a name or state", own)
     if names:
         _log.warning(
-            "%s: stored by position, without names; shapes alone tell which parameter is which [by-position]",
+            "%s: stored by position, without names; only shapes tell which parameter is which [by-position]",
             join(target.path),
         )
     return names

@@ -34,7 +34,7 @@ from shardopt.state.state import FlatState
 
 _UNEXPECTED = (
     "give its new name with rename={...}, add it to the app, leave it out with "
-    'strict=Strictness(unexpected="ignore"), or load some keys alone by select='
+    'strict=Strictness(unexpected="ignore"), or load only some keys by select='
 )
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")

@@ -30,7 +30,7 @@ _BY_POSITION = (_BASE, *_LIMITS, "lr_lambdas")  # not what was set last: groups 
 _MOST_NAMES = 3
 _REMEDY = (
     "give the groups as they were saved, in the same order; or leave the schedule out of the app, load with "
-    'Strictness(unexpected="ignore") while it is attached, and then make it anew with last_epoch= the steps that it '
+    'Strictness(unexpected="ignore") while it is attached, and then make it again with last_epoch= the steps that it '
     'had made, less one, and set "lr" of each group to what was loaded, as StepLR changes it when it is made'
 )
 

@@ -154,7 +154,7 @@ def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) 
         choice = strictness.unexpected if side == "the checkpoint" else strictness.choice_for_missing(key)
         if choice == "warn":
             remedy = "attach the schedule that adds it before the load"
-            warnings.append(Problem(key, f"an option that {side} alone has", "one that both have", remedy))
+            warnings.append(Problem(key, f"an option that only {side} has", "one that both have", remedy))
         else:
             _log.info("ignored option %s, which only %s has", key, side)
     return replace(names, manifest=replace(names.manifest, values=values)), warnings

@@ -34,7 +34,7 @@ def refuse_unequal(
         if not all(bytes_are_equal(reader, *keys, piece.box) for piece in views[key].pieces):
             stored = f"other values than {tied_to} in the checkpoint"
             required = "the same: both are one tensor in the app"
-            problems.append(Problem(key, stored, required, "untie them in the app, or load one of them alone"))
+            problems.append(Problem(key, stored, required, "untie them in the app, or load only one of them"))
     if problems:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
@@ -67,7 +67,7 @@ def refuse_overlapping(reader: CheckpointReader, views: Mapping[str, View], stor
     for one, other in _sharing(views):
         if other.key not in problems and not _are_equal(reader, one, other, stored_key):
             found = f"other values than {one.key} in the checkpoint, where they share memory in the app"
-            remedy = "give one of them memory of its own in the app, by clone(), or load one of them alone by select="
+            remedy = "give one of them memory of its own in the app, by clone(), or load only one of them by select="
             problems[other.key] = Problem(other.key, found, "the same", remedy)
     if problems:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", [*problems.values()])

@@ -145,7 +145,7 @@ def first_match(key: str, path: Path, rules: Sequence[AnyRule]) -> tuple[int, Fo
 def _parameter_shapes(
     manifest: Manifest, joins: Mapping[tuple[int, str, tuple[str, ...], str], _Join]
 ) -> dict[tuple[int, tuple[str, ...]], dict[_Member, tuple[int, ...]]]:
-    """Returns the shapes of the parameters themselves, which are stored under their names alone."""
+    """Returns the shapes of the parameters themselves, which are stored under only their names."""
     shapes: defaultdict[tuple[int, tuple[str, ...]], dict[_Member, tuple[int, ...]]] = defaultdict(dict)
     for (number, _, free, after), members in joins.items():
         for member, (key, _) in members.items():
@@ -257,7 +257,7 @@ class _Binder:
             )
             if member not in self._parameter:
                 required = "its parameter in the same checkpoint, whose shape tells how state is laid out"
-                yield Problem(key, "state alone", required, remedy)
+                yield Problem(key, "only state", required, remedy)
             elif shape != self._parameter[member]:
                 required = f"{list(self._parameter[member])}, as its parameter has, for {self._rule}"
                 yield Problem(key, f"state of shape {list(shape)}", required, remedy)

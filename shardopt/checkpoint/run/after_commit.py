@@ -37,7 +37,7 @@ class AfterCommit:
         run: whose checkpoints these are.
         tiers: None where there are none.
         exporter: on rank 0, if there is one.
-        stop_seconds: that a job which is told to stop has, on rank 0: it warns, once, of saves that take too long for
+        stop_seconds: that a job asked to stop has, on rank 0: it warns, once, of saves that take too long for
             that; None where nothing is to be said.
 
     Attributes:
@@ -261,7 +261,7 @@ class AfterCommit:
     def _warn_if_slow(self, url: str, seconds: float | None, stop_seconds: float) -> None:
         if seconds is not None and seconds > _SLOW_SHARE * stop_seconds:
             _log.warning(
-                "saving %s took %.3g s, and a job that is told to stop has %g s (seconds of Preemption) for a step and "
+                "saving %s took %.3g s, and a job asked to stop has %g s (seconds of Preemption) for a step and "
                 "a save; give it more, and have the launcher grant more than that before it kills [save-in-flight]",
                 *(url, seconds, stop_seconds),
             )

@@ -151,7 +151,7 @@ class Keeper(Task):
             self._warned = True
             _log.warning(
                 "step %d was saved below step %d of another job: a restart would resume from that one. "
-                "restore(app, step=...) takes a run back to an earlier step [run-root]",
+                "restore(app, step=...) rewinds a run to an earlier step [run-root]",
                 self._saved.step,
                 newest,
             )

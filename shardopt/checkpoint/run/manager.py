@@ -80,7 +80,8 @@ class Manager:
         options: of all saves (`SaveOptions`).
         process_group: the ranks of the run, where they are not all of the job: a process group, or a device mesh.
             Others make no Manager for its root. Making it is collective then, as is its use.
-        incremental: whether a save refers to the one before for what has not changed since, as with `save(..., base=)`.
+        incremental: whether a save refers to the previous checkpoint for what has not changed since, as with
+            `save(..., base=)`.
             The first save writes everything, as does one whose predecessor is gone. Files stay as long as a checkpoint
             refers to them, even if the rules drop their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
@@ -165,7 +166,7 @@ class Manager:
     def abandoned_steps(self) -> dict[int, list[int]]:
         """Returns, by branch, the steps that left the run when it was taken back. Local.
 
-        `restore(app, step=..., branch=...)` takes the run back to one of them.
+        `restore(app, step=..., branch=...)` rewinds the run to one of them.
         """
         steps: dict[int, list[int]] = {}
         for id in self._run.committed_here()[1]:
@@ -204,7 +205,7 @@ class Manager:
         """Removes the checkpoint of a step of the run from root, mirror and tiers. Collective.
 
         Saves and copies in the background are waited for. Data files to which later checkpoints refer stay, as long as
-        these do. Also the newest may be removed, and then the one before it is what a restore takes.
+        these do. Also the newest may be removed, and then a restore takes the previous one.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -287,12 +288,12 @@ class Manager:
         """Loads the newest whole committed checkpoint into `app`, in place; returns its step, or 0.
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
-        damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers of a
+        damaged, or cannot be read from its disk, is logged, and the previous checkpoint is taken. Keyed optimizers of a
         restarted run have no state, and get it as with `load(..., init_state=True)`. Rank 0 logs what was restored at
         INFO, or prints it if no logging is configured.
 
         Args:
-            step: takes the run back to this step, which must be whole. What was saved after it leaves the run, for this
+            step: rewinds the run to this step, which must be whole. What was saved after it leaves the run, for this
                 job and all later restores. The run continues on a new branch, so that it may save the same steps again.
                 Only to look at a step, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.

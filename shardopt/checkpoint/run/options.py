@@ -36,7 +36,7 @@ def check_run_options(
     problems += _choice_problem("stage", stage, (None, "now", "lazy"))
     if stops and not world().in_main_thread():
         thread = f"a Manager that is made in the thread {world().current_thread().name!r}"
-        listens = "the main thread, which alone can listen for signals"
+        listens = "the main thread: only it can listen for signals"
         problems.append(Problem("stop_on", thread, listens, "make it there"))
     if not isinstance(options, SaveOptions):
         problems.append(Problem("options", repr(options), "a SaveOptions", "give it as in SaveOptions(durable=False)"))
@@ -49,7 +49,7 @@ def check_step(step: Any) -> None:
 
 
 def check_restore_options(step: Any, branch: Any, newer: Any) -> None:
-    """Checks the arguments with which a restore takes a run back. Raises OptionError."""
+    """Checks the arguments with which a restore rewinds a run. Raises OptionError."""
     refuse(
         [
             *optional_count_problem("step", step, 0),

@@ -39,7 +39,7 @@ Have = Literal["all", "some", "unfinished", "damaged", "unreadable"]
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """One host's share of a checkpoint that is spread over hosts, as far as this host alone can tell.
+    """One host's share of a checkpoint that is spread over hosts, as far as this host can tell by itself.
 
     Args:
         url: of the share.

@@ -39,7 +39,7 @@ class Steps:
         run: whose steps these are.
         after: begins what follows each commit.
         stage: as for `async_save`; None to save in the call.
-        incremental: whether a save refers to the one before.
+        incremental: whether a save refers to the previous checkpoint.
         terms: of all saves.
     """
 
@@ -114,9 +114,9 @@ class Steps:
                 self._save_now(id, [self._run.root.checkpoint(id).url], app, metrics, terms, in_turn=False)
         finally:
             for failure in filter(None, earlier):
-                _log.error("before the job was told to stop, this had failed: %s", failure)
+                _log.error("failed before the stop was requested: %s", failure)
         if self._run.ranks.rank == 0:
-            _log.warning("told to stop: saved step %d, and leaving", step)
+            _log.warning("stop requested: saved step %d, exiting", step)
         stop.leave()
 
     def _has(self, id: CheckpointId, at_root: bool) -> bool:
@@ -139,8 +139,8 @@ class Steps:
             return
         self._warned_of_step = True
         _log.warning(
-            'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
-            "before the save, or call it otherwise in the app if it counts something else [run-root]",
+            'app["step"] is %d, and the step that is saved %d: after a restore the loop would resume from %d. Set '
+            'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
             *(counted, step, counted),
         )
 
@@ -302,7 +302,7 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
             failures[candidate.url] = error
             what = "damaged" if isinstance(error, CorruptionError) else "gone"
             step = candidate.id.step
-            _log.warning("step %d is %s, resuming from the one before it: %s", step, what, error)
+            _log.warning("step %d is %s, resuming from the previous checkpoint: %s", step, what, error)
         else:
             return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})
 

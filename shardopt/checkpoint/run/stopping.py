@@ -108,7 +108,7 @@ class Stop:
             world().timer(self.grace_seconds, self._give_up, "shardopt-stop").start()
 
     def _give_up(self) -> None:
-        text = f"told to stop by {(self._got or self._first).name}, and not done with it after {self.grace_seconds:g} s"
+        text = f"asked to stop by {(self._got or self._first).name}, but not done after {self.grace_seconds:g} s"
         # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
         lost = f"{text}: what was not saved by now is lost"
         message = world().thread(partial(_write_message, lost), daemon=True)

@@ -204,7 +204,7 @@ class Planning:
         )
 
     def plan(self, comparison: Comparison) -> BaseException | None:
-        """Makes the plan; returns an error of this rank alone, to be raised on all in the next round. Collective.
+        """Makes the plan; returns an error of only this rank, to be raised on all in the next round. Collective.
 
         Raises:
             ShardoptError: what ranks describe does not fit together. All ranks raise.

@@ -236,7 +236,7 @@ class AsyncSaver:
             return error
 
     def _refuse_second(self, ranks: Ranks, call: Call) -> None:
-        """Raises on all ranks if a save is in flight on any: as clocks differ, no rank may decide alone."""
+        """Raises on all ranks if a save is in flight on any: as clocks differ, no rank may decide by itself."""
         last = self._pending
         _, in_flight = ranks.agree(
             call,
@@ -281,7 +281,7 @@ def async_save(
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is in host memory; a thread writes and commits it.
 
-    Collective: every rank of the job, or of `process_group`, must call it. The state at the call is saved, to the bit.
+    Collective: every rank of the job, or of `process_group`, must call it. Exactly the state at the call is saved.
     Host memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later.
     If other ranks also hold 16 MiB of it or more, there is host memory only for what this rank writes. The copy then
     waits until all ranks have planned the save: in the call for at most two seconds, with "lazy" in the thread. After

@@ -1,4 +1,4 @@
-"""The contents of an open checkpoint by key, from its manifest alone. Needs no torch; `reader.py` reads tensors."""
+"""The contents of an open checkpoint by key, from only its manifest. Needs no torch; `reader.py` reads tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format. If all ranks open it, rank 0 alone reads remote storage:
+"""Opens a checkpoint of any format. If all ranks open it, only rank 0 reads remote storage:
 
 round    rank 0 reads the manifest, or what else a checkpoint of others begins with; packed, it goes down the tree
 later    each rank opens the checkpoint from that, in whichever round its caller begins next

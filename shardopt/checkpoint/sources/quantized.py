@@ -163,13 +163,13 @@ def _weights_in(source: HuggingFaceSource, dtype: Dtype, block: tuple[int, int] 
     for key, tensor in tensors.items():
         if key.endswith(of_scales) and not are_codes(f"{key.removesuffix(of_scales)}{of_codes}"):
             codes = f"codes of {dtype_of_codes} under {key.removesuffix(of_scales)}{of_codes}"
-            lacking.append(_lacking(source, key, "scales alone", codes))
+            lacking.append(_lacking(source, key, "only scales", codes))
         if not are_codes(key):
             continue
         name = key.removesuffix(of_codes)
         scales = tensors.get(f"{name}{of_scales}")
         if scales is None:
-            lacking.append(_lacking(source, key, "codes alone", f"their scales under {name}{of_scales}"))
+            lacking.append(_lacking(source, key, "only codes", f"their scales under {name}{of_scales}"))
             continue
         made = _float8(tensor, scales, block) if block else _mxfp4(tensor, scales)
         if made is None or scales.dtype.name not in _SCALE_DTYPES[of_scales] or (name != key and name in tensors):

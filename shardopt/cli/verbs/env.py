@@ -75,7 +75,7 @@ def env(output: Output, *, url: str | None, mib: int | None) -> int:
 
 @contextmanager
 def _joined() -> Iterator[Ranks]:
-    """Yields the ranks that the launcher started, or this process alone."""
+    """Yields the ranks that the launcher started, or only this process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks(None)
         return

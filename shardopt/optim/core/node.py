@@ -119,7 +119,7 @@ class Node(Optimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether backward updates any parameter while it runs, instead of `step` alone.
+        """Whether backward updates any parameter while it runs, instead of only `step`.
 
         Its gradients are then gone after backward, and cannot be clipped or unscaled.
         """

@@ -251,7 +251,7 @@ class _Widened:
         self._filled: list[tuple[Tensor, list[Tensor]]] = []  # runs, and the places in each that tensors go to
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yields all elements, flat and a run at a time; each run overwrites the one before."""
+        """Yields all elements, flat and a run at a time; each run overwrites the previous one."""
         small = [tensor for tensor in tensors if tensor.numel() <= _RUN]
         shapes = [tensor.shape for tensor in small]
         if shapes != self._shapes:

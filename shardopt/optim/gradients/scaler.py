@@ -185,7 +185,7 @@ def refuse_torchs_scaler(param_groups: Any) -> None:
         problem = Problem(
             key="torch.amp.GradScaler",
             found=f"gradients of {' and of '.join(sorted(filter(None, kinds)))}",
-            required="gradients of plain tensors alone, or of DTensors alone",
+            required="only gradients of plain tensors, or only of DTensors",
             remedy="use shardopt.GradScaler in its place",
         )
         raise GradientError("torch's GradScaler cannot unscale these parameters", [problem], code="grad-scaler")

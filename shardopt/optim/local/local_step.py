@@ -216,7 +216,7 @@ class LocalOptimizer:
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:
-        """Takes one step on a single parameter, with the options of its group; leaves all others alone.
+        """Takes one step on a single parameter, with the options of its group; leaves all others unchanged.
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """

@@ -71,7 +71,7 @@ class SemiSync(CombinedOptimizer):
     Raises:
         StateError: `inner` is not a keyed optimizer.
         OptionError: an option is out of its range, or islands overlap.
-        AlgorithmError: an algorithm has weights that are not the parameters alone (Schedule-Free), evaluates the model
+        AlgorithmError: an algorithm has weights that are not only the parameters (Schedule-Free), evaluates the model
             itself (L-BFGS), or is not known.
         LayoutError: a parameter is not of real floating-point numbers, or of a registered kind.
         MismatchError: parameters or options are not alike on all islands. Every rank raises.
@@ -171,7 +171,7 @@ class SemiSync(CombinedOptimizer):
         self._outer.sync()
 
     def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-        """Returns the parameters whose values now belong to this island alone, and their place in an app."""
+        """Returns the parameters whose values now belong only to this island, and their place in an app."""
         return [] if self.at_sync_point else [((ISLANDS, self._number), list(self._inner.params.values()))]
 
     @property
@@ -216,8 +216,8 @@ class SemiSync(CombinedOptimizer):
         Raises:
             StateError: always.
         """
-        remedy = "save through shardopt.checkpoint; inner.as_torch() has the inner state alone"
-        problem = Problem("as_torch", "state of parameters and of anchors", "of parameters alone", remedy)
+        remedy = "save through shardopt.checkpoint; inner.as_torch() has only the inner state"
+        problem = Problem("as_torch", "state of parameters and of anchors", "only of parameters", remedy)
         raise StateError("a semi-synchronous optimizer has no positions", [problem], code="semi-sync")
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         IndexError: there are no global parameters.
         StateError: an optimizer is not a keyed one, two parameters have one name, or a global parameter is none.
         OptionError: `num_local_steps` is out of its range.
-        AlgorithmError: an algorithm has weights that are not the parameters alone, or evaluates the model itself.
+        AlgorithmError: an algorithm has weights that are not only the parameters, or evaluates the model itself.
     """
 
     def __init__(

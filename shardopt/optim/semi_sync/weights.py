@@ -20,14 +20,14 @@ from shardopt.sharding.view import assemble, local_tensors, view_of
 
 
 def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
-    """Raises for algorithms whose weights are not the parameters alone, and for steps that nothing can precede.
+    """Raises for algorithms whose weights are not only the parameters, and for steps that nothing can precede.
 
     Raises:
         AlgorithmError: it is Schedule-Free, evaluates the model itself (L-BFGS), or updates in backward.
     """
     problems = []
     if any(isinstance(atom, ScheduleFree) for atom in optimizer._atoms()):
-        required = "an algorithm whose weights are the parameters alone"
+        required = "an algorithm whose weights are only the parameters"
         remedy = "take adamw or sgd with a schedule; z and the average of Schedule-Free would not be synchronized"
         problems.append(Problem(role, "a Schedule-Free algorithm", required, remedy))
     if optimizer.needs_closure:

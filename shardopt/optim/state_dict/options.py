@@ -210,14 +210,14 @@ def warn_of(plan: LoadPlan) -> None:
         names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in plan.overridden))
         _log.warning(
             "options of the checkpoint replace those that the code gives [optimizer-state]:\n%s\n"
-            "to go on with those of the code, call optimizer.keep_options(%s) before loading",
+            "to resume with the code's own, call optimizer.keep_options(%s) before loading",
             "\n".join(_first(lines, "  ")),
             names,
         )
     if plan.rounded_anew:
         _log.warning(
             'state in fewer bits was saved with rounding="nearest", and is rounded at random from here on, as the code '
-            'gives no rounding; rounding="nearest" goes on as before: %s%s [low-precision]',
+            'gives no rounding; rounding="nearest" keeps the previous rounding: %s%s [low-precision]',
             plan.rounded_anew[0],
             f" and {len(plan.rounded_anew) - 1} more" if len(plan.rounded_anew) > 1 else "",
         )

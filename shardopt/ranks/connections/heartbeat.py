@@ -24,7 +24,7 @@ def beat_interval(seconds: float) -> float:
 
 
 class Silence:
-    """Watches counters of signs of life, by this process's clock alone."""
+    """Watches counters of signs of life, only by this process's clock."""
 
     def __init__(self, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds

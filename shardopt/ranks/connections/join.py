@@ -145,7 +145,7 @@ def withdraw(store: Store, keys: Sequence[str], session: Entry, is_last: bool) -
 
 
 def keep_secret(store: Store, name: str, key: str) -> None:
-    """Writes the key of a new session beside a store that is a file, readable for this user alone.
+    """Writes the key of a new session beside a store that is a file, readable for only this user.
 
     Raises:
         OSError: that cannot be done there.

@@ -115,7 +115,7 @@ class _Windows:
         self._ordered: set[torch.device] = set()
 
     def begun(self, tensors: Iterable[Tensor]) -> Iterator[_Window]:
-        """Yields windows whose copies have begun; the caller takes the one before last before the next is made."""
+        """Yields windows whose copies have begun; the caller takes the last but one before the next is made."""
         window: _Window | None = None
         for tensor in tensors:
             streams = self._streams(tensor)

@@ -22,7 +22,7 @@ _KEY_NODES_PER_BYTE, _SPARE_KEY_NODES = 4, 4096
 _NODES_PER_BYTE, _SPARE_NODES = 16, 2**14
 _CHARACTERS_PER_NODE = 16
 _NODES_PER_TENSOR = 256  # by the work that each is where it stands
-_REMEDY = "save plain values and tensors alone, each once"
+_REMEDY = "save only plain values and tensors, each once"
 
 
 class Keys:

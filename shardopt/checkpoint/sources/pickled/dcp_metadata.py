@@ -184,7 +184,7 @@ _KNOWN: Mapping[str, Any] = {
 
 
 class _KnownAlone(dict[str, Any]):
-    """Stand-ins for the globals in `.metadata`; any other global is refused by name."""
+    """Stand-ins for the globals in `.metadata`; for any other global an error names it."""
 
     def __init__(self, where: str) -> None:
         super().__init__(_KNOWN)

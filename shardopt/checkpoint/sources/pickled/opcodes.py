@@ -1,4 +1,4 @@
-"""The opcodes of pickles by number: those that are interpreted, and the others, which are refused by name."""
+"""The opcodes of pickles by number: those that are interpreted, and the others, which an error names."""
 
 from __future__ import annotations
 

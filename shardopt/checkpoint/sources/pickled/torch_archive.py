@@ -97,7 +97,7 @@ def _refuse_big_endian(order: bytes, where: str) -> None:
 
 def _refuse_legacy(first_bytes: bytes, where: str) -> None:
     if first_bytes[2:].startswith(_LEGACY_MAGIC):
-        remedy = "load it with torch.load(..., weights_only=True), and save it anew with torch.save"
+        remedy = "load it with torch.load(..., weights_only=True), and save it again with torch.save"
         raise _refused(where, "the format of torch before 1.6", "a zip archive, as torch.save writes today", remedy)
 
 

@@ -113,7 +113,7 @@ class _Machine:
         if name is None:
             return damaged(self.where, f"no valid pickle (byte {code:#x} at {self.at - 1} is no opcode)")
         problem = Problem(
-            self.where, f"the opcode {name}", "a pickle of protocol 2 to 5", "save it anew with torch.save"
+            self.where, f"the opcode {name}", "a pickle of protocol 2 to 5", "save it again with torch.save"
         )
         return FormatError("a pickle has an operation that is not read here", [problem])
 
@@ -156,7 +156,7 @@ class _Machine:
     def op_proto(self) -> None:
         protocol = self.number_1()
         if protocol > _LATEST_PROTOCOL:
-            problem = Problem(self.where, f"protocol {protocol}", "2 to 5", "save it anew with torch.save")
+            problem = Problem(self.where, f"protocol {protocol}", "2 to 5", "save it again with torch.save")
             raise FormatError("a pickle is of a newer protocol", [problem])
 
     def op_frame(self) -> None:

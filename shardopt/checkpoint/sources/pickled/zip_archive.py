@@ -215,6 +215,6 @@ def _read_local(entry: _Entry, read: Read) -> int:
 
 
 def _refused(where: str, found: str) -> FormatError:
-    remedy = "save it anew with torch.save"
+    remedy = "save it again with torch.save"
     problem = Problem(where, found, "one file of members that are stored as they are", remedy)
     return FormatError("a zip archive is of a kind that is not read here", [problem])

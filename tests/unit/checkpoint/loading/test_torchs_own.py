@@ -336,7 +336,7 @@ def test_a_schedule_that_adds_options_is_begun(tmp_path):
     checkpoint.save(tmp_path / "c", stepped(scheduled("keyed", "cosine")))
     loaded = {name: each for name, each in scheduled("keyed", "one cycle").items() if name != "schedule"}
     passing = Strictness(unexpected="ignore", missing="warn")
-    with pytest.warns(UserWarning, match="found an option that the app alone has"):
+    with pytest.warns(UserWarning, match="found an option that only the app has"):
         checkpoint.load(tmp_path / "c", loaded, strict=passing, init_state=True)
     assert loaded["optimizer"].param_groups[0]["max_lr"] == 0.5
 

@@ -516,7 +516,7 @@ def test_a_step_of_the_app_that_stands_still_is_told_once(tmp_path, caplog, stag
         for step in (6, 8):
             manager.save(step, app)
     (line,) = caplog.messages
-    assert 'app["step"] is 3, and the step that is saved 6: restored, the loop would go on from 3.' in line
+    assert 'app["step"] is 3, and the step that is saved 6: after a restore the loop would resume from 3.' in line
 
 
 @pytest.mark.parametrize("step", [torch.tensor(1), "first", True, None, 2])

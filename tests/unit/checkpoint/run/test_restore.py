@@ -74,7 +74,9 @@ def test_what_a_disk_does_not_give_back_is_damaged(tmp_path, monkeypatch, caplog
         assert restored(manager) == 2
     messages = [record.getMessage() for record in caplog.records]
     assert os.strerror(number) in messages[0] and "trying again" in messages[0]
-    assert "step 3 is damaged, resuming from the one before it" in messages[1] and os.strerror(number) in messages[1]
+    assert (
+        "step 3 is damaged, resuming from the previous checkpoint" in messages[1] and os.strerror(number) in messages[1]
+    )
     manager.save(3, app_of(30))  # which is not in the way
     assert checkpoint.verify(manager.path(3)).ok
 
@@ -261,7 +263,7 @@ def test_lengths_of_time(seconds, words):
 @pytest.mark.parametrize("stage", [None, "lazy"])
 def test_saves_that_are_too_slow_for_a_stop_are_warned_of(tmp_path, monkeypatch, caplog, stage):
     def warnings():
-        return [each.getMessage() for each in caplog.records if "told to stop" in each.getMessage()]
+        return [each.getMessage() for each in caplog.records if "asked to stop" in each.getMessage()]
 
     write = LocalStorage.write
 
@@ -298,4 +300,4 @@ def test_nothing_is_said_of_a_save_whose_seconds_were_not_noted(tmp_path, caplog
     (tmp_path / "v4").rename(tmp_path / "step-00000001")
     with checkpoint.Manager(tmp_path, stop_on=checkpoint.Preemption(signal.SIGUSR2, seconds=0.001)) as manager:
         assert manager.restore({"step": 0}, strict=False) == 1
-    assert not [each for each in caplog.records if "told to stop" in each.getMessage()]
+    assert not [each for each in caplog.records if "asked to stop" in each.getMessage()]

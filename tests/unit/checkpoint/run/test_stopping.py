@@ -260,7 +260,7 @@ def test_programs(tmp_path, case, code, steps):
     assert checkpoint.Manager(tmp_path / "root").steps() == steps
     assert ended.stdout == ("the last line\n" if case == "forked" else "")
     if case == "stuck":
-        assert "told to stop by SIGTERM, and not done with it after 0.5 s" in ended.stderr
+        assert "asked to stop by SIGTERM, but not done after 0.5 s" in ended.stderr
         assert time.monotonic() - begin < 60
 
 

@@ -213,10 +213,10 @@ def test_codes_and_scales_without_a_config_are_refused(tmp_path, tensors):
 @pytest.mark.parametrize(
     ("kept", "quantization", "found"),
     [
-        ("w", FP8, "w: found codes alone; required their scales under w_scale_inv"),
-        ("w_scale_inv", FP8, "w_scale_inv: found scales alone; required codes of float8_e4m3fn under w"),
-        ("w_blocks", MXFP4, "w_blocks: found codes alone; required their scales under w_scales"),
-        ("w_scales", MXFP4, "w_scales: found scales alone; required codes of uint8 under w_blocks"),
+        ("w", FP8, "w: found only codes; required their scales under w_scale_inv"),
+        ("w_scale_inv", FP8, "w_scale_inv: found only scales; required codes of float8_e4m3fn under w"),
+        ("w_blocks", MXFP4, "w_blocks: found only codes; required their scales under w_scales"),
+        ("w_scales", MXFP4, "w_scales: found only scales; required codes of uint8 under w_blocks"),
     ],
 )
 def test_codes_or_scales_that_are_missing_are_named(tmp_path, kept, quantization, found):

@@ -212,7 +212,7 @@ def test_state_of_another_layout_is_refused_by_name(tmp_path):
 def test_state_without_its_parameter_is_refused(tmp_path):
     app = with_optimizer(params(a__q=(4, 3), a__k=(2, 3)))
     path = saved(tmp_path / "it", {"optimizer": app["optimizer"]})
-    assert all("state alone" in problem for problem in problems_of(path, JOIN).values())
+    assert all("only state" in problem for problem in problems_of(path, JOIN).values())
 
 
 def test_ties(tmp_path):
