@@ -47,16 +47,16 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
     """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters.
 
     Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
-    knows are looked at, which takes a tenth of a second where there are a million.
+    knows are asked whether they refer to that class, which takes a twentieth of a second where there are a million.
     """
     if not dist.is_initialized():
         return False  # DistributedDataParallel needs a process group
     wanted = set(map(id, parameters))
+    kinds = _with_subclasses(DistributedDataParallel)
 
     def is_reduced() -> bool:
-        every = gc.get_objects()
-        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, DistributedDataParallel)}
-        reducing = (each for each in every if type(each) in kinds) if kinds else ()
+        # Not all objects in a list, which would write to each of them: in a forked process that copies its memory.
+        reducing = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
         return any(
             id(parameter) in wanted for each in reducing for parameter in vars(each).get("_module_parameters", ())
         )
@@ -71,6 +71,10 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
     finally:
         if frozen:
             gc.freeze()
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def free_unsharded_parameters() -> None:

@@ -274,10 +274,15 @@ def test_fsdp1_marks_what_it_takes_up():
         assert all(map(is_flattened, module.parameters())) and not any(map(is_flattened, free.parameters()))
 
 
-def test_ddp_is_known_by_its_parameters():
+class OwnDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """One of a program's own."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.parallel.DistributedDataParallel, OwnDistributedDataParallel])
+def test_ddp_is_known_by_its_parameters(kind):
     with fake_rank(0, 1):
         module, free = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-        wrapped = torch.nn.parallel.DistributedDataParallel(module)
+        wrapped = kind(module)
         assert reduced_by_ddp([free.weight, module.bias]) and not reduced_by_ddp(free.parameters())
         wrapped.itself = wrapped
         del wrapped
