@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import shardopt
+from benchmarks.convert import resident_bytes
 from benchmarks.peers import RESULTS, interleaved, write_table
 from shardopt import KeyedOptimizer
 
@@ -75,8 +75,8 @@ def measure(kind: str, algorithm: str, counts: bool) -> dict[str, int]:
     live = count(net) if counts else lambda: 0
     for number in range(2):
         step(number)
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # its unit on Linux
-    return {"peak_bytes": peak_kib * 1024, "live_bytes": live()}
+    # getrusage would count what its parent had as it forked.
+    return {"peak_bytes": resident_bytes("VmHWM"), "live_bytes": live()}
 
 
 def in_a_child(*args: str) -> dict[str, int]:
