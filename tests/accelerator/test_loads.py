@@ -7,6 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardopt import checkpoint
 from shardopt.checkpoint.sources.reading import checking, device_scratch
@@ -172,6 +175,43 @@ def cast_and_damaged(standin):
         checkpoint.load(folder / "1", app, strict=strict)
     shutil.rmtree(folder)
     return right, pinned
+
+
+def columns_and_casts(standin, folder):
+    """Returns whether columns of two cuts, and casts of them, are right, and what was copied how."""
+    tensors = {name: torch.arange(600.0 * 700).reshape(600, 700) % 251 for name in ("columns", "cast", "both", "rows")}
+    checkpoint.save(folder / "1", tensors)
+    mesh = init_device_mesh("standin", (dist.get_world_size(),))
+    app, own = {}, {}
+    for name, tensor in tensors.items():
+        placement = Shard(1) if name in ("columns", "both") else Shard(0)
+        own[name] = tensor.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()]
+        local = torch.zeros(
+            own[name].shape, dtype=torch.bfloat16 if name in ("cast", "both") else None, device="standin"
+        )
+        app[name] = DTensor.from_local(local, mesh, [placement])
+    found = []
+    for late in (False, True):
+        standin.C.late(late)
+        for tensor in app.values():
+            tensor.to_local().fill_(-1)  # queued, and not waited for
+        standin.C.reset()
+        checkpoint.load(folder / "1", app, strict=checkpoint.Strictness(dtype="cast"))
+        counts = standin.C.counts()
+        for tensor in app.values():
+            tensor.to_local().mul_(2)
+        standin.C.late(False)
+        right = [torch.equal(app[name].to_local().float().cpu(), tensor * 2) for name, tensor in own.items()]
+        found.append((all(right), counts))
+    return found
+
+
+def test_columns_and_casts_are_copied_from_pinned_memory(tmp_path):
+    with mock.patch("os.fsync"):
+        of_ranks = on_accelerator(2, columns_and_casts, tmp_path)
+    for right, counts in (each for found in of_ranks for each in found):
+        assert right and counts["H2D beside"] >= 4
+        assert "H2D, staged" not in counts and "wait: H2D" not in counts
 
 
 def test_casts_turned_memory_and_damage():

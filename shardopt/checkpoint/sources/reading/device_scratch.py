@@ -18,7 +18,7 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
-from shardopt.checkpoint.sources.reading.scratch import ScratchCopy, copy_into, room_for
+from shardopt.checkpoint.sources.reading.scratch import ScratchCopy, check_cast, room_for
 from shardopt.runtime.accelerator import copies_from_pinned, has_streams, on_stream
 from shardopt.runtime.host_memory import HostMemory
 
@@ -94,13 +94,10 @@ class DeviceScratch:
         for device, own in by_device.items():
             stream = self._streams[device]
             with torch.no_grad(), on_stream(stream):  # a thread has a grad mode of its own
-                same = [copy for copy in own if copy.source.dtype == copy.target.dtype]
-                if same:
-                    targets, sources = [copy.target for copy in same], [copy.source for copy in same]
-                    torch._foreach_copy_(targets, sources, non_blocking=True)
                 for copy in own:
-                    if copy.source.dtype != copy.target.dtype:
-                        copy_into(*copy, non_blocking=True)
+                    check_cast(*copy)
+                sources = [_on_device(copy) for copy in own]
+                torch._foreach_copy_([copy.target for copy in own], sources, non_blocking=True)
                 event = torch.get_device_module(device).Event()
                 event.record(stream)
             slot.ends.append((stream, event))
@@ -115,3 +112,15 @@ class DeviceScratch:
         self._spare.clear()
         self._taken.clear()
         self._memory.give_back()
+
+
+def _on_device(copy: ScratchCopy) -> Tensor:
+    """Returns the source of a copy to a device: itself, or its bytes on the device where torch would first cast or
+    gather them into memory that is not pinned.
+    """
+    source, target = copy.source, copy.target
+    if (source.dtype == target.dtype and source.is_contiguous()) or not source.numel():
+        return source
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    span = source.as_strided((extent,), (1,))
+    return span.to(target.device, non_blocking=True).as_strided(source.shape, source.stride(), 0)

@@ -75,8 +75,14 @@ class HostScratch:
         self._spare.append(memory)
 
 
-def copy_into(entry: Entry, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-    """Copies elements from scratch to their target.
+def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
+    """Copies elements from scratch to their target; errors as `check_cast`."""
+    check_cast(entry, target, source)
+    target.copy_(source)
+
+
+def check_cast(entry: Entry, target: Tensor, source: Tensor) -> None:
+    """Refuses a number that a cast would change.
 
     Raises:
         CheckpointError: the target's dtype cannot hold one of the numbers. Others may have been copied by then.
@@ -85,7 +91,6 @@ def copy_into(entry: Entry, target: Tensor, source: Tensor, non_blocking: bool =
     if lost is not None:
         problem = lost_problem(entry.key, lost, source.dtype, target.dtype)
         raise CheckpointError("a number cannot be cast, and the load is not whole", [problem], code="cast-overflow")
-    target.copy_(source, non_blocking=non_blocking)
 
 
 def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
