@@ -75,6 +75,12 @@ def test_metrics_that_are_no_numbers(tmp_path):
         manager.save(2, app_of(2), metrics={"a": "high"})
 
 
+def test_a_loss_that_still_has_its_graph_is_a_metric(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, app_of(1), metrics={"loss": (torch.ones((), requires_grad=True) * 2)})  # torch's float() would warn
+    assert manager.metrics(1) == {"loss": 2.0}
+
+
 def test_a_users_own_metrics_are_neither_read_nor_removed(tmp_path):
     manager = checkpoint.Manager(tmp_path, keep=1)
     for step in (1, 2):
