@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,11 @@ from shardopt import checkpoint
 from shardopt.algorithms.row_wise import row_rules
 
 TESTS = ("optim/test_row_kernels.py", "optim/test_averaging.py", "data/test_random_state.py")
+CONTRACTS = [
+    "-p",
+    "tests.accelerator.plugin",
+    *(f"tests/contract/test_{name}.py" for name in ("optimizer_contract", "optimizer_loading", "storage")),
+]
 ON_GPU = [f"tests/unit/{name}" for name in (*TESTS, "checkpoint/saving/test_async_save.py")]
 MODEL = {False: (16, 8192), True: (2, 64)}  # layers and their width; on a GPU 1.07 B parameters, 12.9 GB with AdamW
 SIZES = {False: (MODEL[False], (60, 1024), (2000, 32)), True: (MODEL[True], (3, 16), (4, 4))}
@@ -90,9 +96,15 @@ def tests(at: Place) -> Rows:
     if at.kind == STANDIN:
         given = [["tests/accelerator", "--collect-only"]]
     else:
-        given = [["tests/accelerator"], ON_GPU, ["tests/unit/ranks/test_ranks.py", "-k", "nccl or cuda"]]
+        given = [["tests/accelerator"], ON_GPU, ["tests/unit/ranks/test_ranks.py", "-k", "nccl or cuda"], CONTRACTS]
     for arguments in given:
-        run = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=RESULTS.parents[1])
+        run = subprocess.run(
+            [*command, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=RESULTS.parents[1],
+            env=os.environ | {"DEVICE": at.kind},  # that of the plugin, which makes it the default
+        )
         lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         yield " ".join(arguments), "; ".join([*lines, (run.stdout.splitlines() or [run.stderr[-200:]])[-1]])
 

@@ -1,0 +1,159 @@
+"""Parallel jobs of two ranks on an accelerator: they save, restart and resume, and compute what they do on the CPU."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.nn import ShardedEmbeddingBag, Table
+from tests.accelerator.support import needs_standin, on_accelerator
+
+pytestmark = needs_standin
+
+STEPS, EVERY, STOP = 6, 2, 5  # what follows the save at step 4 is lost
+
+
+def batch_of(step, place):
+    generator = torch.Generator().manual_seed(10 * step + place)
+    return torch.randn(4, 6, generator=generator)
+
+
+def plain_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def fsdp(kind):
+    model = plain_model().to(kind)
+    fully_shard(model, mesh=init_device_mesh(kind, (2,)))
+    adamw = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+    return model, shardopt.GradientClippingOptimizer(adamw, "norm", max_gradient=0.5), backward
+
+
+def tensor_parallel(kind):
+    model = plain_model().to(kind)
+    parallelize_module(model, init_device_mesh(kind, (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    adamw = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+    optimizer = shardopt.GradientClippingOptimizer(adamw, "norm", max_gradient=0.5)
+    return model, optimizer, lambda model, kind, step: backward(model, kind, step, place=0)
+
+
+def semi_sync(kind):
+    model = plain_model().to(kind)
+    optimizer = shardopt.keyed(
+        "adamw", model.named_parameters(), lr=0.1, process_group=dist.new_group([dist.get_rank()])
+    )
+    return model, shardopt.SemiSync(optimizer, process_group=dist.group.WORLD, every=3), backward
+
+
+def backward(model, kind, step, place=None):
+    inputs = batch_of(step, dist.get_rank() if place is None else place).to(kind)
+    (model(inputs) - inputs[:, :4]).square().mean().backward()
+
+
+def pipeline(kind):
+    stage = plain_model()[:2] if dist.get_rank() == 0 else plain_model()[2:]
+    stage = stage.to(kind)
+    named = {f"{name if dist.get_rank() == 0 else '2' + name[1:]}": each for name, each in stage.named_parameters()}
+    optimizer = shardopt.GradientClippingOptimizer(shardopt.keyed("adamw", named, lr=0.1), "norm", max_gradient=0.5)
+    return named, optimizer, partial(through_stages, stage)
+
+
+def through_stages(stage, model, kind, step):
+    inputs, passed = batch_of(step, 0).to(kind), torch.zeros(4, 8, device=kind)
+    if dist.get_rank() == 0:
+        hidden = stage(inputs)
+        dist.send(hidden.detach(), 1)
+        dist.recv(passed, 1)
+        hidden.backward(passed)
+    else:
+        dist.recv(passed, 0)
+        passed.requires_grad_()
+        (stage(passed) - inputs[:, :4]).square().mean().backward()
+        dist.send(passed.grad, 0)
+
+
+def tables(kind):
+    model = ShardedEmbeddingBag(
+        [Table("a", 11, 4, mode="sum"), Table("b", 3, 2, mode="sum")], init_device_mesh(kind, (2,))
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.to_local().copy_(torch.arange(float(weight.to_local().numel())).view_as(weight.to_local()) / 10)
+    optimizer = shardopt.keyed("rowwiseadagrad", model.named_parameters(), lr=0.1)
+    return model, optimizer, look_up
+
+
+def look_up(model, kind, step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    ids = {name: torch.randint(0, rows, (7,), generator=generator).to(kind) for name, rows in (("a", 11), ("b", 3))}
+    offsets = torch.tensor([0, 2, 2, 5]).to(kind)
+    found = model({name: (each, offsets) for name, each in ids.items()})
+    sum(vectors.square().sum() for vectors in found.values()).backward()
+
+
+JOBS = {
+    "fsdp": fsdp,
+    "tensor parallel": tensor_parallel,
+    "pipeline": pipeline,
+    "tables": tables,
+    "semi-sync": semi_sync,
+}
+
+
+def local(tensor):
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def trained(kind, start, root, stop, stage):
+    """Starts or resumes a job, and trains it up to a step; returns what this rank has then, and where it began."""
+    model, optimizer, backward_of = start(kind)
+    app = {"optimizer": optimizer, "step": 0}
+    app |= optimizer.own({"model": model}) if isinstance(optimizer, shardopt.SemiSync) else {"model": model}
+    with checkpoint.Manager(root, every=EVERY, stage=stage) as manager:
+        manager.restore(app)
+        began = app["step"]
+        while app["step"] < stop:
+            backward_of(model, kind, app["step"])
+            optimizer.step()
+            optimizer.zero_grad()
+            app["step"] += 1
+            manager.save(app["step"], app)
+    parameters = model if isinstance(model, dict) else dict(model.named_parameters())
+    state = {
+        f"{name}.{key}": value for name, each in optimizer.state_dict()["state"].items() for key, value in each.items()
+    }
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: local(tensor) for name, tensor in (parameters | tensors).items()}, began
+
+
+def jobs_here(standin, folder, stage, late):
+    wrong = {}
+    for name, start in JOBS.items():
+        expected, _ = trained("cpu", start, folder / name / "cpu", STEPS, stage)
+        standin.C.late(late)
+        trained("standin", start, folder / name / "standin", STOP, stage)
+        found, began = trained("standin", start, folder / name / "standin", STEPS, stage)
+        standin.C.late(False)
+        assert began == STOP - STOP % EVERY, began
+        assert found.keys() == expected.keys() and len(found) > 2
+        far = {
+            key: (found[key].double() - expected[key].double()).abs().max().item()
+            for key in expected
+            if expected[key].numel()
+        }
+        wrong |= {f"{name}: {key}": each for key, each in far.items() if not each <= 1e-5}
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "late"), [("lazy", True), pytest.param("now", False, marks=pytest.mark.exhaustive)])
+def test_jobs_of_two_ranks_resume_and_compute_as_on_the_cpu(tmp_path, stage, late):
+    assert on_accelerator(2, jobs_here, tmp_path, stage, late) == [{}, {}]
