@@ -132,7 +132,30 @@ def _kinds_of(tensors: Collection[Tensor]) -> set[tuple[bool, torch.dtype]]:
 _IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain parameters this is read in every step
 
 
-class GroupStep:
+class Part:
+    """Some local tensors of a group, which torch steps at once.
+
+    Attributes:
+        group: with these as its "params".
+        lists: those that torch gathers for them: local tensors with a gradient, gradients, and their state. A list is
+            None if the step makes that state. `lists` is None before `gather`, or if torch does not gather ahead.
+        init_result: the result of torch's `_init_group`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.lists: list[list[Any]] | None = None
+        self.init_result: Any = None
+
+    def fill(self, lists: Sequence[list[Any]]) -> Any:
+        """Fills lists as torch's `_init_group` does in the step; returns its result."""
+        assert self.lists is not None
+        for each, own in zip(lists, self.lists, strict=True):
+            each.extend(own)
+        return self.init_result
+
+
+class GroupStep(Part):
     """A group in a step; `restore` returns it to its earlier state.
 
     Args:
@@ -141,7 +164,10 @@ class GroupStep:
     """
 
     def __init__(self, group: Group, shards: GroupShards) -> None:
-        self.group, self.shards = group, shards
+        super().__init__(group)
+        self.shards = shards
+        self.parts: list[Part] = [self]
+        """The whole group, or parts of it that take different implementations."""
         self._before: Group = {name: group[name] for name in ("params", "fused") if name in group}
         # A cache is kept only where every parameter is sharded and has one local tensor.
         self._options = deciding_options(group) if shards.alike else ()
@@ -149,13 +175,6 @@ class GroupStep:
         self._gradients: list[Tensor | None] | None = None
         self.gradients_in_order = False
         """Whether, in a step that repeats, gradients are contiguous and have their local tensors' shapes."""
-        self.lists: list[list[Any]] | None = None
-        """The lists that torch gathers for the group: local tensors with a gradient, gradients, and their state.
-
-        A list is None if the step makes that state. `lists` is None before `gather`, or if torch does not gather ahead.
-        """
-        self.init_result: Any = None
-        """The result of torch's `_init_group`."""
         self.chosen = False
         """Whether the group names no implementation, and "fused" was chosen for it."""
         self.repeats = False
@@ -209,12 +228,12 @@ class GroupStep:
         kept_state = [list(each) for each in state]
         shards.cache = StepCache(self._options, present, list(stepped), kept_state, self.init_result)
 
-    def fill(self, lists: Sequence[list[Any]]) -> Any:
-        """Fills lists as torch's `_init_group` does in the step; returns its result."""
-        assert self.lists is not None
-        for each, own in zip(lists, self.lists, strict=True):
-            each.extend(own)
-        return self.init_result
+    def split(self, optimizer: Optimizer, parts: Iterable[tuple[list[Tensor], bool | None]]) -> None:
+        """Has torch step these local tensors in parts, each with its own value of "fused"."""
+        self.parts = [Part({**self.group, "params": tensors, "fused": fused}) for tensors, fused in parts]
+        if self.lists is not None:
+            for part in self.parts:
+                part.lists, part.init_result = gather_lists(optimizer, part.group)
 
     def restore(self) -> None:
         """Undoes `attach`, and options that were set in the group for the step."""
@@ -225,9 +244,10 @@ class GroupStep:
 def step_groups(optimizer: Optimizer, steps: Sequence[GroupStep]) -> None:
     """Steps these groups of the optimizer, without hooks, with the lists that they have gathered."""
     every = optimizer.param_groups
-    by_group = {id(step.group): step for step in steps}
-    ahead = any(step.lists is not None for step in steps)
-    optimizer.param_groups = [step.group for step in steps]
+    parts = [part for step in steps for part in step.parts]
+    by_group = {id(part.group): part for part in parts}
+    ahead = any(part.lists is not None for part in parts)
+    optimizer.param_groups = [part.group for part in parts]
     try:
         step_with_lists(optimizer, (lambda group, lists: by_group[id(group)].fill(lists)) if ahead else None)
     finally:

@@ -2,25 +2,28 @@
 
 A group that names one (`foreach`, `fused`) gets it. One that names none gets, from `keyed`, the fastest that computes
 what the loop computes: the fused one where `AlgorithmSpec.fused_agrees` says that it does, torch has its kernel, and
-memory lies as this assumes; else the for-loop on the CPU, and elsewhere what torch takes by itself. Nothing of this
-choice is kept but where counters are: the group's options stay as they were given. Where torch's fused kernels for the
+memory lies as this assumes; else the for-loop on the CPU, and elsewhere what torch takes by itself. What a tensor gets
+depends on no other one: ranks hold different tensors of a group, and implementations round differently, so that
+replicas would drift apart. Nothing of this choice is kept but where counters are: the group's options stay as they were
+given. Where torch's fused kernels for the
 CPU would compute something else, or walk out of the memory that they are given, a step that names them is refused; on
 other devices torch refuses by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind
 from shardopt.errors import AlgorithmError, GradientError, Problem
-from shardopt.optim.local.group_step import GroupShards, GroupStep
+from shardopt.optim.local.group_step import GroupShards, GroupStep, Part
 from shardopt.optim.local.memory_order import InOrder, Row, are_contiguous, lie_in_order, misfits
 from shardopt.runtime.torch_private import has_fused_kernel
 
@@ -36,17 +39,25 @@ def choose_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep]) -> None:
         steps: of groups, with their local tensors.
     """
     for step in steps:
-        if "fused" in step.group and _prefers_fused(spec, step.group, step.shards):
+        if "fused" not in step.group or not _names_none(step.group):
+            continue
+        kinds = step.shards.kinds
+        agree = [dtype in spec.fused_agrees for _, dtype in kinds]
+        if any(agree) and (all(on_cpu for on_cpu, _ in kinds) or _has_kernel(spec, step.group, step.shards)):
             step.group["fused"] = step.chosen = True
+            if not all(agree):
+                step.shards.in_order = None  # `settle_fused` is to look at each local tensor
 
 
-def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States, names: Mapping[Tensor, str]) -> None:
-    """Gives the for-loop the steps that torch's fused CPU implementation cannot take.
+def settle_fused(
+    spec: AlgorithmSpec, steps: Iterable[GroupStep], optimizer: Optimizer, names: Mapping[Tensor, str]
+) -> None:
+    """Gives the for-loop the local tensors that torch's fused CPU implementation cannot take.
 
     Args:
         spec: of the algorithm.
         steps: of groups that have gathered their lists, where torch gathers ahead.
-        state: of the inner optimizer.
+        optimizer: the inner one.
         names: plain parameter → FQN, for errors.
 
     Raises:
@@ -68,19 +79,27 @@ def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States,
             continue
         if not step.chosen:
             _refuse_dtypes(spec, shards, names)
-        columns = _columns(spec, step, state)
-        instead = False if on_host else None  # with False torch takes the for-loop, with None foreach where it can
-        if columns is None or not (on_host or _have_one_dtype(columns)):
-            step.group["fused"] = instead
-        elif lie_in_order(columns):
+        columns = _columns(spec, step, optimizer.state)
+        rows = [[each for each in row if each is not None] for row in zip(*columns, strict=True)]
+        agree = [_agrees(row, spec.fused_agrees if step.chosen else None, on_host) for row in rows]
+        if all(agree) and all(len(row) == len(columns) for row in rows) and lie_in_order(columns):
             shards.in_order = None if step.lists is None else InOrder(step.lists, columns)
-        elif bad_rows := misfits(columns):
-            if not step.chosen:
-                names = shards.names_of_local_tensors(names)
-                problems = [_misfit_problem(row, tensor, state, names[row[0]]) for row, tensor in bad_rows]
-                raise AlgorithmError(
-                    "torch's fused kernels would walk out of these tensors; no step was taken", problems
-                )
+            continue
+        bad_rows = misfits(rows)
+        if bad_rows and not step.chosen:
+            names = shards.names_of_local_tensors(names)
+            problems = [_misfit_problem(row, tensor, optimizer.state, names[row[0]]) for row, tensor in bad_rows]
+            raise AlgorithmError("torch's fused kernels would walk out of these tensors; no step was taken", problems)
+        bad = {row[0] for row, _ in bad_rows}
+        # torch's fused implementations make state for all that they are given, or for none.
+        parts: dict[tuple[bool, int], list[Tensor]] = {}
+        for row, agrees in zip(rows, agree, strict=True):
+            fused = agrees and row[0] not in bad
+            parts.setdefault((fused, len(row) if fused else 0), []).append(row[0])
+        instead = False if on_host else None  # with False torch takes the for-loop, with None foreach where it can
+        if len(parts) > 1:
+            step.split(optimizer, [(tensors, True if fused else instead) for (fused, _), tensors in parts.items()])
+        elif not all(fused for fused, _ in parts):
             step.group["fused"] = instead
 
 
@@ -94,20 +113,26 @@ def place_counters(steps: Iterable[GroupStep], state: States) -> None:
         shards, group = step.shards, step.group
         if not shards.local_tensors or shards.local_tensors[0].is_cpu or "fused" not in group:
             continue
-        fused = bool(group["fused"])
-        if group.get("capturable") or (step.repeats and shards.was_fused == fused):
+        fused = bool(group["fused"]) if step.parts == [step] else None
+        if group.get("capturable") or (step.repeats and fused is not None and shards.was_fused == fused):
             continue
         shards.was_fused = fused
-        moved: dict[int, Tensor] = {}
-        for local in shards.local_tensors:
-            entries: Any = state.get(local, {})
-            counter = entries.get("step")
-            device = local.device if fused else torch.device("cpu")
-            if isinstance(counter, Tensor) and counter.device != device:
-                moved[id(counter)] = entries["step"] = counter.to(device, non_blocking=fused)
-        if moved and step.lists is not None:
-            shards.cache = None
-            step.lists = [[moved.get(id(each), each) for each in column] for column in step.lists]
+        for part in step.parts:
+            _place_counters(part, shards, state)
+
+
+def _place_counters(part: Part, shards: GroupShards, state: States) -> None:
+    fused = bool(part.group["fused"])
+    moved: dict[int, Tensor] = {}
+    for local in part.group["params"]:
+        entries: Any = state.get(local, {})
+        counter = entries.get("step")
+        device = local.device if fused else torch.device("cpu")
+        if isinstance(counter, Tensor) and counter.device != device:
+            moved[id(counter)] = entries["step"] = counter.to(device, non_blocking=fused)
+    if moved and part.lists is not None:
+        shards.cache = None
+        part.lists = [[moved.get(id(each), each) for each in column] for column in part.lists]
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
@@ -165,12 +190,9 @@ def refuse_all_sparse(spec: AlgorithmSpec, names: Mapping[Tensor, str]) -> None:
         raise GradientError(f"{spec.name} takes no sparse gradients", problems, code="sparse-gradient")
 
 
-def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
-    """Whether a group names no implementation, and the fused one is the fastest with equal results.
-
-    It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
-    """
-    names_none = (
+def _names_none(group: Group) -> bool:
+    """Whether a group names no implementation, and its options and state are the same in the for-loop and fused."""
+    return (
         group["fused"] is None
         and group["foreach"] is None
         and not group["differentiable"]
@@ -178,11 +200,6 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bo
         and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
         and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
     )
-    if not names_none:
-        return False
-    kinds = shards.kinds
-    agrees = all(dtype in spec.fused_agrees for _, dtype in kinds)
-    return agrees and (all(on_cpu for on_cpu, _ in kinds) or _has_kernel(spec, group, shards))
 
 
 def _has_kernel(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
@@ -191,16 +208,20 @@ def _has_kernel(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
     return len(kinds) == 1 and not isinstance(group["lr"], Tensor) and has_fused_kernel(spec.name, kinds.pop())
 
 
-def _have_one_dtype(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether each local tensor, its gradient and its state have one dtype, as kernels of accelerators require."""
-    return all(len({each.dtype for each in row}) == 1 for row in zip(*columns, strict=True))
+def _agrees(row: Row, dtypes: Collection[torch.dtype] | None, on_host: bool) -> bool:
+    """Whether the fused implementation takes the dtypes of a local tensor, its gradient and its state.
+
+    Args:
+        dtypes: in which it computes what the loop computes; None where it was asked for by name.
+        on_host: else all of the row must have one dtype, as kernels of accelerators require.
+    """
+    return (dtypes is None or row[0].dtype in dtypes) and (on_host or len({each.dtype for each in row}) == 1)
 
 
-def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Tensor]] | None:
+def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Any]]:
     """Returns columns of equal layout: local tensors with gradients, the gradients, and each kind of state that exists.
 
-    None where some local tensors have such state, and others get it in this step: torch's fused implementations make it
-    for all of their parameters or for none, and fail otherwise.
+    State is None for a local tensor that gets it in this step, while others have it.
     """
     names = [entry.name for entry in spec.state if entry.kind is Kind.PARAMETER]
     if step.lists is None:
@@ -212,13 +233,7 @@ def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[T
         local_tensors, gradients, *others = step.lists
         others = [column for column in others if _name_of(column, local_tensors, state) in names]
     columns = [local_tensors, gradients]
-    for column in others:
-        absent = sum(map(is_, column, repeat(None)))
-        if 0 < absent < len(column):
-            return None
-        if not absent:
-            columns.append(column)
-    return columns
+    return columns + [column for column in others if not all(map(is_, column, repeat(None)))]
 
 
 def _name_of(column: Sequence[Tensor | None], local_tensors: Sequence[Tensor], state: States) -> str:

@@ -263,7 +263,7 @@ class LocalOptimizer:
             if gathers_as_torch(self.optimizer):
                 for step in steps:
                     step.gather(self.optimizer)
-            settle_fused(spec, steps, self.optimizer.state, self._names)
+            settle_fused(spec, steps, self.optimizer, self._names)
             place_counters(steps, self.optimizer.state)
         except BaseException:
             undo()

@@ -34,12 +34,12 @@ def lie_in_order(columns: Columns) -> bool:
     return all(each == sizes[0] for each in sizes) and are_contiguous(chain.from_iterable(columns))
 
 
-def misfits(columns: Columns) -> list[tuple[Row, Tensor]]:
+def misfits(rows: Iterable[Row]) -> list[tuple[Row, Tensor]]:
     """Returns the rows with tensors in different memory orders, each with the first tensor that differs.
 
     Where they are, in whatever order of dimensions, a kernel may walk through them together.
     """
-    candidates = ((row, _misfit(row)) for row in zip(*columns, strict=True))
+    candidates = ((row, _misfit(row)) for row in rows)
     return [(row, tensor) for row, tensor in candidates if tensor is not None]
 
 

@@ -1,0 +1,55 @@
+"""torch's implementation is chosen for each tensor by itself: replicas have other tensors beside them on each rank."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+
+STEPS = 4
+ALGORITHMS = {
+    "sgd": {"momentum": 0.9, "dampening": 0.5},
+    "adam": {},
+    "adamw": {"weight_decay": 0.1},
+    "adagrad": {},
+}
+BESIDE = {
+    "later": {},  # gets its first gradient in the third step
+    "float16": {"dtype": torch.float16},
+    "turned": {},  # gradients whose elements lie in another order
+    "gap": {},  # a column of a wider matrix
+}
+
+
+def made(name, dtype):
+    generator = torch.Generator().manual_seed(len(name))
+    whole = torch.randn(6, 5, generator=generator).to(dtype)
+    return nn.Parameter(whole[:, :3] if name == "gap" else whole[:, :3].contiguous())
+
+
+def gradient_of(name, step, dtype):
+    if name == "later" and step < 2:
+        return None
+    gradient = torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + len(name))).to(dtype)
+    return gradient.t().contiguous().t() if name == "turned" else gradient
+
+
+def trained(algorithm, dtype, *names):
+    params = {name: made(name, BESIDE.get(name, {}).get("dtype", dtype)) for name in names}
+    optimizer = shardopt.keyed(algorithm, params, lr=0.1, **ALGORITHMS[algorithm])
+    for step in range(STEPS):
+        for name, parameter in params.items():
+            parameter.grad = gradient_of(name, step, parameter.dtype)
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    return {name: [parameter.detach(), *state[name].values()] for name, parameter in params.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_bits_of_a_parameter_do_not_depend_on_what_is_beside_it(algorithm, beside, dtype):
+    together = trained(algorithm, dtype, "w", beside)
+    for name in ("w", beside):
+        for here, alone in zip(together[name], trained(algorithm, dtype, name)[name], strict=True):
+            assert torch.equal(here, alone), name
