@@ -166,8 +166,7 @@ class GroupStep(Part):
     def __init__(self, group: Group, shards: GroupShards) -> None:
         super().__init__(group)
         self.shards = shards
-        self.parts: list[Part] = [self]
-        """The whole group, or parts of it that take different implementations."""
+        self._parts: list[Part] | None = None
         self._before: Group = {name: group[name] for name in ("params", "fused") if name in group}
         # A cache is kept only where every parameter is sharded and has one local tensor.
         self._options = deciding_options(group) if shards.alike else ()
@@ -228,11 +227,20 @@ class GroupStep(Part):
         kept_state = [list(each) for each in state]
         shards.cache = StepCache(self._options, present, list(stepped), kept_state, self.init_result)
 
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The whole group, or parts of it that take different implementations."""
+        return (self,) if self._parts is None else self._parts
+
+    @property
+    def is_split(self) -> bool:
+        return self._parts is not None
+
     def split(self, optimizer: Optimizer, parts: Iterable[tuple[list[Tensor], bool | None]]) -> None:
         """Has torch step these local tensors in parts, each with its own value of "fused"."""
-        self.parts = [Part({**self.group, "params": tensors, "fused": fused}) for tensors, fused in parts]
+        self._parts = [Part({**self.group, "params": tensors, "fused": fused}) for tensors, fused in parts]
         if self.lists is not None:
-            for part in self.parts:
+            for part in self._parts:
                 part.lists, part.init_result = gather_lists(optimizer, part.group)
 
     def restore(self) -> None:

@@ -113,7 +113,7 @@ def place_counters(steps: Iterable[GroupStep], state: States) -> None:
         shards, group = step.shards, step.group
         if not shards.local_tensors or shards.local_tensors[0].is_cpu or "fused" not in group:
             continue
-        fused = bool(group["fused"]) if step.parts == [step] else None
+        fused = None if step.is_split else bool(group["fused"])
         if group.get("capturable") or (step.repeats and fused is not None and shards.was_fused == fused):
             continue
         shards.was_fused = fused
