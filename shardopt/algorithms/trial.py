@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.initial_state import initial_state, made_of
-from shardopt.algorithms.registry import AlgorithmSpec, StateEntry, StepsOn
+from shardopt.algorithms.registry import AlgorithmSpec, Kind, StateEntry, StepsOn
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.runtime.torch_private import step_without_hooks
 from shardopt.sharding.gradients import is_added_up
@@ -30,6 +30,7 @@ from shardopt.sharding.view import view_of
 _STEPS = 3
 _SCALES = (0.01, 1.0, 10.0, 0.1)  # of rows, whose norms then differ from those of the whole
 _COLUMNS = 3
+_MADE_ALIKE = (Kind.SCALAR, Kind.PARAMETER, Kind.ROWS, Kind.COLUMNS, Kind.TABLE_ROWS)  # by `made_of`
 
 Make = Callable[[list[Tensor]], Optimizer]
 
@@ -58,7 +59,8 @@ def refuse_contradicted(
     dtypes = {view_of(parameter).dtype for parameter in parameters if is_added_up(parameter)}
     problems: dict[str, Problem] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for dtype in sorted(dtypes, key=str):
+        problems = {problem.key: problem for problem in _not_to_be_made(spec, make)}
+        for dtype in sorted(dtypes, key=str) if not problems else ():
             problems |= {problem.key: problem for problem in _tried(_contradictions, spec, make, dtype)}
         if spec.elementwise and not problems:
             problems = {problem.key: problem for problem in _tried(_parts_differ, spec, make, torch.float64)}
@@ -76,6 +78,33 @@ def _tried(find: Callable[..., list[Problem]], *arguments: Any) -> list[Problem]
         return find(*arguments)
     except Exception:
         return []
+
+
+def _not_to_be_made(spec: AlgorithmSpec, make: Make) -> list[Problem]:
+    """Returns entries whose `exists` or `initial` raises: else the first load into a new optimizer would."""
+    parameter, _ = _example(torch.float32)
+    try:
+        group = make([parameter]).param_groups[0]
+    except Exception:  # the user's own call raises it again
+        return []
+    problems = []
+    for entry in spec.state:
+        if entry.kind not in _MADE_ALIKE:
+            continue
+        try:
+            if entry.exists(group):
+                made_of(entry, group, parameter)
+        except Exception as error:
+            options = ", ".join(name for name in group if name != "params")
+            problems.append(
+                Problem(
+                    f"{spec.name}.state.{entry.name}",
+                    f"{type(error).__name__}: {error} from its initial= or exists=",
+                    "ones that go with the options of a group",
+                    f"name one of {options}",
+                )
+            )
+    return problems
 
 
 def _contradictions(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> list[Problem]:

@@ -102,7 +102,7 @@ class LowPrecisionStep(RowSharingStep):
         return self.state or self.optimizer.initial_state(self.group, self.parameter)
 
     @cached_property
-    def _scalars(self) -> dict[str, Tensor]:
+    def _scalars(self) -> dict[str, Tensor | int]:
         """The algorithm's own numbers in the state."""
         entries = self._inner.spec.entries(self.group, len(self._shape))
         return {entry.name: self.working[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
@@ -115,7 +115,7 @@ class LowPrecisionStep(RowSharingStep):
         """Takes the algorithm's step on scratch memory, with the numbers of the state."""
         if not self.working[STEP] and self._inner.spec.settled_at_first_step:
             return self._inner.step(self.group, tensor, gradient, {})
-        scalars = {name: value.clone() for name, value in self._scalars.items()}
+        scalars = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self._scalars.items()}
         return self._inner.step(self.group, tensor, gradient, {**scalars, **entries})
 
     def flag(self) -> None:
@@ -132,7 +132,10 @@ class LowPrecisionStep(RowSharingStep):
             for into, new in zip(local_tensors(self.state[f"{name}_scale"]), local_tensors(scales), strict=True):
                 into.copy_(as_stored(new))
         for name, value in self._scalars.items():
-            value.copy_(stepped.state[name])
+            if isinstance(value, Tensor):
+                value.copy_(stepped.state[name])
+            else:
+                self.working[name] = stepped.state[name]
         if STEP not in stepped.state:
             self.state[STEP] += 1
         self.changed = stepped.changed

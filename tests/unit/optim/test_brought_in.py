@@ -92,6 +92,32 @@ def test_state_that_the_spec_does_not_name_is_refused_with_its_entry():
     assert refusal({}, state=(AVERAGE,)).remedy == "add StateEntry('step', Kind.SCALAR)"
 
 
+@pytest.mark.parametrize("entry", [{"initial": "strat"}, {"exists": lambda options: options["strat"]}])
+def test_an_option_that_is_misspelt_in_the_spec_is_refused_at_once(entry):
+    problem = refusal({}, state=(StateEntry("average", Kind.PARAMETER, **entry), STEP))
+    assert problem.key == "changed.state.average" and problem.found.startswith("KeyError: 'strat'")
+    assert problem.remedy == "name one of lr, start"
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, torch.uint8])
+def test_a_plain_count_is_counted_in_fewer_bits_too(state_dtype):
+    def make(self, group, parameter):
+        return Outside.make(self, group, parameter) | {"seen": 0}
+
+    def update(self, group, parameter, state):
+        state["seen"] += 1
+        return state["average"]
+
+    seen = StateEntry("seen", Kind.SCALAR, Dtype.PLAIN_COUNT)
+    bits = {} if state_dtype is None else {"state_dtype": state_dtype}
+    optimizer = keyed({"make": make, "update": update}, state=(AVERAGE, STEP, seen), **bits)
+    (parameter,) = optimizer.params.values()
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert optimizer.state_dict()["state"]["w"]["seen"] == 3
+
+
 def test_state_that_the_class_never_makes_is_refused():
     problem = refusal({}, state=(AVERAGE, STEP, StateEntry("slow", Kind.PARAMETER)))
     assert problem.key == "changed.state.slow" and problem.found == "nothing after 3 steps"
