@@ -55,7 +55,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]  # as above
         last_save_model_only: bool = False
         stage: Literal["none", "now", "lazy"] = "now"
         stop_on_sigterm: bool = True
@@ -142,7 +142,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         return {DATA: dict(state) if _RANKS in state else self._loader}
 
 
-class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
+class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]  # torchtitan may be absent
     """The optimizers of torchtitan's groups as one, keyed by name, over all of a rank's model parts.
 
     Attributes:
@@ -159,7 +159,7 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
+    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]  # as above
         pass
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:

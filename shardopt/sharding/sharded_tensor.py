@@ -168,8 +168,8 @@ def _made(
         requires_grad=False,
     )
     made._metadata = metadata
-    # torch leaves this untyped; it sets the process group and the (empty) remote shards.
-    made._prepare_init(process_group=group, init_rrefs=False)  # type: ignore[no-untyped-call]
+    # It sets the process group and the (empty) remote shards.
+    made._prepare_init(process_group=group, init_rrefs=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     made._local_shards = [LocalShard(local, shard) for local, shard in zip(tensors, here, strict=True)]
     return made
 

@@ -104,7 +104,10 @@ def wrappers():
 @pytest.mark.parametrize("wrapping", wrappers())
 def test_modes_and_resume_through_every_wrapper(wrapping, mode):
     """A run that saves in either mode goes on as one that loads there, whatever mode the other is in."""
-    make = lambda params: wrappers()[wrapping](shardopt.keyed("ScheduleFreeAdamW", params, **WARM))  # noqa: E731
+
+    def make(params):
+        return wrappers()[wrapping](shardopt.keyed("ScheduleFreeAdamW", params, **WARM))
+
     params = parameters()
     optimizer = make(params)
     train(optimizer, params, last=6)

@@ -61,7 +61,7 @@ class App:
     def __init__(self, job: Job, number: int, rank: int, layers: int) -> None:
         self.tensors = {name: torch.zeros(3) for name in _SHARED}
         self.stage = {f"layer{i}": torch.zeros(2) for i in range(layers) if not job.stages or i % job.ranks == rank}
-        self.state = {
+        self.state: dict[str, Any] = {
             "model": _Slow({**self.tensors}, job.state_seconds if rank == job.slow_rank else 0.0),
             "stage": dict(self.stage),
             "frozen": torch.arange(4.0),
@@ -167,10 +167,10 @@ class RunningJob:
     def _start(self, rank: int) -> None:
         scheduler = self.world.scheduler
         process = Process(scheduler, f"job {self.number} rank {rank}", f"host{self.number}.{rank // 2}")
-        process.address = f"10.0.{self.number}.{rank // 2 + 1}"  # type: ignore[attr-defined]
-        process.job_size = self.job.ranks  # type: ignore[attr-defined]
-        process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0  # type: ignore[attr-defined]
-        process.gives_up = lambda: self._judge_given_up(rank)  # type: ignore[attr-defined]
+        process.address = f"10.0.{self.number}.{rank // 2 + 1}"
+        process.job_size = self.job.ranks
+        process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0
+        process.gives_up = lambda: self._judge_given_up(rank)
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.rank == rank:
                 self._place(fault, process, rank)
@@ -264,9 +264,9 @@ class RunningJob:
     def _main(self, process: Process, rank: int) -> None:
         begin_process(process, self.job.ranks_per_block)
         process.at_exit.append(end_process)
-        process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
+        process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)
         with suppress(ShardoptError, _Stopped, _Left, KeyboardInterrupt):  # it was noted
-            self._train(process.group, rank)  # type: ignore[attr-defined]
+            self._train(process.group, rank)
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job
@@ -314,7 +314,7 @@ class RunningJob:
     def _look_alone(self) -> list[int]:
         """Looks at the run, on one rank alone."""
         destinations = [Mirror(MIRROR)] if self.job.mirror else []
-        return Manager(ROOT, destinations=destinations, process_group=self.processes[0].group).steps()  # type: ignore[attr-defined]
+        return Manager(ROOT, destinations=destinations, process_group=self.processes[0].group).steps()
 
     def _restore(self, manager: Manager, app: App, rank: int) -> int:
         wanted = None

@@ -126,7 +126,7 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
         begin_process(reader)
         roots = [ROOT, MIRROR] if jobs[0].job.mirror else [ROOT]
         for root in roots:
-            storage = current_world().open_storage(root, True, lambda url, durable: None)
+            storage = world.open_storage(root, True, lambda url, durable: None)
             for name in storage.names():
                 if name.startswith("step-") and storage.child(name).exists("manifest.json"):
                     url = storage.child(name).url
@@ -184,9 +184,10 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         )
         if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
             problems.append(f"a call failed in a job without faults: {told}")
-    for number, job in enumerate(jobs):
-        if len(job.server.data) > 40 + 20 * sum(each.job.ranks for each in jobs):
-            problems.append(f"the store of job {number} has {len(job.server.data)} keys: {sorted(job.server.data)}")
+    for number, running in enumerate(jobs):
+        stored = running.server.data
+        if len(stored) > 40 + 20 * sum(each.job.ranks for each in jobs):
+            problems.append(f"the store of job {number} has {len(stored)} keys: {sorted(stored)}")
     return problems
 
 
@@ -254,14 +255,14 @@ def _meaning(told: Told, left: set[int]) -> str:
     return f"{kind}: lost {lost}" if lost else re.sub(r"\S*/", "", told.text)
 
 
-def _slow_planning() -> mock._patch[object]:  # type: ignore[name-defined]
+def _slow_planning() -> mock._patch[object]:
     """Has the making of plans take as much simulated time as a job says."""
     plan = agree_plan.Planning.plan
 
     def slowly(planning: agree_plan.Planning, comparison: agree_plan.Comparison) -> BaseException | None:
         world = current_world()
         assert isinstance(world, SimulatedWorld)
-        seconds = getattr(world._process(), "planning_seconds", 0.0)
+        seconds = world._process().planning_seconds
         if seconds:
             world.sleep(seconds)
         return plan(planning, comparison)

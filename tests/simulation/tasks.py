@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # has no type hints
 
 
 class Killed(BaseException):
@@ -30,6 +30,7 @@ class Process:
         stopped: whether it is stopped, as by SIGSTOP.
         operations: how many operations it has done that others may see; faults are placed by this number.
         keeps: module namespace, name and value of all that modules keep once for each process.
+        address, job_size, group, planning_seconds, gives_up: given by the job, if it is of one.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, host: str = "") -> None:
@@ -41,6 +42,11 @@ class Process:
         self.main: Task | None = None
         self.main_ended = False
         self.keeps: list[tuple[dict[str, Any], str, Any]] = []
+        self.address = ""
+        self.job_size = 1
+        self.group: Any
+        self.planning_seconds = 0.0
+        self.gives_up: Callable[[], None]
         self.at_operation: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self.at_exit: list[Callable[[], None]] = []  # by the program, once its threads have ended
         self.at_end: list[Callable[[], None]] = []  # by the system, whatever ends it

@@ -200,7 +200,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
             return rearranged(reader, options.rearrange) if options.rearrange else reader
 
         if options.rename:
-            flattened = lambda: flatten(app, options.tied)  # noqa: E731
+            flattened = partial(flatten, app, options.tied)
             rules = find_rules_due(ranks, what, opened, flattened, select, options.rename, skip)
         rename = None if rules is None else rules.rename
         may_be_as_stored = not (select or skip or rename or options.tied)

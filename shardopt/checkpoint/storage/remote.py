@@ -171,7 +171,7 @@ class RemoteStorage(Storage):
         total = 0
         try:
             for part in parts:
-                self._requests.within_deadline(lambda part=part: file.write(part))  # type: ignore[misc]  # bound now
+                self._requests.within_deadline(partial(file.write, part))
                 total += len(part)
             self._requests.within_deadline(file.close)
         except BaseException:

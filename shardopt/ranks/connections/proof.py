@@ -20,7 +20,7 @@ import hmac
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.world import world
@@ -184,7 +184,7 @@ def _message(kind: Kind, **fields: object) -> Message:
     return Message(kind, data=json.dumps(fields).encode())
 
 
-def _fields(message: Message, kind: Kind, **types: type) -> list:  # type: ignore[type-arg]  # of these types
+def _fields(message: Message, kind: Kind, **types: type) -> list[Any]:
     """Returns the fields of a message of this kind. Raises Refused."""
     try:
         fields = json.loads(message.data) if message.kind == kind else None
