@@ -75,7 +75,7 @@ class Output:
         widths: defaultdict[int, int] = defaultdict(int)
         for row in table:
             for i, cell in enumerate(row):
-                if i in right or i < len(row) - 1:  # what ends a line takes no room from other lines
+                if i in right or i < len(row) - 1:  # a cell that ends a line takes no room from other lines
                     widths[i] = max(widths[i], min(cell_width(cell.text), _WIDEST_PADDED))
         for row in table:
             spans: list[Span] = []

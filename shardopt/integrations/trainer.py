@@ -32,7 +32,7 @@ from shardopt.ranks import ranks_of
 
 __all__ = ["ShardoptCallback"]
 
-# What the arguments of this run say, and not those of the run that saved.
+# Taken from the arguments of this run, not of the run that saved.
 _OF_THIS_RUN = {
     *("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params"),
     *("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
@@ -74,7 +74,7 @@ class ShardoptCallback(TrainerCallback):
         self._random: dict[str, Any] | None = None
         self._batches = self._steps = 1  # of an epoch; batches of this rank
         self._samples = 0  # of a step, on all ranks together
-        self._order: dict[str, int] = {}  # what the order of samples follows from; none where data begins anew
+        self._order: dict[str, int] = {}  # determines the order of samples; empty where data begins anew
         self.restored = 0
 
     @property

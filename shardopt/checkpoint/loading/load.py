@@ -172,7 +172,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     if options.storage_options is not None:
         use_options(url, options.storage_options)
     ranks = ranks_of(options.process_group, options.deadline_seconds)
-    # What is loaded replaces the state that the app gives here, and drops the checks of it.
+    # The load replaces the state that the app gives here, and drops the checks of it.
     with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused(), taking_state():
         report, differences = _load(ranks, url, app, options)
     emit_report("load", report, for_all=ranks.rank == 0)

@@ -53,7 +53,7 @@ class LoadPlan:
         self.strict = strict
         self.convert_dtype = convert_dtype
         self.convert_state = convert_state
-        self.conversions: list[Any] = []  # what became of entries, `low_precision.conversion.Conversion`
+        self.conversions: list[Any] = []  # changes of entries, `low_precision.conversion.Conversion`
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])

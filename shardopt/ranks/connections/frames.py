@@ -256,7 +256,7 @@ class Decoder:
                     self._append((kind, session, number), part, bool(more), messages)
                 at = end + sealed
                 if kind == Kind.WELCOME and not self.trusts:
-                    return  # what follows has seals, for which `trust` is called first
+                    return  # the rest has seals, for which `trust` is called first
         finally:
             del self._buffer[:at]
 

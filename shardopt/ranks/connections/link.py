@@ -288,8 +288,8 @@ def take_leave(links: Sequence[Link], seconds: float) -> list[Link]:
     for link in links:
         with suppress(OSError):
             link.socket.shutdown(SHUT_WR)
-    # What comes at a socket that is closed, or is not read there, destroys what was sent and has not arrived. So all is
-    # read until the peers close too, which they do once they have read to the end.
+    # Bytes that come at a closed socket, or are not read there, destroy those that were sent and have not arrived. So
+    # all is read until the peers close too, which they do once they have read to the end.
     while links := [link for link in links if goes_on(link, link.receive)]:
         if world().monotonic() >= end:
             break

@@ -216,7 +216,7 @@ class Peers:
         self.unauthenticated.forget(link)
         link.put_message(Message(Kind.WELCOME))
         if side.returns and before is not None:
-            # Whether or not this end has noticed that it was gone.
+            # This end may not have noticed that it was gone.
             if not before.suspended:
                 self.selector.unregister(before.socket)
                 before.suspend()

@@ -33,7 +33,7 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What two peers prove to each other: that they are these ranks of this session.
+    """The claim that two peers prove to each other: they are these ranks of this session.
 
     Args:
         session, key: hexadecimal digits; `key` is the session's, or of who comes back.
@@ -69,7 +69,7 @@ class Known(Protocol):
 
 
 class Side:
-    """What both sides know after the proof.
+    """The keys and counts that both sides know after the proof.
 
     Attributes:
         key: by which the one that connects comes back; "" before both have proved themselves.
