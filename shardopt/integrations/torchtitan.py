@@ -36,9 +36,9 @@ _RANKS = "world_size"  # under which torchtitan's loaders have the number of dat
 class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]  # torchtitan may be absent
     """A torchtitan checkpoint manager that saves and restores by a `checkpoint.Manager`.
 
-    Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs go on with other
+    Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs resume with other
     meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`)
-    go on with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
+    resume with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
 
     Args:
         config: `folder`, `interval`, `keep_latest_k`, `load_step` and `exclude_from_loading` are torchtitan's;

@@ -61,7 +61,7 @@ class ShardoptCallback(TrainerCallback):
         restored: the step that training began with.
 
     Raises when training begins:
-        OptionError: data or accumulation by which training cannot go on in the middle of an epoch.
+        OptionError: data or accumulation by which training cannot resume in the middle of an epoch.
         StateError: the optimizer cannot be keyed by parameter name.
         MismatchError: the global batch is another than it was, or the data set has another size; nothing was loaded.
     """
@@ -218,7 +218,7 @@ class _GoesOn:
     """A sampler that begins where another run stopped: after some epochs, and some samples of the next.
 
     Epochs are filled up here, to batches that are whole: the loader does so with the first samples that it is given,
-    which in an epoch that is gone on with are not the first ones of the epoch.
+    which in an epoch that resumes are not the first ones of the epoch.
 
     Args:
         sampler: gives the samples of all ranks, in the order of an epoch.

@@ -147,7 +147,7 @@ def test_versions_2_and_3_are_loaded_by_ranks(path, size):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_optimizers_of_earlier_versions_go_on(version):
+def test_optimizers_of_earlier_versions_resume(version):
     path = Path(__file__).parent / f"optimizers_v{version}"
     assert checkpoint.verify(path).ok
     trained, resumed = optimizers(), optimizers()

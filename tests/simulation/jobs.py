@@ -158,8 +158,8 @@ class RunningJob:
         for rank in range(self.job.ranks):
             self._start(rank)
 
-    def goes_on_beside(self, job: RunningJob) -> None:
-        """Has ranks that are stopped go on beside another job, at their operation of its rank 0."""
+    def resumes_beside(self, job: RunningJob) -> None:
+        """Has stopped ranks continue beside another job, at their operation of its rank 0."""
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.kind == "stop" and fault.beside:
                 job.processes[0].at_operation[fault.beside].append(self.processes[fault.rank].go_on)
@@ -219,13 +219,13 @@ class RunningJob:
 
     def _judge_stopped(self, process: Process, rank: int) -> None:
         if not process.dead and rank not in self.disturbed:
-            self.ledger.problems.append(f"rank {rank} of job {self.number} was told to stop, and goes on")
+            self.ledger.problems.append(f"rank {rank} of job {self.number} got a signal, and continues")
 
     def _judge_given_up(self, rank: int) -> None:
-        """Judges a rank that was told to stop and has ended without: something else must have held it up."""
+        """Judges a rank that got a signal and has ended without a save: something else must have held it up."""
         slow = self.job.planning_seconds or self.job.state_seconds
         if not slow and all(fault.kind == "signal" for fault in self.schedule.faults) and not self.disturbed:
-            self.ledger.problems.append(f"rank {rank} of job {self.number} was told to stop, and was not done in time")
+            self.ledger.problems.append(f"rank {rank} of job {self.number} got a signal, and was not done in time")
         self.disturbed.add(rank)
 
     def _damage_newest(self) -> None:
@@ -385,7 +385,7 @@ class RunningJob:
     def _call(
         self, rank: int, call: str, function: Callable[[], Any], ends: bool = False, compared: bool = True
     ) -> Any:
-        """Makes a call, and notes what it has told; returns None after an error with which a program can go on."""
+        """Makes a call, and notes what it has told; returns None after an error with which a program can continue."""
         scheduler = self.world.scheduler
         scheduler.note(f"job {self.number} rank {rank}", f"calls {call}")
         begin, ok, result = scheduler.now, False, None
@@ -397,7 +397,7 @@ class RunningJob:
         except KeyboardInterrupt:
             text = "KeyboardInterrupt"
         except SystemExit:
-            ok, text = True, "told to stop"
+            ok, text = True, "preempted"
             raise _Left from None
         except ShardoptError as error:
             text = f"{type(error).__name__}: {error}"
@@ -423,7 +423,7 @@ class _Stopped(Exception):
 
 
 class _Left(Exception):
-    """Ends a rank that was told to stop, and has saved."""
+    """Ends a rank that got a signal, and has saved."""
 
 
 def _described(result: Any) -> str:

@@ -90,7 +90,7 @@ def _run_jobs(world: SimulatedWorld, schedule: Schedule, ledger: Ledger, jobs: l
         ledger.current = number
         running = RunningJob(world, server, schedule, number, ledger)
         if jobs:
-            jobs[-1].goes_on_beside(running)
+            jobs[-1].resumes_beside(running)
         jobs.append(running)
         until = scheduler.now + (job.saves + 4) * seconds_allowed(schedule)
         if not scheduler.run(running.has_ended, until):
@@ -108,7 +108,7 @@ def _end(world: SimulatedWorld, processes: list[Process]) -> None:
 
 
 def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
-    """Lets go on what is left of earlier jobs; then reads all checkpoints there are."""
+    """Lets the processes left of earlier jobs continue; then reads all checkpoints there are."""
     scheduler = world.scheduler
     left = [process for job in jobs for process in job.processes if not process.dead]
     for process in left:
@@ -226,7 +226,7 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
 
 _WAS_FIRST = re.compile("the path is taken|do not share the storage|give one of the steps that are there")
 _TAKEN_AWAY = re.compile("were removed while it was committed|cannot write to .*No such file or directory")
-"""What is said of a save whose files a process of a job before, that goes on, has taken for remains."""
+"""What is said of a save whose files a process of a job before, that continues, has taken for remains."""
 _COPIES = re.compile(
     "does not see the files of other ranks|were removed while it was committed"
     "|found no such file|there is no checkpoint|refers to was removed while it was saved"

@@ -107,7 +107,7 @@ class AfterCommit:
         """Begins tasks that an earlier process of the job may have left unfinished. Collective.
 
         Args:
-            restored: the checkpoint from which the run goes on; None where there was none.
+            restored: the checkpoint from which the run resumes; None where there was none.
         """
         if TIERS_NAME in self._run.root.names and self._run.ranks.rank == 0:
             paths = () if self.tiers is None else self.tiers.paths

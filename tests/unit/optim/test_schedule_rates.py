@@ -177,7 +177,7 @@ def test_an_exchange_is_refused_though_all_rates_are_one_now(tmp_path, factor):
         checkpoint.load(tmp_path / "c", made(warmed_up, ("weight", "bias")), init_state=True)
 
 
-def test_a_schedule_goes_on_with_groups_that_were_added_behind_it(tmp_path):
+def test_a_schedule_resumes_with_groups_that_were_added_behind_it(tmp_path):
     def app():
         app = made(SCHEDULES["step"])
         app["model"].append(more := torch.nn.Linear(4, 4))
