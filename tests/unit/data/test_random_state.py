@@ -77,7 +77,8 @@ def test_the_choice_on_resize_must_be_made():
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata 0.11 calls what torch 2.13 has deprecated
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_resumes(tmp_path, workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    reason = "torchdata is not installed (launch/test_integrations.sh)"
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
 
     def loader():
         torch.manual_seed(3)
