@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -126,7 +127,7 @@ def run_real(
         measured(lambda: ranks.agree("beginning", lambda: None))
         for number in range(SAVES):
             description = describe()
-            measured(lambda n=number, each=description: save(n, each))  # type: ignore[misc]  # of a lambda
+            measured(partial(save, number, description))
         start.wait()
     results.send(found)
 

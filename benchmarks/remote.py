@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]  # has no type hints
 
 from shardopt import checkpoint
 from shardopt.checkpoint.sources.own import OwnSource
@@ -29,7 +29,7 @@ LATENCY_SECONDS = 0.03
 BYTES_PER_SECOND = 80e6
 
 
-class Far(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
+class Far(MemoryFileSystem):  # type: ignore[misc]  # as above
     protocol = "far"
     cachable = False
 

@@ -322,7 +322,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
 
 
 def _next_terms(steps: Iterable[Any], rounds: Iterable[tuple[Sequence[Any], Iterator[Any]]]) -> list[Term]:
-    """Goes on in the equations of all batches, to their next exchange; returns its terms in the order of the steps."""
+    """Continues the equations of all batches to their next exchange; returns its terms in the order of the steps."""
     found: dict[Any, Iterable[Term]] = {}
     for batch, equations in rounds:
         found.update(zip(batch, next(equations, ()), strict=False))

@@ -36,7 +36,7 @@ def cuts_of_rows(parameter: Tensor) -> tuple[ShardGroup, ...]:
 
 
 class SharedRows:
-    """What the ranks that share rows of one parameter exchange in a step: a flag, and who lacks a gradient.
+    """The exchange, in a step, of the ranks that share rows of one parameter: a flag, and who lacks a gradient.
 
     Args:
         parameter: whose rows are cut.

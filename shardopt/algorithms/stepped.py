@@ -1,4 +1,4 @@
-"""What a step has changed, by torch's counters of changes: so that it shows whether loads have replaced it since."""
+"""The changes of a step, by torch's counters: they show whether loads have replaced them since."""
 
 from __future__ import annotations
 

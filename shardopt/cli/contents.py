@@ -17,7 +17,7 @@ from shardopt.state.paths import PARAM_GROUPS
 from shardopt.state.values import encode_value
 
 _LONGEST_VALUE = 200
-_WIDEST_LINE = 60  # after which a list goes on in the next one
+_WIDEST_LINE = 60  # after which a list continues in the next one
 _MOST_PATTERNS = 4
 _MOST_BOXES = 16
 

@@ -23,7 +23,7 @@ Kind = Literal["equal", "shape", "dtype", "values", "bits"]
 
 @dataclass(slots=True)
 class TensorDifference:
-    """How a tensor of one checkpoint differs from another's.
+    """The difference between a tensor of one checkpoint and another's.
 
     Args:
         kind: "equal": the same bytes. "shape": of other shapes, whose values were not compared. "dtype": of other

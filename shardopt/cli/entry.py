@@ -54,7 +54,7 @@ def _call(verb: Verb, json: bool, modules: Sequence[str], **values: Any) -> int:
             status = _WRONG_CALL if isinstance(error, OptionError) else _WRONG
         return status
     except (ReaderGone, BrokenPipeError):
-        # What is still in buffers must not fail once more when the interpreter writes it out.
+        # The bytes still in buffers must not fail once more when the interpreter writes them out.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

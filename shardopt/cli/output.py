@@ -75,7 +75,7 @@ class Output:
         widths: defaultdict[int, int] = defaultdict(int)
         for row in table:
             for i, cell in enumerate(row):
-                if i in right or i < len(row) - 1:  # what ends a line takes no room from other lines
+                if i in right or i < len(row) - 1:  # a cell that ends a line takes no room from other lines
                     widths[i] = max(widths[i], min(cell_width(cell.text), _WIDEST_PADDED))
         for row in table:
             spans: list[Span] = []
@@ -94,9 +94,8 @@ class Output:
         """Prints an error on stderr; its JSON form on stdout, if it was asked for."""
         self.error(error)
         if self.as_json:
-            known = isinstance(error, ShardoptError)
-            wire = error.to_json() if known else {"type": type(error).__name__, "message": str(error), "problems": []}  # type: ignore[attr-defined]  # `known`
-            self.data({"error": wire})
+            plain = {"type": type(error).__name__, "message": str(error), "problems": []}
+            self.data({"error": error.to_json() if isinstance(error, ShardoptError) else plain})
 
     def error(self, error: BaseException) -> None:
         """Prints an error on stderr, with the command that explains it."""

@@ -19,7 +19,7 @@ _NUMBERED = re.compile(r"(\D*)(0|[1-9][0-9]{0,17})(\D.*)?", re.ASCII | re.DOTALL
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What one key stands for.
+    """The tensor or value of one key, as it is shown.
 
     Args:
         key: the whole of it.

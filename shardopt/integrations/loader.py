@@ -57,7 +57,7 @@ class ResumableLoader:
 
         ResumableLoader(dataset, batch_size=64, seed=0, num_workers=2)
 
-    An epoch that was begun is gone on with: the next iteration gives the batches that are left. A batch counts as
+    An epoch that was begun resumes: the next iteration gives the batches that are left. A batch counts as
     seen once it is handed out; with the last one the next epoch begins.
 
     Args:

@@ -86,7 +86,7 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
     trained = {names[parameter]: parameter for group in groups for parameter in group[_PARAMS]}
     made = keyed(type(optimizer), trained, groups=first, **options[-1])
     for ours, theirs in zip(made.param_groups, groups, strict=True):
-        # What is no option of the class: a schedule, which has seen the groups, keeps its first rates there.
+        # Keys that are no options of the class: a schedule, which has seen the groups, keeps its first rates there.
         ours.update({name: value for name, value in theirs.items() if name not in accepted and name != _PARAMS})
     return made
 

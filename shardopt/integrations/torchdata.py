@@ -1,7 +1,7 @@
 """torchdata's `StatefulDataLoader` with a position that is saved with the job, for any ranks if its data allows.
 
 Samples that can be asked for by number (map-style data sets, mixtures of them, windows of a text, `Packed` documents)
-have one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream
+have one order for the whole job: the position in it is one number, and any number of ranks resumes behind it. A stream
 gives each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
 """
 

@@ -36,9 +36,9 @@ _RANKS = "world_size"  # under which torchtitan's loaders have the number of dat
 class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]  # torchtitan may be absent
     """A torchtitan checkpoint manager that saves and restores by a `checkpoint.Manager`.
 
-    Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs go on with other
+    Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs resume with other
     meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`)
-    go on with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
+    resume with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
 
     Args:
         config: `folder`, `interval`, `keep_latest_k`, `load_step` and `exclude_from_loading` are torchtitan's;
@@ -55,7 +55,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]  # as above
         last_save_model_only: bool = False
         stage: Literal["none", "now", "lazy"] = "now"
         stop_on_sigterm: bool = True
@@ -142,7 +142,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         return {DATA: dict(state) if _RANKS in state else self._loader}
 
 
-class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
+class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]  # torchtitan may be absent
     """The optimizers of torchtitan's groups as one, keyed by name, over all of a rank's model parts.
 
     Attributes:
@@ -159,7 +159,7 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
+    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]  # as above
         pass
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:

@@ -32,7 +32,7 @@ from shardopt.ranks import ranks_of
 
 __all__ = ["ShardoptCallback"]
 
-# What the arguments of this run say, and not those of the run that saved.
+# Taken from the arguments of this run, not of the run that saved.
 _OF_THIS_RUN = {
     *("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params"),
     *("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
@@ -61,7 +61,7 @@ class ShardoptCallback(TrainerCallback):
         restored: the step that training began with.
 
     Raises when training begins:
-        OptionError: data or accumulation by which training cannot go on in the middle of an epoch.
+        OptionError: data or accumulation by which training cannot resume in the middle of an epoch.
         StateError: the optimizer cannot be keyed by parameter name.
         MismatchError: the global batch is another than it was, or the data set has another size; nothing was loaded.
     """
@@ -74,7 +74,7 @@ class ShardoptCallback(TrainerCallback):
         self._random: dict[str, Any] | None = None
         self._batches = self._steps = 1  # of an epoch; batches of this rank
         self._samples = 0  # of a step, on all ranks together
-        self._order: dict[str, int] = {}  # what the order of samples follows from; none where data begins anew
+        self._order: dict[str, int] = {}  # determines the order of samples; empty where data begins anew
         self.restored = 0
 
     @property
@@ -218,7 +218,7 @@ class _GoesOn:
     """A sampler that begins where another run stopped: after some epochs, and some samples of the next.
 
     Epochs are filled up here, to batches that are whole: the loader does so with the first samples that it is given,
-    which in an epoch that is gone on with are not the first ones of the epoch.
+    which in an epoch that resumes are not the first ones of the epoch.
 
     Args:
         sampler: gives the samples of all ranks, in the order of an epoch.

@@ -56,7 +56,7 @@ class Ranks(Collectives):
         if group is not None and self.size > 1:
             self.channel = Channel(world().store_of(group, "shardopt"), self.rank, self.members)
         self.kept: dict[object, Any] = {}
-        """What others cache as long as these ranks live; side channels share it."""
+        """A cache for others, as long as these ranks live; side channels share it."""
 
     def with_deadline(self, seconds: float) -> Ranks:
         """Returns these ranks with another deadline, for the same rounds over the same connections. Local."""
@@ -77,7 +77,7 @@ class Ranks(Collectives):
         """
         ranks = cls(None)
         ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
-        ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
+        ranks._group = _no_group  # calls that need one raise, and do not run on each rank alone
         place = session or blake2b(repr(members).encode(), digest_size=16).hexdigest()
         store = world().store_of(job, f"shardopt-{place}")
         ranks.channel = Channel(store, ranks.rank, ranks.members, is_last=session != "")

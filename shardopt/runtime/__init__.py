@@ -1,1 +1,1 @@
-"""What the package needs from the interpreter, the system and torch's private parts, below all other rooms."""
+"""The package's needs from the interpreter, the system and torch's private parts, below all other rooms."""

@@ -1,4 +1,4 @@
-"""What depends on the type of accelerator: its module, streams for threads, and pinned host memory.
+"""Everything that depends on the type of accelerator: its module, streams for threads, and pinned host memory.
 
 Nothing else asks for CUDA by name. A new thread has device 0 and default streams, whatever its caller has.
 """

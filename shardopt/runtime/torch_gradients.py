@@ -62,7 +62,7 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
         )
 
     frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # what the app keeps out of collections, with `gc.freeze`, is found in no list
+    gc.unfreeze()  # objects that `gc.freeze` keeps out of collections are found in no list
     try:
         if not is_reduced():
             return False

@@ -135,7 +135,7 @@ def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
         return step(own, *args, **kwargs)
 
     noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's
-    optimizer.step = noted  # type: ignore[method-assign]
+    optimizer.step = noted  # type: ignore[method-assign]  # of this instance
 
 
 def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:

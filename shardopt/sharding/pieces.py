@@ -98,7 +98,7 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
     elif tensor.is_nested:
         actual, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its components"
     elif own_class and (type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor)):
-        # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
+        # A class that runs operations by itself may have no memory at all: a MaskedTensor's address is null.
         actual, remedy = (
             f"the tensor subclass {type(tensor).__name__}",
             "leave it out (select=), or pass the tensors that it wraps",

@@ -36,6 +36,7 @@ from shardopt.sharding.dtensor import dtensor_blocks_like, dtensor_stack_like, d
 from shardopt.sharding.sharded_tensor import (
     cut_dims,
     holders_of,
+    process_group_of,
     sharded_blocks_like,
     sharded_stack_like,
     sharded_sum_like,
@@ -73,8 +74,7 @@ def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
             if isinstance(placement, Shard | _StridedShard) and mesh.size(mesh_dim) > 1
         )
     if isinstance(tensor, ShardedTensor):
-        group = tensor._process_group
-        return () if group is None else (ShardGroup(group, cut_dims(tensor.metadata())),)
+        return (ShardGroup(process_group_of(tensor), cut_dims(tensor.metadata())),)
     return ()
 
 

@@ -38,9 +38,8 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
             actual = f"a shard placed on {meta.placement}"
             raise refusal(key, actual, "placements of the form rank:R/device", "name the rank of each shard")
         placed.append((tuple(meta.shard_offsets), tuple(meta.shard_sizes), holder))
-    group = tensor._process_group
     # Others, in groups like it, may hold the same tensor, as with a mesh that is a cut.
-    cut = group is not None and group.size() < dist.get_world_size()
+    cut = process_group_of(tensor).size() < dist.get_world_size()
     layout, faults = _sharded_layout(shape, tuple(placed), cut)
     if faults:
         raise refusal(key, "; ".join(faults), f"shards that cover {shape} once", "mend the metadata of its shards")
@@ -63,6 +62,11 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
     return View(
         shape, dtype, pieces, dataclasses.replace(layout, local=True) if _BY_ITSELF in tensor.__dict__ else layout
     )
+
+
+def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
+    """Returns the process group that a ShardedTensor is sharded over; torch sets it, and has no public call for it."""
+    return tensor._process_group
 
 
 def holders_of(tensor: ShardedTensor) -> set[int]:
@@ -112,7 +116,7 @@ def sharded_tensor_of(
         here: the metadata of this rank's shards.
         tensors: this rank's shards, in the order of `here`.
     """
-    return _made(spec, metadata, here, tensors, like._process_group)
+    return _made(spec, metadata, here, tensors, process_group_of(like))
 
 
 def sharded_tensor_at(
@@ -168,8 +172,8 @@ def _made(
         requires_grad=False,
     )
     made._metadata = metadata
-    # torch leaves this untyped; it sets the process group and the (empty) remote shards.
-    made._prepare_init(process_group=group, init_rrefs=False)  # type: ignore[no-untyped-call]
+    # It sets the process group and the (empty) remote shards.
+    made._prepare_init(process_group=group, init_rrefs=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     made._local_shards = [LocalShard(local, shard) for local, shard in zip(tensors, here, strict=True)]
     return made
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.wrapper import is_wrapper
 
-_NOT_THESE = (DTensor, AsyncCollectiveTensor, ShardedTensor)  # which this folder knows by themselves
+_NOT_THESE = (DTensor, AsyncCollectiveTensor, ShardedTensor)  # known in this folder by themselves
 
 
 def seen_through(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View, awaited, memory_of, refusal, shard_pieces
 from shardopt.sharding.pieces_tensor import PiecesTensor
-from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_like, view_of_sharded_tensor
+from shardopt.sharding.sharded_tensor import holders_of, process_group_of, sharded_tensor_like, view_of_sharded_tensor
 from shardopt.sharding.traceable import seen_through
 from shardopt.sharding.wrapper import Wrapper, is_wrapper, wrapper_like
 
@@ -171,7 +171,7 @@ def members_of(tensor: Tensor) -> tuple[int, ...]:
     if isinstance(tensor, DTensor) and not is_wrapper(tensor._local_tensor):
         return tuple(sorted(on_mesh(tensor._spec.mesh).mesh.ranks))
     if isinstance(tensor, ShardedTensor):
-        return tuple(sorted(dist.get_process_group_ranks(tensor._process_group)))
+        return tuple(sorted(dist.get_process_group_ranks(process_group_of(tensor))))
     return (_rank(),)
 
 
@@ -181,7 +181,7 @@ def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
         mesh = tensor._spec.mesh
         return () if mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
     if isinstance(tensor, ShardedTensor):
-        return (tensor._process_group,)
+        return (process_group_of(tensor),)
     return ()
 
 

@@ -34,7 +34,7 @@ from shardopt.runtime.late import torch
 _EXACT_INT = 2**53  # larger ones lose digits in readers that hold numbers as doubles
 _LONG_INT_BITS = 8192  # Python takes no decimals of more than 4300 digits, for which it needs quadratic time
 _DECIMAL, _HEXADECIMAL = re.compile(r"-?[0-9]{1,4096}"), re.compile(r"-?0x[0-9a-f]+")
-_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")  # what else np.dtype takes for a name has side effects
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")  # other names that np.dtype takes have side effects
 _DEPTH_LIMIT = 64
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**58  # of a stored array: strides are made of all sizes, even where one is 0
 _MOST_PER_KEY, _SPARE = 32, 4096  # jumps from place to place; a few are made on average

@@ -125,7 +125,7 @@ def test_steps_after_a_checkpoint_of_any_nesting_are_those_of_an_uninterrupted_r
 
 @settings(max_examples=40)
 @given(tree=trees(), steps=st.integers(0, 2))
-def test_any_nesting_goes_on_under_other_names(tree, steps):
+def test_any_nesting_resumes_under_other_names(tree, steps):
     optimizer = built(tree)
     renamed = built(tree, spell=lambda number: f"z{number}.inner" if number % 2 else str(number))
     optimizer.init_state()

@@ -437,7 +437,7 @@ def test_bytes_are_flushed_before_they_are_named(tmp_path):
     assert "os:fsync" not in flushed(tmp_path / "again", False)
 
 
-def test_short_reads_and_writes_are_gone_on_with(tmp_path):
+def test_short_reads_and_writes_are_continued(tmp_path):
     storage, data = LocalStorage(str(tmp_path)), os.urandom(100_000)
     parts = [data[:1], data[1:40_000], data[40_000:40_003], data[40_003:]]
     faults = [Fault(0, "os:writev", action="short", times=9), Fault(0, "os:preadv", action="short", times=9)]

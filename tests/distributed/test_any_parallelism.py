@@ -159,7 +159,7 @@ def pipeline_path(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_losses_go_on_where_gradients_are_summed(pipeline_path):
+def test_losses_continue_where_gradients_are_summed(pipeline_path):
     """Forward and backward through stages, and losses and gradients added up over ranks."""
     first, second = Split(stages=2, shards=2), Split(experts=2, shards=2, style="tp")
     run_ranks(4, save_pipeline, pipeline_path, [first, second])
@@ -168,7 +168,7 @@ def test_losses_go_on_where_gradients_are_summed(pipeline_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_losses_go_on_by_every_split(pipeline_path):
+def test_losses_continue_by_every_split(pipeline_path):
     for ranks, splits in _BY_RANKS.items():
         run_ranks(ranks, save_pipeline, pipeline_path, splits, deadline_seconds=300.0)
     for ranks, splits in _BY_RANKS.items():

@@ -107,12 +107,12 @@ def save_beside_training(root):
     return differing
 
 
-def test_a_save_goes_on_beside_what_the_ranks_do_in_the_foreground(tmp_path):
+def test_a_save_runs_beside_what_the_ranks_do_in_the_foreground(tmp_path):
     assert run_ranks(2, save_beside_training, str(tmp_path)) == [[], []]
     assert checkpoint.verify(tmp_path / "lazy").ok and checkpoint.verify(tmp_path / "beside").ok
 
 
-def fail_then_go_on(root, stage):
+def fail_then_continue(root, stage):
     """The error that each rank raises at the step after a save that failed; the one after that must go well."""
     app = sharded_job()
     saver = AsyncSaver()
@@ -144,7 +144,7 @@ COPY = "shardopt.checkpoint.saving.writing.staging:copy_on_host"
     ids=["copying", "copying later", "writing", "committing"],
 )
 def test_a_failure_on_one_rank_is_told_on_all(tmp_path, stage, fault, error):
-    messages = run_ranks(RANKS, fail_then_go_on, str(tmp_path), stage, faults=[fault])
+    messages = run_ranks(RANKS, fail_then_continue, str(tmp_path), stage, faults=[fault])
     assert len(set(messages)) == 1 and re.match(error, messages[0]), messages
     assert not (tmp_path / "second" / "manifest.json").exists()
     for name in ("first", "third"):

@@ -129,7 +129,7 @@ def load_and_train(kind, url):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_averages_are_resharded_and_go_on(kind, before, after, tmp_path):
+def test_averages_are_resharded_and_resume(kind, before, after, tmp_path):
     saved, expected = run_ranks(before, train_and_save, kind, str(tmp_path / "c"))[0]
     for loaded, resumed in run_ranks(after, load_and_train, kind, str(tmp_path / "c")):
         assert loaded.keys() == saved.keys() and resumed["__averaging"] == 7

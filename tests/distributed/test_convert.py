@@ -1,4 +1,4 @@
-"""Conversions by several processes, and such as are killed: nothing reads as a checkpoint, and the next one goes on."""
+"""Conversions by several processes, and such as are killed: nothing reads as a checkpoint, and the next one resumes."""
 
 import json
 import signal
@@ -107,7 +107,7 @@ def convert_differently(source, path):
 
 
 @pytest.mark.parametrize("to", ["shardopt", "dcp", "huggingface"])
-def test_a_killed_conversion_goes_on(source, expected, tmp_path, to):
+def test_a_killed_conversion_resumes(source, expected, tmp_path, to):
     path = tmp_path / "out"
     fault = Fault(1, "os:replace", at=4)  # two of its files, and their receipts, are there
     outcomes = run_ranks_outcomes(RANKS, convert, source, str(path), to, faults=[fault])

@@ -295,7 +295,7 @@ GETTERS = {
 
 
 def get_and_set(kinds):
-    """Each option of the getters there and back; names those after which training does not go on as without."""
+    """Each option of the getters there and back; names those after which training does not continue as without."""
     torn = []
     for kind in kinds:
         for name, options in GETTERS.items():

@@ -1,4 +1,4 @@
-"""A job that changes its ranks without new processes: the same Manager goes on in the next process group."""
+"""A job that changes its ranks without new processes: the same Manager continues in the next process group."""
 
 import os
 import threading
@@ -49,7 +49,7 @@ def rank_of_four(root, stage, rounds):
 @pytest.mark.parametrize(
     "stage", ["lazy", *[pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, "now")]]
 )
-def test_the_same_manager_goes_on_in_another_process_group(tmp_path, stage):
+def test_the_same_manager_continues_in_another_process_group(tmp_path, stage):
     results = run_ranks(4, rank_of_four, str(tmp_path), stage, len(SIZES), backend=None)
     assert [start for start, _, _ in results[0]] == [0, 3, 6, 9]
     assert [start for start, _, _ in results[3]] == [0, 9]

@@ -24,7 +24,7 @@ def train_tiny(out: Path, **settings: Any) -> None:
     train(config | {"out": str(out)}, torch.device("cpu"))
 
 
-def test_it_goes_on_on_fewer_ranks(
+def test_it_resumes_on_fewer_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

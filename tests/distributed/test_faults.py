@@ -123,7 +123,7 @@ def test_a_slow_rank_that_still_beats_is_not_called_dead(tmp_path):
     assert survive(tmp_path, fault) == 2
 
 
-def test_short_writes_are_gone_on_with(calls, tmp_path):
+def test_short_writes_are_continued(calls, tmp_path):
     assert survive(tmp_path, Fault(rank=2, operation="os:writev", action="short")) == 2
 
 

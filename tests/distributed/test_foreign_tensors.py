@@ -86,7 +86,7 @@ def stored(path):
 
 
 @pytest.mark.parametrize(("algorithm", "options"), ALGORITHMS, ids=[name for name, _ in ALGORITHMS])
-def test_they_train_reshard_and_go_on_as_one_process_does(tmp_path, algorithm, options):
+def test_they_train_reshard_and_resume_as_one_process_does(tmp_path, algorithm, options):
     """Four ranks' flat buffers, then rows on two ranks, then flat buffers on three."""
     wanted = train_alone(algorithm, options, [4, 7, 10])
     a, b, c = (str(tmp_path / name) for name in "abc")

@@ -403,7 +403,7 @@ def lose_a_rank(root, dead, stage):
     ) as restoring:
         assert restoring.restore(other) == 6
     assert state_of(other) == state_of(app)
-    return "went on", ""
+    return "continued", ""
 
 
 MORE_DEATHS = [(1, "lazy"), (3, None), (2, "now")]
@@ -412,7 +412,7 @@ MORE_DEATHS = [(1, "lazy"), (3, None), (2, "now")]
 @pytest.mark.parametrize(
     ("dead", "stage"), [(3, "lazy"), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE_DEATHS)]
 )
-def test_one_group_loses_a_rank_and_the_other_goes_on(tmp_path, dead, stage):
+def test_one_group_loses_a_rank_and_the_other_continues(tmp_path, dead, stage):
     outcomes = run_ranks_outcomes(4, lose_a_rank, str(tmp_path), dead, stage)
     assert outcomes[dead].signal is signal.SIGKILL
     losers = next(half for half in APART if dead in half)
@@ -420,7 +420,7 @@ def test_one_group_loses_a_rank_and_the_other_goes_on(tmp_path, dead, stage):
         if outcome.rank == dead:
             continue
         what, text = outcome.value
-        assert what == ("lost" if outcome.rank in losers else "went on")
+        assert what == ("lost" if outcome.rank in losers else "continued")
         assert outcome.rank not in losers or f"rank {dead} died" in text
     lost, going = (tmp_path / str(APART.index(half)) for half in (losers, *(h for h in APART if h != losers)))
     assert checkpoint.Manager(going).steps() == [1, 2, 3, 4, 5, 6]
@@ -553,7 +553,7 @@ def test_copies_keep_the_group():
 
 
 def stopped_and_mirrored(root):
-    """A signal to one rank of a group stops that group; the other goes on. Each has its copies, and logs once."""
+    """A signal to one rank of a group stops that group; the other continues. Each has its copies, and logs once."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -71,7 +71,7 @@ def load(path, kinds, strict=True):
 
 
 @pytest.mark.parametrize("saving", [1, 3])
-def test_a_group_without_parameters_goes_on_as_on_other_ranks(tmp_path, saving):
+def test_a_group_without_parameters_resumes_as_on_other_ranks(tmp_path, saving):
     """On a stage that has none of it, and on a rank that has no parameters: the schedule itself is not saved."""
     saved = run_ranks(saving, save, str(tmp_path), [*KINDS])
     assert all(of_rank == saved[0] for of_rank in saved)

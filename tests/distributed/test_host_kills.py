@@ -1,7 +1,7 @@
-"""A host that dies at any operation of a save, a copy or a promotion, with all that it had: what the others go on from.
+"""A host that dies, with all that it had, at any operation of a save, copy or promotion: what the others resume from.
 
 The operations are not picked: a sound run is traced, and each call that it makes on a rank becomes a kill there. Each
-host has one rank. The host's directories are wiped before the others go on.
+host has one rank. The host's directories are wiped before the others resume.
 """
 
 import os
@@ -120,7 +120,7 @@ def judge(outcomes, dead, case):
 
 
 def survive(root, faults, copies=2):
-    """A run in which hosts die; the others go on. Returns the step that they went on from, and that they had to."""
+    """A run in which hosts die; the others resume. Returns the step that they resumed from, and that they had to."""
     outcomes = run_ranks_outcomes(4, run_on, root, HOSTS, copies, faults=faults, deadline_seconds=60)
     dead = {fault.rank for fault in faults}
     judge(outcomes, dead, faults)
@@ -131,11 +131,11 @@ def survive(root, faults, copies=2):
     newest = max(whole_on_hosts(root, hosts, "memory"), whole_on_hosts(root, hosts, "disk"), whole_at(f"{root}/root"))
     must = told(root, "copied", range(4))  # the dead one too: it is told when all have their copies
     assert newest >= must, (newest, must, faults)
-    assert run_ranks(len(left), go_on, root, tuple(hosts)) == [newest] * len(left), (newest, faults)
+    assert run_ranks(len(left), resume, root, tuple(hosts)) == [newest] * len(left), (newest, faults)
     return newest, must
 
 
-def go_on(root, hosts):
+def resume(root, hosts):
     """Restores, checks every value, and saves once more."""
     manager = manager_of(root, hosts)
     app = app_of(0)
@@ -202,7 +202,7 @@ def test_two_hosts_of_four_where_there_are_three_copies(tmp, tmp_path):
         shutil.rmtree(root)
 
 
-def test_a_run_that_goes_on_to_the_end_after_a_kill_is_as_one_without(tmp, tmp_path):
+def test_a_run_that_continues_to_the_end_after_a_kill_is_as_one_without(tmp, tmp_path):
     root = str(tmp_path)
     survive(root, [sample(kills(tmp, STORAGE + NETWORK), 12)[-1]])
     start, where = run_ranks(3, train, root, (4, 5, 6), STEPS)[0]

@@ -1,4 +1,4 @@
-"""A run on hosts that loses any of them, at any moment and again and again: what the next start goes on from.
+"""A run on hosts that loses any of them, at any moment and again and again: what the next start resumes from.
 
 Each start is killed at a random operation; what is lost with the hosts is drawn too: processes, memory, disks, all that
 is not the mirror. What has to be found is told by what lies in the directories that are left, and by what the ranks had
@@ -67,7 +67,7 @@ def manager_of(root, host, copies, stage):
 
 
 def live(root, told, hosts, victims, at, copies, stage):
-    """Goes on from where the run is, until the first of the victims dies at its operation `at`, and the others with it.
+    """Resumes from where the run is, until the first of the victims dies at its operation `at`, and the others with it.
 
     Args:
         hosts: of each rank.
@@ -162,10 +162,10 @@ def still_promised(promised, told, copies, hosts, lost, depth):
 
 
 def survive(root, seed, most):
-    """One run that is killed so often. Returns how often what was lost, with how many hosts, and what it went on from.
+    """One run that is killed so often. Returns how often what was lost, with how many hosts, and what it resumed from.
 
     Raises:
-        AssertionError: a start did not go on from the newest step that was whole somewhere, or that is less than what
+        AssertionError: a start did not resume from the newest step that was whole somewhere, or that is less than what
             had been promised.
     """
     rng = random.Random(seed)

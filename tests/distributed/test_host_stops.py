@@ -1,4 +1,4 @@
-"""A job with tiers that is told to stop: what it saves then is under the root, as the hosts may be taken away."""
+"""A job with tiers that is preempted: what it saves then is under the root, as the hosts may be taken away."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ OPTIONS = {"stop_on": checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE,
 
 
 def run_until_told(root, hosts, stage, told_at):
-    """Saves at every step to memory, and to the root never by itself; rank 1 is told to stop at a step."""
+    """Saves at every step to memory, and to the root never by itself; rank 1 gets a signal at a step."""
     manager = manager_of(root, hosts, stage=stage, every=1000, **OPTIONS)
     app = app_of(0)
     start = manager.restore(app)
@@ -47,7 +47,7 @@ def resume(root, hosts):
     [("lazy", 3), *[pytest.param(stage, 4, marks=pytest.mark.exhaustive) for stage in (None, "now", "lazy")]],
 )
 @pytest.mark.parametrize("lost", ["no host", pytest.param("all hosts", marks=pytest.mark.exhaustive)])
-def test_the_last_save_comes_to_the_root_and_the_run_goes_on_there(tmp_path, stage, told_at, lost):
+def test_the_last_save_comes_to_the_root_and_the_run_resumes_there(tmp_path, stage, told_at, lost):
     root, hosts = str(tmp_path), (0, 1, 2)
     last = 0
     for _ in range(2):  # the second life ends as the first

@@ -109,7 +109,7 @@ def manager_of(root, hosts, **options):
 
 
 def train(root, hosts, steps, **options):
-    """Goes on to step `steps`; returns the step that it was restored from, and where each step is then."""
+    """Continues to step `steps`; returns the step that it was restored from, and where each step is then."""
     app, copied = app_of(0), []
     checkpoint.add_listener(lambda event, report: copied.append(report.url) if event == "copy" else None)
     manager = manager_of(root, hosts, **options)
@@ -304,7 +304,7 @@ def take_back(root, hosts):
     manager.close()
 
 
-def test_a_run_that_is_taken_back_goes_on_on_its_own_branch(tmp_path):
+def test_a_rewound_run_resumes_on_its_own_branch(tmp_path):
     run_ranks(2, take_back, str(tmp_path), (0, 1))
 
 

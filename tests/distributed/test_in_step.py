@@ -199,7 +199,7 @@ def check_ways(outcomes):
     for n, (name, caller, first, next_) in outcomes[0].items():
         of_rank_1 = outcomes[1][n][2:]
         assert next_ == of_rank_1[1], (name, caller, first, next_, of_rank_1)
-        # An interrupt that comes once all is handed over leaves the save to go on.
+        # An interrupt that comes once all is handed over leaves the save to continue.
         assert first == "ok" or of_rank_1[0] != "ok", (name, caller, first, of_rank_1)
         alive += next_ == "ok"
     print(f"{alive} of {len(outcomes[0])} next saves were made")
@@ -246,7 +246,7 @@ def test_nothing_depends_on_how_many_objects_a_process_has_made(tmp_path):
     assert run_ranks(RANKS, with_other_objects, str(tmp_path)) == [[[1]] * 3] * RANKS
 
 
-def go_on_with_a_new_process(root):
+def continue_with_a_new_process(root):
     """Three processes; the first two are a job, then the first and the third."""
     number = int(os.environ["RANK"])
 
@@ -278,8 +278,8 @@ def go_on_with_a_new_process(root):
     return failed == (number < 2)
 
 
-def test_a_job_goes_on_in_its_processes_with_a_new_one_among_them(tmp_path):
-    assert run_ranks(3, go_on_with_a_new_process, str(tmp_path), backend=None) == [True] * 3
+def test_a_job_continues_in_its_processes_with_a_new_one_among_them(tmp_path):
+    assert run_ranks(3, continue_with_a_new_process, str(tmp_path), backend=None) == [True] * 3
     assert checkpoint.verify(tmp_path / "2").ok
 
 

@@ -129,7 +129,7 @@ def sound_calls(root):
 
 
 def survive(root, fault):
-    """Saves of which one is killed: all manifests are whole, and the run goes on."""
+    """Saves of which one is killed: all manifests are whole, and the run resumes."""
     run_ranks_outcomes(2, save_on, root, 2)
     outcomes = run_ranks_outcomes(2, save_on, root, 4, faults=[fault], deadline_seconds=DEADLINE_SECONDS + 25)
     assert outcomes[fault.rank].signal is not None

@@ -42,8 +42,8 @@ def begin(path, layout, cases, wanted):
     return {case: training.differences(wanted[case][0]) for case, training in zip(cases, trainings, strict=True)}
 
 
-def go_on(path, layout, cases, wanted):
-    """Goes on in another layout, from other parameters."""
+def resume(path, layout, cases, wanted):
+    """Resumes in another layout, from other parameters."""
     trainings = [Training.of(case, layout, seed=1) for case in cases]
     checkpoint.load(path, {str(number): training.app for number, training in enumerate(trainings)}, init_state=True)
     found = {}
@@ -60,7 +60,7 @@ def compare(path, cases, one, other):
     (ranks, layout), (later_ranks, later_layout) = one, other
     for found in run_ranks(ranks, begin, path, layout, cases, wanted, deadline_seconds=1500):
         assert found == {case: [] for case in cases}
-    for found in run_ranks(later_ranks, go_on, path, later_layout, cases, wanted, deadline_seconds=1500):
+    for found in run_ranks(later_ranks, resume, path, later_layout, cases, wanted, deadline_seconds=1500):
         assert found == {case: [] for case in cases}
 
 

@@ -148,7 +148,7 @@ def readme_example() -> str:
     return (REPOSITORY / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 
-def test_the_example_of_the_readme_runs_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_of_the_readme_runs_and_resumes(tmp_path: Path) -> None:
     manager = checkpoint.Manager(tmp_path / "out" / "checkpoints")
     run_ranks(1, run_readme_example, tmp_path, 150, backend=None)
     assert manager.steps() == [50, 100, 150]

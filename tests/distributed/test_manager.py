@@ -68,7 +68,7 @@ def test_a_manifest_that_is_damaged(tmp_path):
     assert checkpoint.Manager(tmp_path).steps() == [2, 3]
 
 
-def told_to_stop_after_a_failure(root, kind, code):
+def signalled_after_a_failure(root, kind, code):
     """The last chance of a job whose save or copy before has failed; its log."""
     lines = []
     handler = logging.Handler()
@@ -95,7 +95,7 @@ def told_to_stop_after_a_failure(root, kind, code):
         assert pending.done.wait(30)
     if manager._run.mirror is not None:
         manager._run.mirror.finish()
-    os.kill(os.getpid(), signal.SIGUSR2)  # on every rank, so that none goes on to another step first
+    os.kill(os.getpid(), signal.SIGUSR2)  # on every rank, so that none gets to another step first
     dist.barrier()
     with pytest.raises(SystemExit) as left:
         manager.save(3, app_of(3))
@@ -108,7 +108,7 @@ def test_the_last_save_is_made_although_one_before_has_failed(tmp_path, kind):
     for path in ("run", "copies") if kind == "copy" else ("run",):
         (tmp_path / path).mkdir()
     (tmp_path / ("copies" if kind == "copy" else "run") / "step-00000002").write_text("in the way")
-    outcomes = run_ranks(2, told_to_stop_after_a_failure, str(tmp_path), kind, 85)
+    outcomes = run_ranks(2, signalled_after_a_failure, str(tmp_path), kind, 85)
     assert [code for code, _ in outcomes] == [85] * 2
     assert all(any("step-00000002" in line for line in lines) for _, lines in outcomes)
     assert checkpoint.Manager(tmp_path / "run").steps()[-1] == 3

@@ -205,9 +205,9 @@ def test_stages_that_take_other_steps_with_a_tied_matrix_are_not_saved(tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_from_eight_ranks_to_one(tmp_path: Path) -> None:
+def test_a_run_resumes_from_eight_ranks_to_one(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    others = {"steps": 16, "checkpoints.every": 50}  # saved when it is told to stop, and not before
+    others = {"steps": 16, "checkpoints.every": 50}  # saved when it gets the signal, and not before
     run(whole, (1, 1, 1), others=others)
     splits = [(8, 2, 2), (4, 4, 1), (2, 1, 2), (1, 1, 1)]
     for number, split in enumerate(splits, 1):

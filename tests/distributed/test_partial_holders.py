@@ -1,6 +1,6 @@
 """Parameters of which some ranks hold no part: state is where its parameter is, and no counter drifts.
 
-Every job has its own ranks and layouts, goes on from the checkpoint of the one before, and must come to what one
+Every job has its own ranks and layouts, resumes from the checkpoint of the previous one, and must come to what one
 process computes that never stopped. Some parameters have no gradient in some steps, and one has none until the end.
 """
 

@@ -82,7 +82,7 @@ def check(victim, how, when):
     if how == "killed":
         assert outcomes[victim].signal == signal.SIGKILL
     survivors = [outcome.value for outcome in outcomes if outcome.rank != victim]
-    if when == "after its report" and victim != 0:  # all that it had to say is said: who has the answer goes on
+    if when == "after its report" and victim != 0:  # all that it had to say is said: a rank with the answer continues
         assert all(value == list(range(SIZE)) or "rank" in value[0] for value in survivors)
         return
     texts = {text for text, _ in survivors}

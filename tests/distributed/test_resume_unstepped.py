@@ -1,4 +1,4 @@
-"""Runs whose parameters are unused, used later or frozen later: saved and resumed in the middle, they go on alike."""
+"""Runs whose parameters are unused, used later or frozen later: saved and resumed midway, they continue alike."""
 
 import itertools
 import random
@@ -86,7 +86,7 @@ class Run:
             self.app["step"] += 1
 
     def bits(self):
-        """Everything that training goes on from, by key; state that is as it was made counts for none."""
+        """Everything that training resumes from, by key; state that is as it was made counts for none."""
         optimizer = self.optimizer
         state = optimizer.state_dict()["state"]
         dropped = optimizer.unstepped_state(state)

@@ -78,7 +78,7 @@ def test_replicas_within_an_island_stay_equal_bit_for_bit():
 
 
 def shards_of_several_islands(root):
-    """Trains a ShardedTensor that one rank of each island has none of, saves in the middle, and goes on twice."""
+    """Trains a ShardedTensor that one rank of each island has none of, saves in the middle, and resumes twice."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "own"))
     rank, island = dist.get_rank(), mesh.get_local_rank("across")
     local = torch.arange(12.0).view(3, 4)
@@ -165,7 +165,7 @@ def islands_that_differ(root):
 
 
 def other_numbers_of_islands(root, layout, islands):
-    """Goes on with another number of islands than the two that there were."""
+    """Resumes with another number of islands than the two that there were."""
     here = Island(layout, islands, **SHORT)
     optimizer, number = here.optimizer, here.mesh.get_local_rank("across")
     told = [raised(checkpoint.load, f"{root}/met", here.app, init_state=True)]

@@ -138,10 +138,14 @@ def test_trains_as_one_process_does(ranks, algorithms):
                 assert_near(value, tables[name], (algorithm, name), RELATIVE[dtype])
 
 
+def rising(step):
+    """A schedule that a constant rate cannot be taken for."""
+    return 1.0 + step
+
+
 def fused_and_not(algorithm):
-    rate = lambda step: 1.0 + step  # noqa: E731  # a schedule that a constant rate cannot be taken for
-    seen, tables = train(algorithm, torch.float32, rate=rate)
-    fused, own = train(algorithm, torch.float32, fused=True, rate=rate)
+    seen, tables = train(algorithm, torch.float32, rate=rising)
+    fused, own = train(algorithm, torch.float32, fused=True, rate=rising)
     constant = train(algorithm, torch.float32, fused=True)[1]
     assert any(not torch.equal(constant[name], own[name]) for name in own)
     differing = [name for name in tables if not torch.equal(tables[name], own[name])]

@@ -1,4 +1,4 @@
-"""Runs of torch.distributed.checkpoint on some ranks and placements go on in our optimizers on others, exactly."""
+"""Runs of torch.distributed.checkpoint on some ranks and placements resume in our optimizers on others, exactly."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def save(path, style, flattened):
     return before, train(model, optimizer, 3, 3)
 
 
-def go_on(path, style):
+def resume(path, style):
     model = make_model(style, 1)
     optimizer = shardopt.keyed("adamw", dict(model.named_parameters()), lr=0.9)
     app = {"model": model, "optim": optimizer, "step": 0}
@@ -70,12 +70,12 @@ def go_on(path, style):
 def check(tmp_path, writers, style, readers, other, flattened=False):
     path = str(tmp_path / f"{writers}{style}{readers}{other}{flattened}")
     _, expected = run_ranks(writers, save, path, style, flattened)[0]
-    for losses in run_ranks(readers, go_on, path, other):
+    for losses in run_ranks(readers, resume, path, other):
         assert losses == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("writers", "style", "readers", "other"), PAIRS)
-def test_a_run_goes_on_from_dcp(tmp_path, writers, style, readers, other):
+def test_a_run_resumes_from_dcp(tmp_path, writers, style, readers, other):
     check(tmp_path, writers, style, readers, other, flattened=style == "tp")
 
 
@@ -100,7 +100,7 @@ def test_stages_of_a_pipeline_take_what_is_theirs_and_give_it_back(tmp_path):
     path, saved = str(tmp_path / "dcp"), str(tmp_path / "stages")
     _, expected = run_ranks(2, save, path, "fsdp", False)[0]
     run_ranks(2, as_stages, path, saved)
-    for losses in run_ranks(2, go_on, saved, "tp"):
+    for losses in run_ranks(2, resume, saved, "tp"):
         assert losses == pytest.approx(expected, abs=1e-12)
 
 
@@ -112,7 +112,7 @@ def save_keyed(path, style):
     return train(model, optimizer, 3, 3)
 
 
-def go_on_in_torch(path, style):
+def resume_in_torch(path, style):
     model = make_model(style, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)
     weights, state = get_state_dict(model, optimizer)
@@ -127,18 +127,18 @@ def check_the_way_back(tmp_path, writers, style, others):
     expected = run_ranks(writers, save_keyed, str(path), style)[0]
     checkpoint.convert(path, f"{path}-dcp", to="dcp", check=True)
     for readers, other in others:
-        for losses in run_ranks(readers, go_on_in_torch, f"{path}-dcp", other):
+        for losses in run_ranks(readers, resume_in_torch, f"{path}-dcp", other):
             assert losses == pytest.approx(expected, abs=1e-12), (readers, other)
 
 
-def test_a_run_of_ours_goes_on_in_torch(tmp_path):
+def test_a_run_of_ours_resumes_in_torch(tmp_path):
     check_the_way_back(tmp_path, 2, "fsdp", [(3, "fsdp")])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("style", STYLES)
-def test_any_run_of_ours_goes_on_in_torch(tmp_path, style):
+def test_any_run_of_ours_resumes_in_torch(tmp_path, style):
     for writers in (1, 2, 3, 4):
         others = [(readers, other) for readers in (1, 2, 3, 4) for other in STYLES]
         check_the_way_back(tmp_path, writers, style, others)
@@ -155,7 +155,7 @@ def test_any_ranks_and_placements(tmp_path, writers, style):
         _, expected = run_ranks(writers, save, path, style, flattened)[0]
         for readers in (1, 2, 3, 4):
             for other in STYLES:
-                for losses in run_ranks(readers, go_on, path, other):
+                for losses in run_ranks(readers, resume, path, other):
                     assert losses == pytest.approx(expected, abs=1e-12), (readers, other)
 
 

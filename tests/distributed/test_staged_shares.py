@@ -145,7 +145,7 @@ def save_where_one_is_late(folder):
         return torch.equal(reader.read("plain"), WHOLE), copied
 
 
-def test_where_a_rank_is_late_the_others_copy_all_and_go_on(tmp_path):
+def test_where_a_rank_is_late_the_others_copy_all_and_continue(tmp_path):
     (right, copied), (other_right, _) = run_ranks(2, save_where_one_is_late, str(tmp_path))
     assert right and other_right
     assert copied == WHOLE.nbytes

@@ -57,7 +57,7 @@ def resume(path, steps):
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (2, 2)])
-def test_stages_go_on_as_any_others(tmp_path, saving, loading):
+def test_stages_resume_as_any_others(tmp_path, saving, loading):
     trained = run_ranks(saving, save, str(tmp_path / "c"), 3)
     resumed = run_ranks(loading, resume, str(tmp_path / "c"), 3)
     merged = [{name: each for stage in stages for name, each in stage.items()} for stages in (trained, resumed)]
@@ -146,7 +146,7 @@ class Training:
             "step": 0,
         }
 
-    def go_on(self, steps):
+    def train(self, steps):
         for _ in range(steps):
             step = self.app["step"] = self.app["step"] + 1
             x = torch.arange(3.0) / step
@@ -173,15 +173,15 @@ class Training:
 
 
 def save_training(path):
-    training = Training().go_on(3)
+    training = Training().train(3)
     checkpoint.async_save(path, training.app, stage="lazy").result()
-    return training.go_on(3).values()
+    return training.train(3).values()
 
 
 def resume_training(path):
     training = Training()
     checkpoint.load(path, training.app, init_state=True)
-    return training.go_on(3).values()
+    return training.train(3).values()
 
 
 def together(by_rank):
@@ -193,7 +193,7 @@ def together(by_rank):
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(3, 1), (2, 3), (1, 2)])
-def test_all_that_goes_beside_an_optimizer_goes_on(tmp_path, saving, loading):
+def test_all_that_goes_beside_an_optimizer_resumes(tmp_path, saving, loading):
     trained = together(run_ranks(saving, save_training, str(tmp_path / "c")))
     assert together(run_ranks(loading, resume_training, str(tmp_path / "c"))) == trained
     assert checkpoint.verify(tmp_path / "c").ok

@@ -1,4 +1,4 @@
-"""One rank is told to stop, at any moment: all ranks save one step, the same, and end as asked."""
+"""One rank gets a signal, at any moment: all ranks save one step, the same, and end as asked."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def tell(*unused):
 
 
 def train(root, moment, stage, signaled=(TOLD,), at=7):
-    """Trains until told to stop; SIGTERM comes at the moment of step `at`, on the ranks `signaled`."""
+    """Trains until the signal; SIGTERM comes at the moment of step `at`, on the ranks `signaled`."""
     app = sharded_job()
     manager = checkpoint.Manager(
         root,
@@ -239,7 +239,7 @@ def test_a_rank_that_is_stopped_keeps_nobody_for_longer_than_the_deadline():
 
 
 def freed_later(function, stopped):
-    """Rank 0 has the stopped one go on at the end, as the harness waits for all."""
+    """Rank 0 continues the stopped one at the end, as the harness waits for all."""
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     result = function(stopped)

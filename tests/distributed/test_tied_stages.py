@@ -116,7 +116,7 @@ def save(root, where):
 
 
 def resume(cases, where):
-    """What training goes on to be, of each case: where it was saved, and the names that this process has."""
+    """The values after more training, of each case: where it was saved, and the names that this process has."""
     results = []
     for root, names in cases:
         for number, share_reads in enumerate(("never", "always", "never", "always")):

@@ -150,9 +150,8 @@ def test_codes_that_are_trained_are_refused():
 
 
 def test_torchaos_own_classes(tmp_path):
-    nf4 = pytest.importorskip(
-        "torchao.quantization.quantize_.workflows.nf4.nf4_tensor", reason="torchao is not installed"
-    )
+    reason = "torchao is not installed (launch/test_integrations.sh)"
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", reason=reason)
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     torch.manual_seed(0)

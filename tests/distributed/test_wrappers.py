@@ -49,7 +49,7 @@ def save(path, style):
     checkpoint.save(path, {"model": params, "optimizer": optimizer})
 
 
-def load_and_go_on(path, style):
+def load_and_continue(path, style):
     optimizer, params = on_ranks(style)
     with torch.no_grad():
         for parameter in params.values():
@@ -65,13 +65,13 @@ def load_and_go_on(path, style):
     [((2, "rows"), (3, "columns")), ((4, "columns"), (1, "plain")), ((1, "plain"), (2, "replicated"))],
     ids=str,
 )
-def test_nested_optimizers_go_on_with_other_ranks_and_placements(tmp_path, saved, loaded):
+def test_nested_optimizers_resume_with_other_ranks_and_placements(tmp_path, saved, loaded):
     optimizer, params = on_ranks("plain")
     train(optimizer, params, 5)
     wanted = whole(dict(params)), whole(optimizer.state_dict())
     path = str(tmp_path / "checkpoint")
     run_ranks(saved[0], save, path, saved[1])
-    for result in run_ranks(loaded[0], load_and_go_on, path, loaded[1]):
+    for result in run_ranks(loaded[0], load_and_continue, path, loaded[1]):
         assert same(result, wanted)
 
 

@@ -10,7 +10,7 @@ Every fenced block of README.md and docs/**/*.md is one of these, by the word af
 A comment in the line above the fence, which no reader sees, says more:
 
     <!-- run: ranks=4 -->           on 4 ranks, as torchrun starts them: init_process_group("gloo") finds what it needs
-    <!-- run: continued -->         goes on where the python block above ended, with its names, in the same processes
+    <!-- run: continued -->         continues where the python block above ended, with its names, in the same processes
     <!-- run: file=train.py -->     is not run but written to that file, for later blocks; with ranks=4 also run
     <!-- run: fails -->             must end with an error (of any kind), such as a rank that kills itself; with
     <!-- run: fails=CheckpointError -->   an error in whose text or output this occurs

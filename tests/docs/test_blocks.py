@@ -44,7 +44,7 @@ def test_the_blocks_of_a_page_run_as_a_reader_runs_them(name, tmp_path):
 
 @pytest.mark.parametrize("where", [pytest.param(w, marks=pytest.mark.skip(reason=r)) for w, r in NOT_RUN.items()])
 def test_a_block_is_not_run(where):
-    """Shown with its reason."""
+    """Never runs: the report of the tests lists each block that does not run, with its reason."""
 
 
 @pytest.mark.parametrize("name", [name for name, blocks in BLOCKS.items() if blocks])

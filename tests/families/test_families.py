@@ -22,7 +22,7 @@ from tests.families.models import (
     turn_neighbours,
 )
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: no models to compare with")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (launch/test_integrations.sh)")
 
 SIZES = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}

@@ -120,7 +120,7 @@ def test_version_4_is_read_through_its_references():
         assert torch.equal(reader.read("table"), table)
         assert [box.offsets[0] for box in reader.info("table").boxes] == [0, 256, 512]
         assert torch.equal(reader.read("adapter"), torch.arange(6.0).reshape(2, 3) + 0.5)
-    patched = [key for file in V4.glob("*.safetensors") for key in safe_open(file, "pt").keys()]  # noqa: SIM118
+    patched = [key for file in V4.glob("*.safetensors") for key in safe_open(file, "pt").keys()]  # noqa: SIM118  # no dict
     assert "__rows__.256.table" in patched and "frozen" not in patched
 
 
@@ -147,7 +147,7 @@ def test_versions_2_and_3_are_loaded_by_ranks(path, size):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_optimizers_of_earlier_versions_go_on(version):
+def test_optimizers_of_earlier_versions_resume(version):
     path = Path(__file__).parent / f"optimizers_v{version}"
     assert checkpoint.verify(path).ok
     trained, resumed = optimizers(), optimizers()

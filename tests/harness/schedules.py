@@ -1,11 +1,12 @@
 """Every order in which a few tasks can run, step by step, up to a bound: the same orders each time.
 
 A task is a function. It runs in a thread, but only one thread runs at a time, from one operation to the next: before
-each of the operations that are named the task stops, and the scheduler decides which goes on. What may happen between
+each of the operations that are named the task stops, and the scheduler decides which continues. What may happen between
 two processes at those operations then happens in one, as often as one likes.
 
-An order is bounded by its preemptions: how often a task is stopped that could have gone on. Most faults need one or two
-(Musuvathi and Qadeer, "Iterative context bounding", 2007), and the number of orders grows with the power of the bound.
+An order is bounded by its preemptions: how often a task is stopped that could have continued. Most faults need one or
+two (Musuvathi and Qadeer, "Iterative context bounding", 2007), and the number of orders grows with the power of the
+bound.
 A task can also be killed: then it does nothing more, whatever its handlers try.
 """
 
@@ -39,7 +40,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Choice:
-    """The task that goes on, or is killed, at one step."""
+    """The task that continues, or is killed, at one step."""
 
     task: int
     kill: bool = False
@@ -50,7 +51,7 @@ class Step:
     """The choice at one step, and the tasks that could have been chosen."""
 
     chosen: Choice
-    running: int | None  # the task that ran up to here and could go on
+    running: int | None  # the task that ran up to here and could continue
     able: tuple[int, ...]
     operation: str
 

@@ -108,7 +108,7 @@ def bases_are_removed_by_two(root):
 
 def test_a_save_beside_the_removal_of_its_base(tmp_path):
     root = Root(tmp_path, remote=False)
-    # Two: the removal may have looked before the commit, and go on to remove after it.
+    # Two: the removal may have looked before the commit, and continue to remove after it.
     check_orders(root, base_is_removed(root), [LOCAL + name for name in DECIDING], preemptions=2)
 
 
@@ -132,7 +132,7 @@ def test_a_save_beside_the_removal_of_its_base_at_every_call_of_the_system(root)
 
 
 def save_on(root):
-    """A job that is started again: goes on from step 2, keeps one, and saves twice."""
+    """A job that is started again: resumes from step 2, keeps one, and saves twice."""
     with Manager(root.url, keep=1, incremental=True) as manager:
         state = app(0)
         step = manager.restore(state)
@@ -141,7 +141,7 @@ def save_on(root):
 
 
 def check_kills(root, operations):
-    """And whoever goes on then ends as if there had been none, but for what the restored one is kept for."""
+    """And whoever resumes then ends as if there had been none, but for what the restored one is kept for."""
 
     def tasks():
         root.renew([1, 2])

@@ -67,7 +67,8 @@ def test_as_many_boxes_as_can_be_compared_are_told_from_a_tensor():
     ids=["numbers", "addresses", "high bits", "negative", "tuples"],
 )
 def test_keys_that_nobody_chose_are_taken(keys, is_set):
-    KeyProbes(is_set, keys)
+    probes = KeyProbes(is_set, keys)
+    assert probes._used == len({hash(key) for key in keys})
 
 
 def test_keys_that_were_chosen_to_collide_are_refused_in_any_order():

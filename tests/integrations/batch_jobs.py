@@ -1,6 +1,6 @@
 """Three epochs of a data set that batches do not divide, in one program or several: which samples each step is of.
 
-Each part of a run ends behind a step, and the next one makes all that it needs anew, and goes on from the checkpoint.
+Each part of a run ends behind a step, and the next one makes all that it needs anew, and resumes from the checkpoint.
 """
 
 import contextlib

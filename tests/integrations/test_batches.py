@@ -1,4 +1,4 @@
-"""Batches do not divide the epoch: runs that are stopped anywhere, and gone on with, see what one run sees."""
+"""Batches do not divide the epoch: runs that are stopped anywhere, and resumed, see what one run sees."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def samples(seen):
 
 @NEEDS_TRANSFORMERS
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_trainer_that_is_gone_on_with_sees_what_the_plain_one_sees(tmp_path, ranks):
+def test_a_resumed_trainer_sees_what_the_plain_one_sees(tmp_path, ranks):
     plain = see(ranks, "trainer", tmp_path / "plain", None, resumable=False)
     assert [*plain] == [*range(1, STEPS + 1)]
     for stops in STOPS:
@@ -73,7 +73,7 @@ def test_a_trainer_on_several_ranks_says_that_it_fills_up_batches_that_were_not(
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches: found True; required each rank"),
     ],
 )
-def test_an_order_that_cannot_be_gone_on_with_is_refused_unless_the_data_begins_anew(tmp_path, options, message):
+def test_an_order_that_cannot_be_resumed_is_refused_unless_the_data_begins_anew(tmp_path, options, message):
     see(2, "trainer", tmp_path, [2])
     with pytest.raises(RanksFailed, match=message):
         see(2, "trainer", tmp_path, [3], **options)
@@ -104,19 +104,19 @@ def check_parts(tmp_path, framework, ranks, steps=STEPS, **options):
         ),
     ],
 )
-def test_a_loop_over_a_loader_goes_on_with_what_one_run_sees(tmp_path, kind, drop_last, ranks):
+def test_a_loop_over_a_loader_resumes_with_what_one_run_sees(tmp_path, kind, drop_last, ranks):
     check_parts(tmp_path, "loop", ranks, 30 if drop_last else STEPS, kind=kind, drop_last=drop_last)
 
 
 @pytest.mark.skipif(not jobs.is_installed("accelerate"), reason="accelerate is not installed")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_accelerate_goes_on_with_what_one_run_sees(tmp_path, drop_last, ranks):
+def test_accelerate_resumes_with_what_one_run_sees(tmp_path, drop_last, ranks):
     check_parts(tmp_path, "accelerate", ranks, 30 if drop_last else STEPS, drop_last=drop_last)
 
 
 @pytest.mark.skipif(not jobs.is_installed("accelerate"), reason="accelerate is not installed")
-def test_a_loader_that_accelerate_prepared_goes_on_where_batches_are_skipped(tmp_path):
+def test_a_loader_that_accelerate_prepared_resumes_where_batches_are_skipped(tmp_path):
     whole = see(2, "accelerate", tmp_path / "whole", [STEPS], prepared=True)
     for stops in STOPS:
         assert see(2, "accelerate", tmp_path / str(stops), [*stops, STEPS], prepared=True) == whole, stops
@@ -125,5 +125,5 @@ def test_a_loader_that_accelerate_prepared_goes_on_where_batches_are_skipped(tmp
 @pytest.mark.skipif(not jobs.is_installed("lightning"), reason="lightning is not installed")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_lightning_goes_on_with_what_one_run_sees(tmp_path, drop_last, ranks):
+def test_lightning_resumes_with_what_one_run_sees(tmp_path, drop_last, ranks):
     check_parts(tmp_path, "lightning", ranks, 30 if drop_last else STEPS, drop_last=drop_last)

@@ -45,7 +45,7 @@ def test_in_these_tests_it_is_on(tmp_path, framework):
     assert found == [(True, "DistributedType.FSDP")] * 2
 
 
-def go_on(framework, out, stop):
+def resume(framework, out, stop):
     """Trains to the end, or until a rank is interrupted in a step."""
     if stop is None:
         jobs.train(framework, out)
@@ -69,11 +69,11 @@ def go_on(framework, out, stop):
 @pytest.mark.parametrize("framework", FRAMEWORKS[:1])
 def test_a_run_under_ddp_resumes_under_fsdp2_and_back(tmp_path, framework):
     reference = tmp_path / "whole"
-    run_ranks(2, go_on, framework, str(reference), None, deadline_seconds=DEADLINE_SECONDS)
+    run_ranks(2, resume, framework, str(reference), None, deadline_seconds=DEADLINE_SECONDS)
     for first, then in ((framework, f"{framework} fsdp2"), (f"{framework} fsdp2", framework)):
         run = tmp_path / first
-        run_ranks(2, go_on, first, str(run), 7, deadline_seconds=DEADLINE_SECONDS)
+        run_ranks(2, resume, first, str(run), 7, deadline_seconds=DEADLINE_SECONDS)
         assert max(record.step for record in read_losses(run)) == 7
-        run_ranks(2, go_on, then, str(run), None, deadline_seconds=DEADLINE_SECONDS)
+        run_ranks(2, resume, then, str(run), None, deadline_seconds=DEADLINE_SECONDS)
         assert max(record.step for record in read_losses(run)) == 15
         assert compare_losses(reference, run).holds(1e-5)

@@ -26,9 +26,9 @@ def run(tmp_path, kind, dies_at):
 
 @pytest.mark.parametrize("dies_at", [(1, 3), (2, 0)], ids=["in accumulation", "at an epoch's begin"])
 @pytest.mark.parametrize("kind", ["ResumableLoader", pytest.param("ResumableStatefulLoader", marks=NEEDS_TORCHDATA)])
-def test_accumulation_and_validation_within_epochs_go_on(tmp_path, kind, dies_at):
+def test_accumulation_and_validation_within_epochs_resume(tmp_path, kind, dies_at):
     losses, validated = run(tmp_path, kind, dies_at)
-    begin = (1, 2) if dies_at == (1, 3) else (2, 0)  # behind the last step: a batch before it is not gone on with
+    begin = (1, 2) if dies_at == (1, 3) else (2, 0)  # behind the last step: a batch before it is not resumed
     left = {at: loss for at, loss in losses.items() if at >= begin}
     # Step 5 is saved before it is validated, and so validated again: none is lost.
     later = {step: loss for step, loss in validated.items() if step >= (5 if dies_at == (1, 3) else 7)}
@@ -43,7 +43,7 @@ def test_accumulation_and_validation_within_epochs_go_on(tmp_path, kind, dies_at
 
 
 @NEEDS_TORCHDATA
-def test_a_stateful_loader_goes_on_on_as_many_ranks_and_is_refused_on_others(tmp_path):
+def test_a_stateful_loader_resumes_on_as_many_ranks_and_is_refused_on_others(tmp_path):
     losses, validated = run(tmp_path, "StatefulDataLoader", (1, 3))
     for ranks in (1, 2):
         shutil.copytree(tmp_path / "killed", tmp_path / f"on {ranks}")

@@ -106,7 +106,7 @@ def batches(loader, count):
 
 @pytest.mark.parametrize("done", range(11))
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_loader_goes_on_wherever_it_was_left(done, drop_last):
+def test_a_loader_resumes_wherever_it_was_left(done, drop_last):
     def new():
         return ResumableLoader(torch.arange(22), batch_size=5, seed=3, drop_last=drop_last)
 

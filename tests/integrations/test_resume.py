@@ -1,4 +1,4 @@
-"""Real frameworks: a rank is killed, or told to stop, and other ranks go on as if nothing had happened."""
+"""Real frameworks: a rank is killed, or gets a signal, and other ranks resume as if nothing had happened."""
 
 import shutil
 import signal
@@ -79,7 +79,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, framework):
 
 
 @pytest.mark.parametrize("framework", STOPPING)
-def test_one_rank_told_to_stop_and_all_save_and_leave(tmp_path, framework):
+def test_one_rank_gets_a_signal_and_all_save_and_exit(tmp_path, framework):
     run = tmp_path / "run"
     outcomes = run_ranks_outcomes(
         RANKS, jobs.run_and_tell, framework, str(run), 1, DIES_AT, deadline_seconds=DEADLINE_SECONDS
@@ -101,7 +101,7 @@ def test_saved_in_a_framework_and_loaded_in_plain_torch(tmp_path, framework):
 
 
 @pytest.mark.parametrize("framework", STOPPING)
-def test_saved_in_plain_torch_and_gone_on_with_in_a_framework(tmp_path, framework):
+def test_saved_in_plain_torch_and_resumed_in_a_framework(tmp_path, framework):
     url = str(tmp_path / "plain")
     run_ranks(1, jobs.save_in_plain_torch, url, framework == "lightning")
     (tmp_path / "run").mkdir()

@@ -75,7 +75,7 @@ def packed_loader():
 
 
 def see(source, path, batches, workers, make=None):
-    """Goes on from a checkpoint, takes so many batches, saves. Returns the samples that this rank was given."""
+    """Resumes from a checkpoint, takes so many batches, saves. Returns the samples that this rank was given."""
     loader = make() if make is not None else loader_of(workers)
     app = {"data": loader}
     if source:
@@ -101,7 +101,7 @@ def test_four_ranks_then_two_then_three_see_each_sample_of_an_epoch_once(tmp_pat
     assert sorted(again[0][0]) == [*range(SIZE)] and again[0][0] != seen
 
 
-def test_a_mixture_goes_on_on_other_ranks_and_sees_each_sample_of_a_source_before_any_again(tmp_path):
+def test_a_mixture_resumes_on_other_ranks_and_sees_each_sample_of_a_source_before_any_again(tmp_path):
     a, b, c, d = (str(tmp_path / name) for name in "abcd")
     parts = [
         run_ranks(4, see, None, a, 3, 0, mixed_loader),
@@ -126,7 +126,7 @@ def loader_of_another_mixture():
     return ResumableStatefulLoader(mixture(), batch_size=BATCH, weights=[1, 1, 1])
 
 
-def test_packed_documents_go_on_on_other_ranks(tmp_path):
+def test_packed_documents_resume_on_other_ranks(tmp_path):
     a, b, c = (str(tmp_path / name) for name in "abc")
     parts = [
         run_ranks(4, see, None, a, 1, 0, packed_loader),
@@ -188,7 +188,7 @@ def stream(source, path, batches):
     return seen
 
 
-def test_a_stream_goes_on_on_as_many_ranks_and_is_refused_on_others(tmp_path):
+def test_a_stream_resumes_on_as_many_ranks_and_is_refused_on_others(tmp_path):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     first, then = run_ranks(2, stream, None, a, 5), run_ranks(2, stream, a, b, 5)
     assert [one + other for one, other in zip(first, then, strict=True)] == [[*range(0, 40, 2)], [*range(1, 40, 2)]]

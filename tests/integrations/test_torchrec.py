@@ -75,7 +75,7 @@ class Plain(torch.nn.Module):
 
 
 def train_plain(begin, steps, saved):
-    """Goes on from torchrec's checkpoint on one rank in plain torch, and saves; returns the losses by step."""
+    """Resumes from torchrec's checkpoint on one rank in plain torch, and saves; returns the losses by step."""
     rates = example()
     model = Plain(rates.ROWS, rates.WIDTH)
     tables = shardopt.keyed("adagrad", model.tables.named_parameters(prefix="tables"), lr=0.1)
@@ -101,7 +101,7 @@ def train_plain(begin, steps, saved):
 
 
 def load_each(folder, sources, plans, fused):
-    """Goes on from each source under each plan; returns the losses, by source and plan, or what was refused."""
+    """Resumes from each source under each plan; returns the losses, by source and plan, or what was refused."""
     found = {}
     for source in sources:
         for plan in plans:
@@ -119,7 +119,7 @@ def load_each(folder, sources, plans, fused):
     return found
 
 
-def test_a_run_goes_on_after_a_kill_on_one_rank_and_on_three_under_other_plans(tmp_path):
+def test_a_run_resumes_after_a_kill_on_one_rank_and_on_three_under_other_plans(tmp_path):
     whole, killed = str(tmp_path / "whole"), tmp_path / "killed"
     expected = run_ranks(2, train, whole, "row-wise", 12, deadline_seconds=DEADLINE)[0]
     outcomes = run_ranks_outcomes(2, train, str(killed), "row-wise", 12, fault=(1, 10, KILL), deadline_seconds=DEADLINE)
@@ -180,7 +180,7 @@ def test_row_wise_state_of_columns_is_kept_and_refused_elsewhere_by_name(tmp_pat
 
 
 @pytest.mark.parametrize("plan", ["row-wise", "table-wise"])
-def test_fused_tables_go_on_as_data_parallel_ones_and_back(tmp_path, plan):
+def test_fused_tables_resume_as_data_parallel_ones_and_back(tmp_path, plan):
     """Elementwise: FBGEMM's sum of squares is torch's, which counts its steps besides, for a decay alone."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     expected = run_ranks(2, train, first, plan, 12, deadline_seconds=DEADLINE)[0]
@@ -194,7 +194,7 @@ def test_fused_tables_go_on_as_data_parallel_ones_and_back(tmp_path, plan):
         assert loss == pytest.approx(expected[step], rel=1e-5), step
 
 
-def test_saved_in_torchrec_gone_on_with_in_plain_torch_and_back(tmp_path):
+def test_saved_in_torchrec_resumed_in_plain_torch_and_back(tmp_path):
     run, plain, back = (str(tmp_path / name) for name in ("run", "plain", "back"))
     expected = run_ranks(2, train, run, "row-wise", 12, deadline_seconds=DEADLINE)[0]
     (losses,) = run_ranks(1, train_plain, f"{run}/step-00000004", 8, plain, deadline_seconds=DEADLINE)

@@ -85,7 +85,7 @@ def killed(tmp_path_factory):
     ],
     ids=["same", "one", "three", "stages", "interleaved"],
 )
-def test_a_run_goes_on_after_a_kill(tmp_path, whole, killed, ranks, parallelism):
+def test_a_run_resumes_after_a_kill(tmp_path, whole, killed, ranks, parallelism):
     reference, expected, counters = whole
     run = str(tmp_path / "run")
     shutil.copytree(killed, run)
@@ -111,7 +111,7 @@ def train_on(folder, steps, change=None, **options):
 
 
 @pytest.mark.parametrize("parallelism", [{}, INTERLEAVED], ids=["sharded", "interleaved"])
-def test_saved_in_torchtitan_gone_on_with_in_plain_torch_and_back(tmp_path, whole, parallelism):
+def test_saved_in_torchtitan_resumed_in_plain_torch_and_back(tmp_path, whole, parallelism):
     reference, expected, _ = whole
     plain, run, loaded = (str(tmp_path / name) for name in ("plain", "run", "loaded"))
     (losses,) = run_ranks(1, train_in_plain_torch, folder_of(reference, 8), 1, plain, deadline_seconds=DEADLINE)
@@ -125,8 +125,8 @@ def test_saved_in_torchtitan_gone_on_with_in_plain_torch_and_back(tmp_path, whol
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, key
 
 
-def test_several_model_parts_go_on_without_stages(tmp_path, whole):
-    """Saved by two stages of two parts each; gone on with by the other schedule, and by one rank without any."""
+def test_several_model_parts_resume_without_stages(tmp_path, whole):
+    """Saved by two stages of two parts each; resumed by the other schedule, and by one rank without any."""
     reference, expected, _ = whole
     staged = str(tmp_path / "staged")
     shutil.copytree(folder_of(reference, 4), folder_of(staged, 4))  # a model in parts begins with other weights
@@ -159,7 +159,7 @@ def refuse_stock(folder):
     return []
 
 
-def test_torchtitans_own_optimizers_and_loader_go_on_on_as_many_ranks_and_are_refused_on_others(tmp_path):
+def test_torchtitans_own_optimizers_and_loader_resume_on_as_many_ranks_and_are_refused_on_others(tmp_path):
     whole, run = str(tmp_path / "whole"), str(tmp_path / "run")
     expected = run_ranks(2, train_stock, whole, 5, deadline_seconds=DEADLINE)[0]
     shutil.copytree(whole, run)

@@ -71,7 +71,7 @@ def train(folder, steps=12, fault=None, change=None, loaded=None, **parallelism)
 
 
 def train_in_plain_torch(url, steps, saved):
-    """Goes on from torchtitan's checkpoint, of which the model alone is torchtitan's; saves. Returns the losses."""
+    """Resumes from torchtitan's checkpoint, of which the model alone is torchtitan's; saves. Returns the losses."""
     config = config_of("", steps)
     windows = importlib.import_module("integrations.torchtitan_windows").Windows(config.training.seq_len)
     settings = config.model_spec.model

@@ -28,7 +28,7 @@ def save_slowly(manager: checkpoint.Manager, step: int, *args: Any, **kwargs: An
 
 
 if __name__ == "__main__":
-    checkpoint.Manager.save = save_slowly  # type: ignore[method-assign]
+    checkpoint.Manager.save = save_slowly
     if "COLLECTIVE_SECONDS" in os.environ:  # else ranks wait for a host that is cut off as long as torch has them wait
         timeout = timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
         dist.init_process_group = partial(dist.init_process_group, timeout=timeout)

@@ -1,4 +1,4 @@
-"""launch/demo_lost_host.sh: a host is lost in a save, and the run goes on as one that lost none."""
+"""launch/demo_lost_host.sh: a host is lost in a save, and the run resumes as one that lost none."""
 
 import os
 import subprocess

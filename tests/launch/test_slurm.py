@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a real Slurm of two nodes: stopped in any way that a cluster has, it goes on."""
+"""launch/slurm.sbatch on a real Slurm of two nodes: stopped in any way that a cluster has, it resumes."""
 
 import json
 import os

@@ -117,7 +117,7 @@ def state(optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_resumed_in_another_order_and_grouping_of_parameters_it_goes_on_exactly(dtype):
+def test_resumed_in_another_order_and_grouping_of_parameters_it_continues_exactly(dtype):
     whole, split = parameters(dtype), parameters(dtype)
     groups = [{"match": "vector|late", "lr": 0.2}, {"match": "cube", "d": 2.0}]
     train(shardopt.keyed("adafactor", whole, groups=groups), whole)

@@ -189,7 +189,7 @@ def test_narrow_parameters_are_trained_in_fp32_and_resume_exactly(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
-def test_a_state_dict_by_position_goes_on_exactly(name):
+def test_a_state_dict_by_position_resumes_exactly(name):
     """torch's own, of the plain class; it casts state to the parameter's dtype."""
     made = shardopt.algorithms.spec_of(name).optimizer
     params = parameters(torch.bfloat16)

@@ -103,8 +103,11 @@ def wrappers():
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("wrapping", wrappers())
 def test_modes_and_resume_through_every_wrapper(wrapping, mode):
-    """A run that saves in either mode goes on as one that loads there, whatever mode the other is in."""
-    make = lambda params: wrappers()[wrapping](shardopt.keyed("ScheduleFreeAdamW", params, **WARM))  # noqa: E731
+    """A run that saves in either mode continues as one that loads there, whatever mode the other is in."""
+
+    def make(params):
+        return wrappers()[wrapping](shardopt.keyed("ScheduleFreeAdamW", params, **WARM))
+
     params = parameters()
     optimizer = make(params)
     train(optimizer, params, last=6)
@@ -207,7 +210,7 @@ def test_another_algorithm_is_refused_by_name():
 
 @pytest.mark.parametrize("name", ["Lion", "AdEMAMix", "ScheduleFreeSGD", "ScheduleFreeAdamW"])
 def test_torchs_contract(name):
-    """Closures, options out of range, sparse gradients, a state dict by position that goes on exactly."""
+    """Closures, options out of range, sparse gradients, a state dict by position that resumes exactly."""
     made = shardopt.algorithms.spec_of(name).optimizer
     for bad in ({"lr": -1.0}, {"weight_decay": -1.0}):
         with pytest.raises(ValueError, match=f"{name}'s {next(iter(bad))}"):

@@ -86,7 +86,7 @@ def test_lamb_is_the_papers_equations_and_a_step_of_zeros_is_none():
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
 def test_torchs_contract(name):
-    """Options out of range, sparse gradients, closures, 16 bits, early state, a state dict that goes on exactly."""
+    """Options out of range, sparse gradients, closures, 16 bits, early state, a state dict that resumes exactly."""
     made = shardopt.algorithms.spec_of(name).optimizer
     for bad in ({"lr": -1.0}, {"weight_decay": -1.0}, {"nesterov": True, "momentum": 0.0}, {"most_norm": 0.0}):
         if set(bad) <= made([torch.zeros(2)]).defaults.keys():

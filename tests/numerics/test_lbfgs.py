@@ -254,7 +254,7 @@ def test_state_is_what_the_registry_says():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("options", [{"line_search_fn": "strong_wolfe"}, {"lr": 0.2}])
-def test_resumed_in_another_order_of_parameters_it_goes_on_exactly(dtype, options):
+def test_resumed_in_another_order_of_parameters_it_continues_exactly(dtype, options):
     options = {"history_size": 5, "max_iter": 4, **options}
     whole, split = parameters(dtype), parameters(dtype)
     uninterrupted = shardopt.keyed("lbfgs", whole, **options)
@@ -284,7 +284,7 @@ def test_bfloat16_goes_down():
     assert losses[-1] == pytest.approx(wanted[-1], rel=0.02)
 
 
-def test_copies_go_on_alike():
+def test_copies_continue_alike():
     params = parameters(torch.float32)
     optimizer = shardopt.keyed("lbfgs", params, lr=0.2, max_iter=4)
     train(optimizer, params, range(2))

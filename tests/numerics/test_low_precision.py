@@ -178,7 +178,7 @@ def test_state_that_was_never_stepped_is_dropped_whatever_its_parameter_is_by_no
     assert other.differences(one.whole()) == []
 
 
-def test_copies_go_on_with_the_same_bits():
+def test_copies_continue_with_the_same_bits():
     one = Training.of(("sgd", "codes, at random"))
     one.steps(0, 2)
     copies = [copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
@@ -349,7 +349,7 @@ def test_another_form_on_resume_is_refused_by_name(saved, loaded, named, tmp_pat
         checkpoint.load(tmp_path / "saved", {"optimizer": optimizers[1]}, init_state=True)
 
 
-def test_a_run_may_go_on_with_another_rounding_and_bf16_is_converted_if_asked():
+def test_a_run_may_resume_with_another_rounding_and_bf16_is_converted_if_asked():
     model = linear(FP32)
     model(torch.ones(2, 96)).sum().backward()
     one = shardopt.keyed("adamw", model.named_parameters(), state_dtype=BF16)

@@ -55,7 +55,7 @@ def pieces(run):
     return held
 
 
-def save_and_go_on(root, cases):
+def save_and_continue(root, cases):
     after = []
     for number, (name, options, dtype) in enumerate(cases):
         run = a_run(name, options, dtype, backwards=False)
@@ -130,7 +130,7 @@ def cases_of(algorithm, usual):
 
 
 def check(root, cases, saved_by, loaded_by):
-    saved = run_ranks(saved_by, save_and_go_on, root, cases, deadline_seconds=DEADLINE_SECONDS)
+    saved = run_ranks(saved_by, save_and_continue, root, cases, deadline_seconds=DEADLINE_SECONDS)
     for ranks in loaded_by:
         loaded = run_ranks(ranks, resume, root, cases, deadline_seconds=DEADLINE_SECONDS)
         for number, (name, options, dtype) in enumerate(cases):

@@ -61,7 +61,7 @@ def moments_of(app: dict[str, Any]) -> list[float]:
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Asserts that two apps have the same weights and state, and go on alike."""
+    """Asserts that two apps have the same weights and state, and continue alike."""
     assert weights_of(one) == weights_of(other) and moments_of(one) == moments_of(other)
     stepped(one, 1), stepped(other, 1)
     assert weights_of(one) == weights_of(other)

@@ -96,7 +96,7 @@ def test_parameters_that_had_other_options_get_groups_or_the_codes_options(url, 
     assert ours == theirs == ([0.125, 0.0625] if schedule else [0.5, 0.25])
 
 
-def test_parameters_of_which_one_had_an_option_more_go_on_without_it(url):
+def test_parameters_of_which_one_had_an_option_more_continue_without_it(url):
     before = grouped("keyed", {"bias": 0.125, "weight": 0.125})
     before["optimizer"].param_groups[0]["lr_scale"] = 2.0
     checkpoint.save(url, stepped(before))

@@ -1,4 +1,4 @@
-"""What the errors of schedules advise, followed to the letter: the rates go on as they would have."""
+"""What the errors of schedules advise, followed to the letter: the rates continue as they would have."""
 
 import pytest
 import torch

@@ -116,10 +116,11 @@ def names_from_counters(patch: Callable[..., None]) -> None:
     def of(self: Any, ranks: Ranks) -> Ranks:
         if ranks.channel is None:
             return ranks
-        if ranks.channel not in self._made:
+        made: Ranks | None = self._made.get(ranks.channel)
+        if made is None:
             self._made[ranks.channel] = made = Ranks(ranks._process_group(), ranks.deadline_seconds)
             made.channel = Channel(ranks.channel.store, ranks.rank, ranks.members, ranks.channel, f"{self.number:016x}")
-        return self._made[ranks.channel]
+        return made
 
     patch(_side, "__init__", counting)
     patch(_side, "of", of)

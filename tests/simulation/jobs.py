@@ -61,7 +61,7 @@ class App:
     def __init__(self, job: Job, number: int, rank: int, layers: int) -> None:
         self.tensors = {name: torch.zeros(3) for name in _SHARED}
         self.stage = {f"layer{i}": torch.zeros(2) for i in range(layers) if not job.stages or i % job.ranks == rank}
-        self.state = {
+        self.state: dict[str, Any] = {
             "model": _Slow({**self.tensors}, job.state_seconds if rank == job.slow_rank else 0.0),
             "stage": dict(self.stage),
             "frozen": torch.arange(4.0),
@@ -158,8 +158,8 @@ class RunningJob:
         for rank in range(self.job.ranks):
             self._start(rank)
 
-    def goes_on_beside(self, job: RunningJob) -> None:
-        """Has ranks that are stopped go on beside another job, at their operation of its rank 0."""
+    def resumes_beside(self, job: RunningJob) -> None:
+        """Has stopped ranks continue beside another job, at their operation of its rank 0."""
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.kind == "stop" and fault.beside:
                 job.processes[0].at_operation[fault.beside].append(self.processes[fault.rank].go_on)
@@ -167,10 +167,10 @@ class RunningJob:
     def _start(self, rank: int) -> None:
         scheduler = self.world.scheduler
         process = Process(scheduler, f"job {self.number} rank {rank}", f"host{self.number}.{rank // 2}")
-        process.address = f"10.0.{self.number}.{rank // 2 + 1}"  # type: ignore[attr-defined]
-        process.job_size = self.job.ranks  # type: ignore[attr-defined]
-        process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0  # type: ignore[attr-defined]
-        process.gives_up = lambda: self._judge_given_up(rank)  # type: ignore[attr-defined]
+        process.address = f"10.0.{self.number}.{rank // 2 + 1}"
+        process.job_size = self.job.ranks
+        process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0
+        process.gives_up = lambda: self._judge_given_up(rank)
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.rank == rank:
                 self._place(fault, process, rank)
@@ -219,13 +219,13 @@ class RunningJob:
 
     def _judge_stopped(self, process: Process, rank: int) -> None:
         if not process.dead and rank not in self.disturbed:
-            self.ledger.problems.append(f"rank {rank} of job {self.number} was told to stop, and goes on")
+            self.ledger.problems.append(f"rank {rank} of job {self.number} got a signal, and continues")
 
     def _judge_given_up(self, rank: int) -> None:
-        """Judges a rank that was told to stop and has ended without: something else must have held it up."""
+        """Judges a rank that got a signal and has ended without a save: something else must have held it up."""
         slow = self.job.planning_seconds or self.job.state_seconds
         if not slow and all(fault.kind == "signal" for fault in self.schedule.faults) and not self.disturbed:
-            self.ledger.problems.append(f"rank {rank} of job {self.number} was told to stop, and was not done in time")
+            self.ledger.problems.append(f"rank {rank} of job {self.number} got a signal, and was not done in time")
         self.disturbed.add(rank)
 
     def _damage_newest(self) -> None:
@@ -264,9 +264,9 @@ class RunningJob:
     def _main(self, process: Process, rank: int) -> None:
         begin_process(process, self.job.ranks_per_block)
         process.at_exit.append(end_process)
-        process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
+        process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)
         with suppress(ShardoptError, _Stopped, _Left, KeyboardInterrupt):  # it was noted
-            self._train(process.group, rank)  # type: ignore[attr-defined]
+            self._train(process.group, rank)
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job
@@ -314,7 +314,7 @@ class RunningJob:
     def _look_alone(self) -> list[int]:
         """Looks at the run, on one rank alone."""
         destinations = [Mirror(MIRROR)] if self.job.mirror else []
-        return Manager(ROOT, destinations=destinations, process_group=self.processes[0].group).steps()  # type: ignore[attr-defined]
+        return Manager(ROOT, destinations=destinations, process_group=self.processes[0].group).steps()
 
     def _restore(self, manager: Manager, app: App, rank: int) -> int:
         wanted = None
@@ -385,7 +385,7 @@ class RunningJob:
     def _call(
         self, rank: int, call: str, function: Callable[[], Any], ends: bool = False, compared: bool = True
     ) -> Any:
-        """Makes a call, and notes what it has told; returns None after an error with which a program can go on."""
+        """Makes a call, and notes what it has told; returns None after an error with which a program can continue."""
         scheduler = self.world.scheduler
         scheduler.note(f"job {self.number} rank {rank}", f"calls {call}")
         begin, ok, result = scheduler.now, False, None
@@ -397,7 +397,7 @@ class RunningJob:
         except KeyboardInterrupt:
             text = "KeyboardInterrupt"
         except SystemExit:
-            ok, text = True, "told to stop"
+            ok, text = True, "preempted"
             raise _Left from None
         except ShardoptError as error:
             text = f"{type(error).__name__}: {error}"
@@ -423,7 +423,7 @@ class _Stopped(Exception):
 
 
 class _Left(Exception):
-    """Ends a rank that was told to stop, and has saved."""
+    """Ends a rank that got a signal, and has saved."""
 
 
 def _described(result: Any) -> str:

@@ -21,14 +21,14 @@ class Job:
         stage, mirror, incremental, keep_last: options of its Manager.
         new_store: whether it has a store of its own, and not that of the job before.
         back: by how many steps it takes the run back when it restores.
-        misfit: whether it tries to restore into an app that does not fit, and goes on from the newest step without.
+        misfit: whether it tries to restore into an app that does not fit, and resumes from the newest step without.
         looks_alone: whether rank 0 makes a Manager by itself before, to look at what there is.
         hears: the ranks that wait for the result of each save in the background.
         bad_metrics: at which of its saves rank 0 gives a metric that is no number; 0 for none.
         astray: rank and number of the save for which it passes another step than the others; None for none.
         slow_rank: the rank that takes the seconds of the next two.
         planning_seconds, state_seconds: for how long it makes plans, and for how long its objects give their state.
-        leaves_stopped: whether ranks that are stopped at its end are left, and may go on beside the next job.
+        leaves_stopped: whether ranks that are stopped at its end are left, and may continue beside the next job.
         stops: whether its ranks save and leave when one of them gets a signal.
         exports: whether it writes each checkpoint as a Hugging Face folder too.
     """
@@ -61,12 +61,12 @@ class Fault:
     """A fault, at an operation of a rank.
 
     Args:
-        kind: "kill", "stop" (goes on after `seconds`, or beside the next job), "cut" (off the network, for `seconds`),
-            "interrupt" (as by SIGINT), "signal" (by which it is told to stop), "power" (of all hosts and disks),
+        kind: "kill", "stop" (continues after `seconds`, or beside the next job), "cut" (off the network, for
+            `seconds`), "interrupt" (as by SIGINT), "signal" (of preemption), "power" (of all hosts and disks),
             "store" (is lost), "disk" (error `detail` of one operation on files), "object" (`detail` of one request),
             "reset" (one of its connections), "unreadable" (the newest checkpoint, from the beginning of a job).
         at: the number of the operation; of those on files or objects for "disk" and "object".
-        beside: the operation of rank 0 of the next job at which a stopped rank goes on; 0 for none.
+        beside: the operation of rank 0 of the next job at which a stopped rank continues; 0 for none.
     """
 
     kind: str

@@ -90,7 +90,7 @@ def _run_jobs(world: SimulatedWorld, schedule: Schedule, ledger: Ledger, jobs: l
         ledger.current = number
         running = RunningJob(world, server, schedule, number, ledger)
         if jobs:
-            jobs[-1].goes_on_beside(running)
+            jobs[-1].resumes_beside(running)
         jobs.append(running)
         until = scheduler.now + (job.saves + 4) * seconds_allowed(schedule)
         if not scheduler.run(running.has_ended, until):
@@ -108,7 +108,7 @@ def _end(world: SimulatedWorld, processes: list[Process]) -> None:
 
 
 def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
-    """Lets go on what is left of earlier jobs; then reads all checkpoints there are."""
+    """Lets the processes left of earlier jobs continue; then reads all checkpoints there are."""
     scheduler = world.scheduler
     left = [process for job in jobs for process in job.processes if not process.dead]
     for process in left:
@@ -126,7 +126,7 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
         begin_process(reader)
         roots = [ROOT, MIRROR] if jobs[0].job.mirror else [ROOT]
         for root in roots:
-            storage = current_world().open_storage(root, True, lambda url, durable: None)
+            storage = world.open_storage(root, True, lambda url, durable: None)
             for name in storage.names():
                 if name.startswith("step-") and storage.child(name).exists("manifest.json"):
                     url = storage.child(name).url
@@ -184,9 +184,10 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         )
         if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
             problems.append(f"a call failed in a job without faults: {told}")
-    for number, job in enumerate(jobs):
-        if len(job.server.data) > 40 + 20 * sum(each.job.ranks for each in jobs):
-            problems.append(f"the store of job {number} has {len(job.server.data)} keys: {sorted(job.server.data)}")
+    for number, running in enumerate(jobs):
+        stored = running.server.data
+        if len(stored) > 40 + 20 * sum(each.job.ranks for each in jobs):
+            problems.append(f"the store of job {number} has {len(stored)} keys: {sorted(stored)}")
     return problems
 
 
@@ -225,7 +226,7 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
 
 _WAS_FIRST = re.compile("the path is taken|do not share the storage|give one of the steps that are there")
 _TAKEN_AWAY = re.compile("were removed while it was committed|cannot write to .*No such file or directory")
-"""What is said of a save whose files a process of a job before, that goes on, has taken for remains."""
+"""What is said of a save whose files a process of a job before, that continues, has taken for remains."""
 _COPIES = re.compile(
     "does not see the files of other ranks|were removed while it was committed"
     "|found no such file|there is no checkpoint|refers to was removed while it was saved"
@@ -254,14 +255,14 @@ def _meaning(told: Told, left: set[int]) -> str:
     return f"{kind}: lost {lost}" if lost else re.sub(r"\S*/", "", told.text)
 
 
-def _slow_planning() -> mock._patch[object]:  # type: ignore[name-defined]
+def _slow_planning() -> mock._patch[object]:
     """Has the making of plans take as much simulated time as a job says."""
     plan = agree_plan.Planning.plan
 
     def slowly(planning: agree_plan.Planning, comparison: agree_plan.Comparison) -> BaseException | None:
         world = current_world()
         assert isinstance(world, SimulatedWorld)
-        seconds = getattr(world._process(), "planning_seconds", 0.0)
+        seconds = world._process().planning_seconds
         if seconds:
             world.sleep(seconds)
         return plan(planning, comparison)

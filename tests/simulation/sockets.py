@@ -105,7 +105,7 @@ class SimulatedSocket:
     def __init__(self, fabric: Fabric, process: Process, descriptor: int) -> None:
         self.fabric, self.process, self._descriptor = fabric, process, descriptor
         self.peer: SimulatedSocket | None = None
-        self.address = (getattr(process, "address", ""), 0)
+        self.address = (process.address, 0)
         self.accepting: list[SimulatedSocket] = []
         self.inbox = bytearray()
         self.under_way = 0  # bytes that were sent here and have not come
@@ -289,7 +289,7 @@ class SimulatedSelector:
     def register(self, fileobj: SimulatedSocket, events: int, data: Any = None) -> selectors.SelectorKey:
         if fileobj in self._keys:
             raise KeyError(f"{fileobj} is registered already")
-        key = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)  # type: ignore[arg-type]  # as a socket
+        key = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
         self._keys[fileobj] = key
         fileobj.watchers.append(self)
         return key

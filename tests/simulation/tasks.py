@@ -1,6 +1,6 @@
-"""Simulated time, processes and tasks: one runs at a time, and which one goes on follows from a seed alone.
+"""Simulated time, processes and tasks: one runs at a time, and which one continues follows from a seed alone.
 
-A task is a greenlet: it goes on from where it stopped, in the one real thread there is, and stops wherever it waits or
+A task is a greenlet: it continues where it stopped, in the one real thread there is, and stops wherever it waits or
 does something that others may see. Each such operation takes simulated time, which is drawn; so tasks meet in another
 order with every seed, and in the same order with the same one.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # has no type hints
 
 
 class Killed(BaseException):
@@ -30,6 +30,7 @@ class Process:
         stopped: whether it is stopped, as by SIGSTOP.
         operations: how many operations it has done that others may see; faults are placed by this number.
         keeps: module namespace, name and value of all that modules keep once for each process.
+        address, job_size, group, planning_seconds, gives_up: given by the job, if it is of one.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, host: str = "") -> None:
@@ -41,6 +42,11 @@ class Process:
         self.main: Task | None = None
         self.main_ended = False
         self.keeps: list[tuple[dict[str, Any], str, Any]] = []
+        self.address = ""
+        self.job_size = 1
+        self.group: Any
+        self.planning_seconds = 0.0
+        self.gives_up: Callable[[], None]
         self.at_operation: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self.at_exit: list[Callable[[], None]] = []  # by the program, once its threads have ended
         self.at_end: list[Callable[[], None]] = []  # by the system, whatever ends it
@@ -91,10 +97,10 @@ class Process:
             self.scheduler.push(self.scheduler.now, main)
 
     def signal(self) -> None:
-        """Sends it the signal by which it is told to stop: the end of a process that does not listen."""
+        """Sends it the signal of preemption: the end of a process that does not listen."""
         if self.dead:
             return
-        self.scheduler.note(self.name, "is told to stop")
+        self.scheduler.note(self.name, "gets a signal")
         if not self.listeners:
             self.kill()
         for in_main_thread, in_thread in self.listeners:
@@ -108,17 +114,17 @@ class Process:
             self.scheduler.note(self.name, "stops")
 
     def go_on(self) -> None:
-        """Has it go on, as by SIGCONT."""
+        """Has it continue, as by SIGCONT."""
         if self.stopped:
             self.stopped, self.scheduler.changed = False, True
-            self.scheduler.note(self.name, "goes on")
+            self.scheduler.note(self.name, "continues")
             held, self._held = self._held, []
             for task, token in held:
                 if task.token == token:
                     self.scheduler.push(self.scheduler.now, task)
 
     def hold(self, task: Task) -> None:
-        """Keeps a task that is due until the process goes on."""
+        """Keeps a task that is due until the process continues."""
         self._held.append((task, task.token))
 
 
@@ -217,7 +223,7 @@ class Scheduler:
         heapq.heappush(self._due, (max(seconds, self.now), self._pushed, function, 0))
 
     def push(self, seconds: float, task: Task) -> None:
-        """Has a task go on at a time, unless it has by then for another reason."""
+        """Has a task continue at a time, unless it has by then for another reason."""
         self._pushed += 1
         heapq.heappush(self._due, (seconds, self._pushed, task, task.token))
 
@@ -252,7 +258,7 @@ class Scheduler:
         return task.woken
 
     def wake(self, task: Task) -> None:
-        """Has a task go on that is in `block`."""
+        """Has a task continue that is in `block`."""
         if not task.woken and not task.ended:
             task.woken = True
             self.push(self.now + self.draw(10e-6), task)

@@ -62,7 +62,7 @@ def test_who_dies_at_any_operation_is_named(rank):
 
 @pytest.mark.parametrize("beside", range(2, 6))
 def test_who_has_joined_late_takes_nobody_elses_session_away(beside):
-    """Rank 0 of the first job is stopped as it empties the store of its session, and goes on as the next one joins."""
+    """Rank 0 of the first job is stopped as it empties its session's store, and continues as the next one joins."""
     jobs = (Job(saves=1, leaves_stopped=True), Job(ranks=4, ranks_per_block=2, saves=1, new_store=False))
     for at in (4, 5):
         outcome = simulate(Schedule(1, jobs, (Fault("stop", 0, at=at, beside=beside),)))

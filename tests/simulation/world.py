@@ -23,7 +23,7 @@ from shardopt.checkpoint.storage.retry import RetryPolicy
 from shardopt.world import World, using
 from tests.simulation.files import FileSystem, SimulatedOs
 from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
-from tests.simulation.sockets import Fabric, SimulatedSelector, SimulatedSocket
+from tests.simulation.sockets import Fabric, SimulatedSelector
 from tests.simulation.store import Network, SimulatedStore, StoreServer
 from tests.simulation.tasks import Killed, Process, Scheduler
 from tests.simulation.threads import (
@@ -42,7 +42,7 @@ class SimulatedGroup(dist.ProcessGroup):
     """The process group of a simulated rank: its number, and the job's store."""
 
     def __init__(self, process: Process, server: StoreServer, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks the one without a store
         self.process, self.server, self.members = process, server, tuple(range(size))
 
 
@@ -92,7 +92,7 @@ class SimulatedWorld(World):
         return SimulatedThread(self._process(), run, name, daemon=True)
 
     def current_thread(self) -> SimulatedThread:
-        task = self.scheduler.current
+        task: Any = self.scheduler.current
         thread: SimulatedThread = getattr(task, "thread", task)  # the main one is no more than a task
         return thread
 
@@ -131,18 +131,17 @@ class SimulatedWorld(World):
     def begin_connect(self, host: str, port: int) -> Any:
         return self.fabric.begin_connect(self._process(), host, port)
 
-    def finish_connect(self, connecting: SimulatedSocket) -> None:
+    def finish_connect(self, connecting: Any) -> None:
         connecting.finish_connect()
 
-    def accept(self, listener: SimulatedSocket) -> Any:
+    def accept(self, listener: Any) -> Any:
         return listener.accept()[0]
 
-    def abort(self, connection: SimulatedSocket) -> None:
+    def abort(self, connection: Any) -> None:
         connection.abort()
 
     def route_to(self, host: str) -> str:
-        address: str = self._process().address  # type: ignore[attr-defined]  # given by the job
-        return address
+        return self._process().address
 
     def interfaces(self) -> list[tuple[str, str]]:
         return [("eth0", self.route_to(""))]
@@ -166,7 +165,7 @@ class SimulatedWorld(World):
     def exit_at_once(self, code: int) -> None:
         """As `os._exit`."""
         process = self._process()
-        process.gives_up()  # type: ignore[attr-defined]  # given by the job
+        process.gives_up()
         process.kill()
         raise Killed
 
@@ -242,7 +241,7 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.checkpoint.sources.reading.checking", "_FAR_BATCH_BYTES", 1 << 12),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
-        ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),
+        ("shardopt.ranks.ranks", "_job_size", lambda: world._process().job_size),
     ]
     names = [
         *((module, name) for module, name, _ in patches),
@@ -282,7 +281,7 @@ def without_garbage() -> Iterator[None]:
     try:
         yield
     finally:
-        for finalizer in weakref.finalize._registry.keys() - finalizers:  # type: ignore[attr-defined]
+        for finalizer in weakref.finalize._registry.keys() - finalizers:  # type: ignore[attr-defined]  # as above
             finalizer.detach()
         gc.collect()
         gc.unfreeze()

@@ -188,7 +188,7 @@ class Twins(RuleBasedStateMachine):
 
     @change(how=target(), before=st.sampled_from(["", "all", "names"]), init=st.booleans())
     def resumes(self, how, before, init):
-        """Saves, and goes on as another process at once."""
+        """Saves, and resumes as another process at once."""
         self.save()
         self.resume(-1, how, before, init)
 

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_test_ends_the_worker() -> Iterator[None]:
-    """A Manager that was told to stop ends its process after a time, and a test may have gone on by then."""
+    """A Manager that got a signal ends its process after a time, and another test may run by then."""
     yield
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer) and thread.name == "shardopt-stop":

@@ -26,7 +26,7 @@ from shardopt.state.param_groups import STORAGE_OPTIONS, UNTOUCHED
 
 
 class Conversion(NamedTuple):
-    """What changed in one entry of a parameter's state.
+    """The change of one entry of a parameter's state.
 
     Args:
         entry: its name.

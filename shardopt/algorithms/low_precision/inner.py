@@ -18,7 +18,7 @@ from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_
 
 
 class Stepped(NamedTuple):
-    """What a step returns: the state of the tensor, and the options that it changed."""
+    """The result of a step: the state of the tensor, and the options that it changed."""
 
     state: dict[str, Any]
     changed: dict[str, Any]

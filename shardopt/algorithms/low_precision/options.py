@@ -143,7 +143,7 @@ def refuse_algorithm(spec: AlgorithmSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How one entry of state that has the parameter's shape is stored.
+    """The stored form of one entry of state that has the parameter's shape.
 
     Args:
         name: of the entry.
@@ -167,7 +167,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the state of a parameter is stored.
+    """The stored form of a parameter's state.
 
     Args:
         entries: of state like the parameter, but for the master.

@@ -264,7 +264,7 @@ def walk(steps: Sequence[LowPrecisionStep], store: bool) -> None:
         return
     for step, piece in pieces:
         step.put_back(piece)
-    if stepped is None:  # counters go on where a rank has no elements
+    if stepped is None:  # counters advance where a rank has no elements
         nothing = torch.zeros(VECTOR, device=first.device)
         entries = {entry.name: torch.zeros_like(nothing) for entry in first.form.entries}
         stepped = first.compute(nothing, torch.zeros_like(nothing), entries)

@@ -47,7 +47,7 @@ class ChosenTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a conversion writes, by new name; `left_out` has the stored keys of everything else."""
+    """The tensors and values that a conversion writes, by new name; `left_out` has the stored keys of all others."""
 
     reader: CheckpointReader
     tensors: Mapping[str, ChosenTensor]

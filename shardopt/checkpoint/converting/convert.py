@@ -263,7 +263,7 @@ class Writing:
         owners = deal(plan.files, ranks.size)
         self._files = [file for file, owner in zip(plan.files, owners, strict=True) if owner == ranks.rank]
         in_files = {key for file in plan.files for key in keys_in_order(file.parts, plan.shapes)}
-        # What is cut over several files, or not in C order, is read once more for its digest.
+        # Tensors that are cut over several files, or not in C order, are read once more for their digests.
         self._scattered = self._share([each for each in plan.choice.written if each.key not in in_files])
         self._digests: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""What a conversion writes, in any format: the files, and the last step, which makes them a checkpoint."""
+"""The files that a conversion writes, in any format, and the last step, which makes them a checkpoint."""
 
 from __future__ import annotations
 

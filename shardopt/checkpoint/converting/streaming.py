@@ -124,7 +124,7 @@ def _read_window(
     reader: CheckpointReader, parts: Sequence[Part], window: Sequence[_PiecePlace], blocks: _Blocks
 ) -> list[tuple[int, memoryview]]:
     block = blocks.take()
-    before_casts: _Block | None = None  # what is cast is read as it is stored, to the same offsets of a block beside
+    before_casts: _Block | None = None  # a tensor to cast is read as stored, to the same offsets of a block beside
     requests: list[tuple[OpenFile, ReadRequest]] = []
     casts: list[tuple[str, Tensor, Tensor]] = []
     chunks = []

@@ -39,7 +39,7 @@ def plan_own(
         layout_of: gives each written tensor a layout, whose holders are ranks of the job to be.
         world_size: of that job.
         save_id: the name of the save; None for one that follows from what is written, so that a conversion that was
-            killed can go on.
+            killed can resume.
         drop_per_rank: leave out values per rank.
 
     Raises:

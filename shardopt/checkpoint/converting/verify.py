@@ -123,7 +123,7 @@ def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
 
 
 Members = Mapping[str, tuple[StoredTensor, Box]]
-"""What a manifest takes from one file: by key in the file, the tensor and the box of it that the file holds."""
+"""The contents of one file by its manifest: key in the file → the tensor, and the box of it that the file holds."""
 
 
 class _MembersByFile:

@@ -55,8 +55,8 @@ def torch_members(data_pkl: bytes, records: Sequence[tuple[str, bytes | int]]) -
     storages = [(f"data/{name}", data) for name, data in records]
     members = []
     for name, data in [*before, *storages, ("version", b"3\n")]:
-        known = isinstance(data, bytes)
-        members.append(Member(_PREFIX + name, data if known else None, len(data) if known else data))  # type: ignore[arg-type]
+        known, nbytes = (data, len(data)) if isinstance(data, bytes) else (None, data)
+        members.append(Member(_PREFIX + name, known, nbytes))
     return members
 
 

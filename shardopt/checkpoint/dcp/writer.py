@@ -192,7 +192,7 @@ class StorageWriter(DcpStorageWriter):
             tensors = {key: path_of(paths.get(key, (key,))) for key in plan.geometry.members}
             at, options = regrouped(tensors, values)
             for key, member in plan.geometry.members.items():
-                plan.geometry.members[key] = dataclasses.replace(member, path=at[key])  # type: ignore[index] # a dict
+                plan.geometry.members[key] = dataclasses.replace(member, path=at[key])  # type: ignore[index]  # a dict
             with wrap_os_errors(f"commit {storage.url}"):
                 if len(task.members) > 1:
                     remove_marker(storage, task.save_id)

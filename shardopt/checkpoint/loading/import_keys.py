@@ -169,7 +169,7 @@ def numbered_roots(manifest: Manifest) -> list[str]:
 
 @dataclass(slots=True)
 class Stored:
-    """What is stored, under keys that are converted step by step to those of the app.
+    """Stored tensors and values, under keys that are converted step by step to those of the app.
 
     Args:
         tensors: key → key in the checkpoint.

@@ -172,7 +172,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     if options.storage_options is not None:
         use_options(url, options.storage_options)
     ranks = ranks_of(options.process_group, options.deadline_seconds)
-    # What is loaded replaces the state that the app gives here, and drops the checks of it.
+    # The load replaces the state that the app gives here, and drops the checks of it.
     with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused(), taking_state():
         report, differences = _load(ranks, url, app, options)
     emit_report("load", report, for_all=ranks.rank == 0)
@@ -200,7 +200,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
             return rearranged(reader, options.rearrange) if options.rearrange else reader
 
         if options.rename:
-            flattened = lambda: flatten(app, options.tied)  # noqa: E731
+            flattened = partial(flatten, app, options.tied)
             rules = find_rules_due(ranks, what, opened, flattened, select, options.rename, skip)
         rename = None if rules is None else rules.rename
         may_be_as_stored = not (select or skip or rename or options.tied)

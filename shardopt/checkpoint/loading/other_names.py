@@ -1,4 +1,4 @@
-"""What `rename` a refused load lacked, where one rule gives stored tensors the names of all that are missing."""
+"""The `rename` that a refused load lacked, where one rule gives stored tensors the names of all that are missing."""
 
 from __future__ import annotations
 

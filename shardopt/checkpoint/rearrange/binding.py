@@ -188,7 +188,7 @@ class _Binder:
         else:
             yield from self._bind_alike(keys)
 
-    # Which stored keys there are.
+    # The stored keys.
 
     def _incomplete(self) -> Iterator[Problem]:
         """Yields a problem for each stored key that the join lacks, and computes the sizes of axes in names."""
@@ -344,7 +344,7 @@ class _Binder:
             if len(axes.items) != len(shape):
                 return self._misfit(key, shape)
         known = -1
-        while known < len(self._sizes):  # what a later tensor tells may be what an earlier one lacked
+        while known < len(self._sizes):  # a later tensor may tell what an earlier one lacked
             known = len(self._sizes)
             for key, axes, shape in shapes:
                 if not all(infer(item, size, self._sizes) for item, size in zip(axes.items, shape, strict=True)):

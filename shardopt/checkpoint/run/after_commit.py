@@ -49,7 +49,7 @@ class AfterCommit:
         self._run, self.tiers, self._mirror, self._exporter = run, tiers, run.mirror, exporter
         self._keeper, self._stop_seconds = Keeper(run, self._in_use), stop_seconds
         self.copying: list[Task] = [each for each in (tiers, run.mirror) if each is not None]
-        self._known: dict[CheckpointId, str] = {}  # what was committed or restored here, and where
+        self._known: dict[CheckpointId, str] = {}  # committed or restored here, and where
         self._save_ids: dict[CheckpointId, str] = {}  # of these
         self._added: dict[CheckpointId, dict[str, float]] = {}  # metrics, after the commit
         self._committing = world().lock()
@@ -107,7 +107,7 @@ class AfterCommit:
         """Begins tasks that an earlier process of the job may have left unfinished. Collective.
 
         Args:
-            restored: the checkpoint from which the run goes on; None where there was none.
+            restored: the checkpoint from which the run resumes; None where there was none.
         """
         if TIERS_NAME in self._run.root.names and self._run.ranks.rank == 0:
             paths = () if self.tiers is None else self.tiers.paths

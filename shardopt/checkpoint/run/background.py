@@ -121,7 +121,7 @@ class Turns(Generic[J]):
                 number, job = self._jobs[0]
             try:
                 self._do(job)
-            except BaseException as error:  # the training goes on meanwhile
+            except BaseException as error:  # the training continues meanwhile
                 _log.error("%s failed in the background: %s", self._describe(job), error)
                 self.failures.note(number, error)
             with self._changed:

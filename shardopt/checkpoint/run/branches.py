@@ -3,7 +3,7 @@
     step-00000500, step-00000500-b2       the directories of a step on branch 0 and on branch 2
     branch-00001.json    {"format": "shardopt-branch", "branch": 1, "of": 0, "from_step": 200, "beyond": "set_aside", …}
 
-A run begins on branch 0. Taken back to step 200 it goes on upon a branch of its own, whose record says what it was
+A run begins on branch 0. Taken back to step 200 it resumes on a branch of its own, whose record says what it was
 taken back from. What was saved beyond that step stays where it is, and is no longer part of the run. So to take a run
 back is to write one small file that is never changed again: it has happened or it has not, on any storage, and whoever
 still saves for the run as it was before saves beside it.

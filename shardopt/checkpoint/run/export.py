@@ -39,7 +39,7 @@ _OWN_FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Which checkpoints of a run are also written as a Hugging Face folder, where, and how.
+    """Exports of a run's checkpoints as Hugging Face folders: which ones, where, and how.
 
     Args:
         url: of a directory, in which each export has a directory of its own, named as the checkpoint is.

@@ -4,7 +4,7 @@
 
 A run that has tiers gets one with its first save: a random name that is written once, under its root and
 its mirror, and is never changed. Each host's directory of a tier has a copy, `.run`. Whatever has another's is refused:
-nothing of it is read, and nothing removed. So a root that was begun anew does not go on from what hosts still have of
+nothing of it is read, and nothing removed. So a root that was begun anew does not resume from what hosts still have of
 the run before, and a root may be moved.
 """
 

@@ -42,7 +42,7 @@ class Keeper(Task):
         self._saved: CheckpointId | None = None
         self._damaged: frozenset[str] = frozenset()
         self._warned = False
-        self._newest: int | None = None  # committed step, below which a removal that goes on removes
+        self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
     def restored(self, id: CheckpointId, damaged: Collection[str]) -> None:
@@ -71,7 +71,7 @@ class Keeper(Task):
         """Begins to remove unwanted checkpoints under the run's root, after a commit there.
 
         No save to it may be under way. Of many files, and over a network, this may take minutes: there it is waited for
-        a second, and goes on in a thread. One at a time: what is unwanted while another goes on goes with a later save.
+        a second, and continues in a thread. One at a time: what is unwanted while another runs goes with a later save.
 
         Args:
             metrics: of that checkpoint, which stays in any case.

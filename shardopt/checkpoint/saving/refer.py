@@ -16,7 +16,7 @@ from shardopt.sharding.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """What the ranks of a save found unchanged, by rank, as `pack_parts` encodes it."""
+    """The parts that the ranks of a save found unchanged, by rank, as `pack_parts` encodes them."""
 
     base: Base
     by_rank: Sequence[Mapping[str, Any]]

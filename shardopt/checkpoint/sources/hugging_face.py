@@ -166,18 +166,18 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
     return dict.fromkeys(files)
 
 
-def _read_index(storage: Storage, name: str, names: set[str]) -> dict[str, list[str] | None]:
+def _read_index(storage: Storage, name: str, names: set[str]) -> dict[str, list[str]]:
     where = f"{storage.url}/{name}"
     if storage.size(name) > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"an index of more than {MANIFEST_LIMIT_BYTES} bytes")
     index = load_json(storage.read(name), where, without_duplicates).get("weight_map")
     if not isinstance(index, dict):
         raise damaged(where, "no member 'weight_map'")
-    keys: defaultdict[str, list[str] | None] = defaultdict(list)
+    keys: defaultdict[str, list[str]] = defaultdict(list)
     for key, file in index.items():
         if type(file) is not str or "/" in file or not file.endswith(DATA_SUFFIX):
             raise damaged(where, f"{str(file)[:80]!r} as the file of {key!r}")
-        (keys[file] or keys.setdefault(file, [])).append(key)  # type: ignore[union-attr]  # none of them is None
+        keys[file].append(key)
     missing = sorted(keys.keys() - names)
     if missing:
         raise damaged(f"{storage.url}/{missing[0]}", "no such file")

@@ -89,7 +89,7 @@ def referred_in(storage: Storage) -> frozenset[str]:
 
 def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
     """Returns directory and name of each file elsewhere that a checkpoint refers to; none without a checkpoint."""
-    # What cannot be read by its permissions is not of this run; a manifest that is damaged gives nothing to anybody.
+    # A file that permissions hide is not of this run; a damaged manifest gives nothing to anybody.
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, PermissionError):
         with _lock:
             known_bytes = _bytes_of.get(checkpoint.url) if checkpoint.is_remote else None

@@ -21,7 +21,7 @@ class Source(ABC):
     """
 
     format_name: str
-    """What writes such checkpoints, for messages."""
+    """The writer of such checkpoints, for messages."""
 
     storage: Storage
     """The directory of the checkpoint, or of its only file."""

@@ -171,7 +171,7 @@ class RemoteStorage(Storage):
         total = 0
         try:
             for part in parts:
-                self._requests.within_deadline(lambda part=part: file.write(part))  # type: ignore[misc]  # bound now
+                self._requests.within_deadline(partial(file.write, part))
                 total += len(part)
             self._requests.within_deadline(file.close)
         except BaseException:
@@ -219,7 +219,7 @@ class RemoteStorage(Storage):
         try:
             is_own = self.read_rest(name, 0, len(data)) == data
         except FileNotFoundError:
-            is_own = False  # what stood there has just gone
+            is_own = False  # the file there has just gone
         if not is_own:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._path(name))
 

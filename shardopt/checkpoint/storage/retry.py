@@ -26,7 +26,7 @@ T = TypeVar("T")
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _PERMANENT_ERRNOS = {
     errno.EDQUOT,
-    errno.EINVAL,  # what s3fs makes of "400 Bad Request"
+    errno.EINVAL,  # s3fs makes it of "400 Bad Request"
     errno.EMSGSIZE,
     errno.ENAMETOOLONG,
     errno.ENOSPC,

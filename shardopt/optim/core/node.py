@@ -236,7 +236,7 @@ class Node(Optimizer):
             self.init_state(sparse)
             self.drop_state(self._gather()[STATE].keys() - there - set(names))
 
-    # What is saved.
+    # Saved state.
 
     def _own_state(self) -> OwnState:
         """Returns this node's own state, beside that of its parts: `{name: {key: tensor or plain value}}`.

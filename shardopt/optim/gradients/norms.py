@@ -127,7 +127,7 @@ class _Plan:
         self._parameters = list(parameters)
         self._counted = counted
         self._readers = [GradientReader(each.parameter) for each in counted]
-        # Whether it is one local tensor that this rank alone counts, as it mostly is.
+        # True where it is one local tensor that this rank alone counts, as it mostly is.
         self._simple = [each.counted == (True,) and each.shared is None for each in counted]
         self._shared_count = shared_count
         self._places: tuple[list[int], Tensor] = ([], torch.zeros(0, device="cpu"))

@@ -223,7 +223,7 @@ class GroupStep(Part):
             return
         here = set(map(id, stepped))
         present = [id(local) in here for local in shards.local_tensors]
-        # Of copies, as the step goes on with the lists.
+        # Of copies, as the step continues with the lists.
         kept_state = [list(each) for each in state]
         shards.cache = StepCache(self._options, present, list(stepped), kept_state, self.init_result)
 

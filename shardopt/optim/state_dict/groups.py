@@ -290,7 +290,7 @@ class Sorted(NamedTuple):
 def by_pattern(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> Sorted:
     """Sorts parameters into groups: each goes to the first group whose pattern matches its name, or to a last one.
 
-    Every group keeps its place, also where it is empty: another rank, or another job that goes on, may have parameters
+    Every group keeps its place, also where it is empty: another rank, or another job that resumes, may have parameters
     for it, and schedules are to have the same rates there.
 
     Args:

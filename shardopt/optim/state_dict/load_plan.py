@@ -53,7 +53,7 @@ class LoadPlan:
         self.strict = strict
         self.convert_dtype = convert_dtype
         self.convert_state = convert_state
-        self.conversions: list[Any] = []  # what became of entries, `low_precision.conversion.Conversion`
+        self.conversions: list[Any] = []  # changes of entries, `low_precision.conversion.Conversion`
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
@@ -174,7 +174,8 @@ class LoadPlan:
             if len(into) != len(offered):
                 self.problem(key, f"{len(offered)} elements", f"{len(into)}", "load a checkpoint of the same options")
             else:
-                merged = [self._merge(f"{key}.{i}", *pair, remedy) for i, pair in enumerate(zip(into, offered))]  # noqa: B905  # lengths are equal here
+                pairs = zip(into, offered, strict=True)
+                merged = [self._merge(f"{key}.{i}", *pair, remedy) for i, pair in enumerate(pairs)]
                 return into if all(new is old for new, old in zip(merged, into, strict=True)) else like(into, merged)
         else:
             return deepcopy(offered)

@@ -5,7 +5,7 @@ longer messages are cut into several frames, which only a peer that has proved i
 
 length   4 bytes, of all that follows up to the end of the data
 kind     1 byte (`Kind`)
-more     1 byte: 1 where the message goes on in the next frame, else 0
+more     1 byte: 1 where the message continues in the next frame, else 0
 session  8 bytes
 round    8 bytes
 data
@@ -16,7 +16,7 @@ or send one again, without being noticed.
 seal     8 bytes: how many frames the sender has taken of its peer, which need not be kept any more
          16 bytes: keyed BLAKE2b over the number of this frame, those 8 bytes, and the SHA-256 of the frame
 
-Each direction of each connection has a key of its own (`proof.py`). Numbers of frames go on where a peer comes back
+Each direction of each connection has a key of its own (`proof.py`). Numbers of frames continue where a peer comes back
 over another connection.
 """
 
@@ -196,7 +196,7 @@ class Decoder:
         self.error: BadFrame | None = None
         self._unsealer: Unsealer | None = None
         self._buffer = bytearray()
-        self._head: tuple[int, bytes, int] | None = None  # of a message that goes on
+        self._head: tuple[int, bytes, int] | None = None  # of a message that continues
         self._parts: list[bytes] = []
         self._nbytes = 0
 
@@ -256,7 +256,7 @@ class Decoder:
                     self._append((kind, session, number), part, bool(more), messages)
                 at = end + sealed
                 if kind == Kind.WELCOME and not self.trusts:
-                    return  # what follows has seals, for which `trust` is called first
+                    return  # the rest has seals, for which `trust` is called first
         finally:
             del self._buffer[:at]
 

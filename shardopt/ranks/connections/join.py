@@ -30,7 +30,7 @@ PAUSE_SECONDS = (0.002, 1.0)
 """The shortest and the longest pause between two looks at the store; each is a fourth of the time waited."""
 STORE_SECONDS = 5.0
 """The time limit of requests to the store that are made only after a failure."""
-_NOTHING = "-"  # what no entry is: the store answers it where there is no such key, and it stands where one was
+_NOTHING = "-"  # no entry is this: the store answers it where there is no such key, and it stands where one was
 
 
 @dataclass(frozen=True, slots=True)

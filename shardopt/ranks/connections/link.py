@@ -265,7 +265,7 @@ def take_leave(links: Sequence[Link], seconds: float) -> list[Link]:
     """
     end, broken = world().monotonic() + seconds, []
 
-    def goes_on(link: Link, act: Callable[[], object]) -> bool:
+    def stays_open(link: Link, act: Callable[[], object]) -> bool:
         try:
             act()
         except Broken:
@@ -280,7 +280,7 @@ def take_leave(links: Sequence[Link], seconds: float) -> list[Link]:
         for link in links:
             link.put_message(Message(Kind.BYE))
     while seconds:
-        links = [link for link in links if goes_on(link, link.flush)]  # the others still get what is theirs
+        links = [link for link in links if stays_open(link, link.flush)]  # the others still get what is theirs
         left = end - world().monotonic()
         if left <= 0 or all(link.is_empty for link in links):
             break
@@ -288,9 +288,9 @@ def take_leave(links: Sequence[Link], seconds: float) -> list[Link]:
     for link in links:
         with suppress(OSError):
             link.socket.shutdown(SHUT_WR)
-    # What comes at a socket that is closed, or is not read there, destroys what was sent and has not arrived. So all is
-    # read until the peers close too, which they do once they have read to the end.
-    while links := [link for link in links if goes_on(link, link.receive)]:
+    # Bytes that come at a closed socket, or are not read there, destroy those that were sent and have not arrived. So
+    # all is read until the peers close too, which they do once they have read to the end.
+    while links := [link for link in links if stays_open(link, link.receive)]:
         if world().monotonic() >= end:
             break
         world().sleep(LINGER_SECONDS)

@@ -56,7 +56,7 @@ def text_of(places: Sequence[Place]) -> str:
 def meet(
     places: Sequence[Place],
     meeting: Meeting,
-    goes_on: Callable[[], bool],
+    waits_on: Callable[[], bool],
     most_seconds: float,
     is_last: Callable[[], bool] = lambda: True,
     key: str = "",
@@ -68,7 +68,7 @@ def meet(
     whoever waits for an answer looks now and then whether a later session has begun.
 
     Args:
-        goes_on: whether there is still reason to wait.
+        waits_on: whether there is still reason to wait.
         most_seconds: for each of its addresses to take the connection.
         is_last: whether no later session has begun.
         key, taken: if this rank comes back, by what it proves that, and how many frames it has taken.
@@ -81,7 +81,7 @@ def meet(
         trying = _Trying(selector, lambda: Connecting(meeting, key, taken), most_seconds, deque(places))
         try:
             while True:
-                one = trying.look(goes_on)
+                one = trying.look(waits_on)
                 if one is not None:
                     break
                 if not is_last():
@@ -91,7 +91,7 @@ def meet(
             for other in trying.tries.values():
                 other.link.close()
         try:
-            _wait_for_welcome(one, selector, goes_on, is_last)
+            _wait_for_welcome(one, selector, waits_on, is_last)
         except (Ended, Refused) as error:
             one.link.close()
             raise NotMet({one.place: str(error)}, False) from error
@@ -124,19 +124,19 @@ class _Trying:
     refused: bool = True
     next_at: float = 0.0
 
-    def look(self, goes_on: Callable[[], bool]) -> _Try | None:
+    def look(self, waits_on: Callable[[], bool]) -> _Try | None:
         """Waits for an event; returns a connection on which both sides are proved, if any. Raises NotMet."""
         now = world().monotonic()
         while self.waiting and (now >= self.next_at or not self.tries):
             self._begin(self.waiting.popleft(), now)
-        if not self.tries or not goes_on():
+        if not self.tries or not waits_on():
             raise NotMet(self.reasons, self.refused and not self.tries and not self.waiting)
         until = min(one.until for one in self.tries.values())
         until = min(until, self.next_at) if self.waiting else until
         for key, _ in self.selector.select(min(max(0.0, until - now), _LOOK_SECONDS)):
             one = self.tries[key.fileobj]
             try:
-                if self._go_on(one):
+                if self._advance(one):
                     return one
             except (OSError, Ended, Refused) as error:
                 self._fail(one, error)
@@ -159,7 +159,7 @@ class _Trying:
         self.tries[socket] = one
         self.selector.register(socket, WRITE)
 
-    def _go_on(self, one: _Try) -> bool:
+    def _advance(self, one: _Try) -> bool:
         if not one.is_connected:
             world().finish_connect(one.link.socket)
             one.is_connected, one.until = True, world().monotonic() + _CHALLENGE_SECONDS
@@ -183,7 +183,7 @@ class _Trying:
         self.refused = self.refused and isinstance(error, ConnectionRefusedError | Forgotten)
 
 
-def _wait_for_welcome(one: _Try, selector: Selector, goes_on: Callable[[], bool], is_last: Callable[[], bool]) -> None:
+def _wait_for_welcome(one: _Try, selector: Selector, waits_on: Callable[[], bool], is_last: Callable[[], bool]) -> None:
     """Waits for the listener's welcome: it notes this rank when it reads the proof, and accepts no second one.
 
     So this is waited for as long as the connection stands, however busy the other process is.
@@ -193,7 +193,7 @@ def _wait_for_welcome(one: _Try, selector: Selector, goes_on: Callable[[], bool]
         selector.modify(one.link.socket, READ if one.link.is_empty else WRITE)
         if not selector.select(_LOOK_SECONDS) and not is_last():
             raise Refused("a later session has begun")
-        if not goes_on():
+        if not waits_on():
             raise Refused("no answer")
         messages: list[Message] = one.link.receive()
         if messages and messages[0].kind != Kind.WELCOME:

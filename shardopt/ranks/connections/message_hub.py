@@ -77,7 +77,7 @@ class MessageHub:
         """Wakes all threads that wait for a change here."""
         self.changed.notify(1 << 20)
 
-    # What this rank's own threads want.
+    # Calls of this rank's own threads.
 
     def begin(self) -> None:
         """Forgets messages of a session that was not this job's, and repeats this rank's own."""
@@ -164,7 +164,7 @@ class MessageHub:
             self._send_up(Message(Kind.HALT, name))
         halting.wanted = True
 
-    # What others say.
+    # Messages of others.
 
     def take(self, rank: int, message: Message) -> None:
         """Handles a message of a neighbour.
@@ -264,7 +264,7 @@ class MessageHub:
         else:
             self.ended.add(rank)
             if self.tree.rank != 0:
-                # What it reported before goes first: it has made that call.
+                # Its reports so far go first: it has made those calls.
                 for name, session in self.sessions.items():
                     for number, gathering in session.gatherings.items():
                         if rank in gathering.reported:
@@ -290,7 +290,7 @@ class MessageHub:
 
     def _pass_reports_on(self, name: bytes, number: int) -> None:
         if self.tree.leader not in self.links:
-            return  # what is taken now would be lost; `repeat` comes back to it once there is a connection
+            return  # messages taken now would be lost; `repeat` comes back to it once there is a connection
         gathering = self.session(name).gatherings.get(number)
         for data in pack_reports(gathering.take()) if gathering is not None else ():
             self._send_up(Message(Kind.REPORTS, name, number, data))
@@ -307,8 +307,9 @@ class MessageHub:
         halting = self.session(name).halting
         if halting.frozen:
             return
-        # Who is not connected has left: before this session began all were, and nobody comes a second time. A leader
-        # that leaves while it is asked is not waited for either (`lose`); its members learn of its end by themselves.
+        # A child that is not connected has left: before this session began all were, and nobody comes a second time. A
+        # leader that leaves while it is asked is not waited for either (`lose`); its members learn of its end by
+        # themselves.
         halting.freeze(rank for rank in self.tree.children if rank in self.links)
         self._send(self.tree.children, Message(Kind.FREEZE, name))
         self._tell_foremost(name)

@@ -282,12 +282,12 @@ class Node:
         with self.changed:
             self._drain_wake()
 
-    def _serve(self, goes_on: Callable[[], bool], most_seconds: float = _NEVER) -> None:
-        """Sends and receives while `goes_on`, which it checks each time, and after a limited number of seconds."""
+    def _serve(self, continues: Callable[[], bool], most_seconds: float = _NEVER) -> None:
+        """Sends and receives while `continues`, which it checks each time, and after a limited number of seconds."""
         peers = self.peers
         while True:
             with self.changed:
-                if not peers.are_open or not goes_on():
+                if not peers.are_open or not continues():
                     return
                 now = world().monotonic()
                 while self.forgotten:

@@ -155,9 +155,9 @@ class Peers:
         assert self.session is not None and self._tree.leader is not None and self._above_at is not None
         until = self._broken[link]
         meeting = Meeting(self.session.name, self.session.key, self._tree.rank, self._tree.leader)
-        goes_on, seconds = lambda: not self.stopping, CONNECT_SECONDS[0]
+        waits_on, seconds = lambda: not self.stopping, CONNECT_SECONDS[0]
         try:
-            met = meet([self._above_at], meeting, goes_on, seconds, key=link.key, taken=link.taken)
+            met = meet([self._above_at], meeting, waits_on, seconds, key=link.key, taken=link.taken)
         except NotMet as error:
             with self._hub.changed:
                 self._returns_at = world().monotonic() + _RETURN_PAUSE_SECONDS
@@ -216,7 +216,7 @@ class Peers:
         self.unauthenticated.forget(link)
         link.put_message(Message(Kind.WELCOME))
         if side.returns and before is not None:
-            # Whether or not this end has noticed that it was gone.
+            # This end may not have noticed that it was gone.
             if not before.suspended:
                 self.selector.unregister(before.socket)
                 before.suspend()

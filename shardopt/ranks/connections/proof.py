@@ -20,7 +20,7 @@ import hmac
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.world import world
@@ -33,7 +33,7 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What two peers prove to each other: that they are these ranks of this session.
+    """The claim that two peers prove to each other: they are these ranks of this session.
 
     Args:
         session, key: hexadecimal digits; `key` is the session's, or of who comes back.
@@ -69,7 +69,7 @@ class Known(Protocol):
 
 
 class Side:
-    """What both sides know after the proof.
+    """The keys and counts that both sides know after the proof.
 
     Attributes:
         key: by which the one that connects comes back; "" before both have proved themselves.
@@ -184,7 +184,7 @@ def _message(kind: Kind, **fields: object) -> Message:
     return Message(kind, data=json.dumps(fields).encode())
 
 
-def _fields(message: Message, kind: Kind, **types: type) -> list:  # type: ignore[type-arg]  # of these types
+def _fields(message: Message, kind: Kind, **types: type) -> list[Any]:
     """Returns the fields of a message of this kind. Raises Refused."""
     try:
         fields = json.loads(message.data) if message.kind == kind else None

@@ -4,7 +4,7 @@ Where ranks that count their steps stop together: nobody asks anybody, until one
 
 Each rank notes here which place it has passed. One that wants all to stop says so to rank 0, which has every rank
 freeze: from then on nobody passes another place, and the threads of all ranks say, without the program, how far it has
-come. The place after the foremost is where all stop, and those behind go on up to it.
+come. The place after the foremost is where all stop, and those behind continue up to it.
 
 message    from          to            what
 HALT       any           rank 0        all are to stop

@@ -20,7 +20,7 @@ def seed_all(seed):
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
 
-def test_generators_go_on_as_if_nothing_had_been():
+def test_generators_resume_as_if_nothing_had_been():
     seed_all(0)
     draw()  # an odd number of Gaussians: half of a pair is kept by two of the generators
     state = shardopt.RandomState(on_resize="raise")
@@ -76,8 +76,9 @@ def test_the_choice_on_resize_must_be_made():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata 0.11 calls what torch 2.13 has deprecated
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_data_loader_goes_on(tmp_path, workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+def test_a_stateful_data_loader_resumes(tmp_path, workers):
+    reason = "torchdata is not installed (launch/test_integrations.sh)"
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
 
     def loader():
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""A position in a data set: every sample of an epoch once, whatever number of ranks goes on."""
+"""A position in a data set: every sample of an epoch once, whatever number of ranks resumes."""
 
 import itertools
 from collections import Counter
@@ -29,7 +29,7 @@ def seen(batches):
 
 
 @given(st.data())
-def test_any_change_of_ranks_goes_on_with_what_was_not_seen(data):
+def test_any_change_of_ranks_resumes_with_what_was_not_seen(data):
     batch = data.draw(st.integers(1, 12))
     size = data.draw(st.integers(batch, 80))
     drop_last = data.draw(st.booleans())
@@ -92,7 +92,7 @@ def test_what_workers_fetch_ahead_does_not_count(tmp_path, workers):
     assert sorted(itertools.chain(*drawn)) == list(range(60))
 
 
-def test_a_position_at_the_end_of_an_epoch_goes_on_with_the_next():
+def test_a_position_at_the_end_of_an_epoch_resumes_with_the_next():
     (sampler,) = samplers(10, 1, batch_size=4)
     stream = sampler.through(sampler)
     next(stream), next(stream)
@@ -142,7 +142,7 @@ def test_a_mixture_gives_each_source_its_share_and_each_sample_before_any_again(
     assert drawn.total() == 3 * epoch_size
 
 
-def test_a_mixture_goes_on_on_other_ranks_and_is_refused_with_other_weights():
+def test_a_mixture_resumes_on_other_ranks_and_is_refused_with_other_weights():
     def of(ranks, weights=(3, 1)):
         options = {"weights": weights, "batch_size": 6, "seed": 2, "ranks": ranks}
         return [shardopt.data.MixtureSampler([40, 20], rank=rank, **options) for rank in range(ranks)]

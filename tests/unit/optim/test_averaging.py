@@ -160,7 +160,7 @@ def test_swap_gives_the_averages_and_everything_back(kind):
     assert torch.equal(net[2].weight, own["2.weight"])
 
 
-def test_training_goes_on_after_a_swap_as_if_there_was_none():
+def test_training_continues_after_a_swap_as_if_there_was_none():
     results = []
     for swapping in (False, True):
         net = model()
@@ -267,7 +267,7 @@ def test_an_error_within_a_swap_is_the_one_that_is_raised():
 
 
 @every_kind
-def test_resumed_averages_go_on_bit_for_bit(kind, tmp_path):
+def test_resumed_averages_continue_bit_for_bit(kind, tmp_path):
     def fresh(seed):
         net = model(seed=seed)
         optimizer = sgd(net)

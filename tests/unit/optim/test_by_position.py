@@ -48,20 +48,20 @@ def made(build, steps=0, seed=0):
     return Model(params), optimizer, params
 
 
-def go_on(optimizer, params, first):
+def train_on(optimizer, params, first):
     train(optimizer, params, 2, first=first)
     return snapshot(optimizer, params)
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=["nested", "flattened"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_what_a_getter_gives_goes_on_in_another_optimizer(build, options, steps):
+def test_what_a_getter_gives_resumes_in_another_optimizer(build, options, steps):
     model, optimizer, params = made(build, steps)
     state_dict = copy.deepcopy(get_optimizer_state_dict(model, optimizer.as_torch(), options=options))
     other_params = copy.deepcopy(params)
     other = build(other_params)
     set_optimizer_state_dict(Model(other_params), other.as_torch(), state_dict, options=options)
-    assert same(go_on(other, other_params, steps), go_on(optimizer, params, steps))
+    assert same(train_on(other, other_params, steps), train_on(optimizer, params, steps))
 
 
 def test_a_getter_changes_nothing_of_an_optimizer_that_stepped(build):
@@ -79,7 +79,7 @@ def test_a_getter_is_no_step_of_an_optimizer_that_has_no_state(build):
     get_optimizer_state_dict(model, optimizer.as_torch())
     assert same(list(params.values()), list(plain_params.values()))
     assert all(parameter.grad is None for parameter in params.values())
-    assert same(go_on(optimizer, params, 0), go_on(plain, plain_params, 0))
+    assert same(train_on(optimizer, params, 0), train_on(plain, plain_params, 0))
 
 
 def test_names_numbers_and_groups_are_those_of_torchs_optimizer():
@@ -181,7 +181,7 @@ def test_state_that_was_never_stepped_stays_so_through_a_getter_and_a_setter():
     model, optimizer, params = made(build)
     set_optimizer_state_dict(model, optimizer.as_torch(), get_optimizer_state_dict(model, optimizer.as_torch()))
     plain_params = parameters()
-    assert same(go_on(optimizer, params, 0)[0], go_on(build(plain_params), plain_params, 0)[0])
+    assert same(train_on(optimizer, params, 0)[0], train_on(build(plain_params), plain_params, 0)[0])
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "lbfgs", "muon", "adafactor", "rprop"])
@@ -241,7 +241,7 @@ def test_a_model_and_its_optimizer_go_through_get_and_set_state_dict(build):
     set_state_dict(
         Model(other_params), other.as_torch(), model_state_dict=model_state, optim_state_dict=optimizer_state
     )
-    assert same(go_on(other, other_params, 2), go_on(optimizer, params, 2))
+    assert same(train_on(other, other_params, 2), train_on(optimizer, params, 2))
 
 
 def test_several_optimizers_of_one_model():

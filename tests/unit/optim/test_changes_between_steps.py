@@ -1,4 +1,4 @@
-"""Steps with changes in any order between them, drawn at random: ours and torch's go on alike, bit for bit."""
+"""Steps with changes in any order between them, drawn at random: ours and torch's continue alike, bit for bit."""
 
 import copy
 import random

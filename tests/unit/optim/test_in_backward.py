@@ -209,7 +209,7 @@ def test_accumulated_gradients_can_be_dropped_and_contexts_nested():
 
 
 def test_autograd_notices_where_a_graph_needs_a_weight_from_before_its_update():
-    """Without a new version, which fused steps do not give, backward would go on with the new weight."""
+    """Without a new version, which fused steps do not give, backward would continue with the new weight."""
     weight = nn.Parameter(torch.randn(4, 4))
     below = nn.Parameter(torch.randn(4, 4))
     shardopt.in_backward({"weight": weight, "below": below}, "adamw", lr=0.1, fused=True)

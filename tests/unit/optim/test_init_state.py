@@ -60,7 +60,7 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_training_goes_on_as_if_it_had_not_been_called(name, options):
+def test_training_continues_as_if_it_had_not_been_called(name, options):
     with fake_rank(0, 2) as mesh:
         # torch's fused SGD fails where a parameter gets its momentum buffer later than the others.
         late = name != "SGD" or not options.get("momentum") or not options.get("fused")

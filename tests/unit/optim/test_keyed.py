@@ -442,10 +442,14 @@ def test_hooks_fire_once_for_the_optimizer_that_the_user_has():
 
 
 def test_hooks_may_change_what_is_saved_and_loaded():
-    optimizer = adam()
+    optimizer, loaded = adam(), adam()
+    optimizer.param_groups[0]["lr"] = 0.25
     optimizer.register_state_dict_post_hook(lambda _, saved: {"wrapped": saved})
-    optimizer.register_load_state_dict_pre_hook(lambda _, saved: saved["wrapped"])
-    optimizer.load_state_dict(optimizer.state_dict())
+    loaded.register_load_state_dict_pre_hook(lambda _, saved: saved["wrapped"])
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"wrapped"}
+    loaded.load_state_dict(saved)
+    assert loaded.param_groups[0]["lr"] == 0.25
 
 
 def test_a_pre_hook_that_raises_keeps_the_step_from_happening():

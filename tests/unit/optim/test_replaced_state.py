@@ -135,7 +135,7 @@ def test_state_of_another_optimizer_or_of_its_own_can_be_set(parameters):
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in algorithms() if not spec.needs_closure])
-def test_every_algorithm_goes_on_after_a_reset(name):
+def test_every_algorithm_continues_after_a_reset(name):
     param, fresh = nn.Parameter(FULL.clone()), nn.Parameter(FULL.clone())
     optimizer = shardopt.keyed(name, {"w": param}, lr=0.1)
     sparse = name == "SparseAdam"

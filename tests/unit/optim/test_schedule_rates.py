@@ -177,7 +177,7 @@ def test_an_exchange_is_refused_though_all_rates_are_one_now(tmp_path, factor):
         checkpoint.load(tmp_path / "c", made(warmed_up, ("weight", "bias")), init_state=True)
 
 
-def test_a_schedule_goes_on_with_groups_that_were_added_behind_it(tmp_path):
+def test_a_schedule_resumes_with_groups_that_were_added_behind_it(tmp_path):
     def app():
         app = made(SCHEDULES["step"])
         app["model"].append(more := torch.nn.Linear(4, 4))
@@ -197,19 +197,21 @@ class OfSomebody(lr_scheduler.LRScheduler):
     """A schedule that keeps what it likes where torch's have lists of numbers."""
 
     def __init__(self, optimizer, last, base):
-        self.groups, self._last_lr, self.base_lrs = optimizer.param_groups, last, base
+        self.groups, self._last_lr, self.base_lrs, self.steps = optimizer.param_groups, last, base, 0
 
     def step(self):
-        pass
+        self.steps += 1
 
     def state_dict(self):
-        return {"_last_lr": self._last_lr, "base_lrs": self.base_lrs}
+        return {"_last_lr": self._last_lr, "base_lrs": self.base_lrs, "steps": self.steps}
 
 
 @pytest.mark.parametrize(("last", "base"), [(0.1, None), (None, [[0.1, 2], [0.2, 3], [0.3, 4]]), ([], ["a", "b", "c"])])
 def test_schedules_that_keep_other_things_are_left_alone(tmp_path, last, base):
     checkpoint.save(tmp_path / "c", trained(made(lambda it: OfSomebody(it, last, base))))
-    checkpoint.load(tmp_path / "c", made(lambda it: OfSomebody(it, last, base)), init_state=True)
+    app = made(lambda it: OfSomebody(it, last, base))
+    checkpoint.load(tmp_path / "c", app, init_state=True)
+    assert app["schedule"].state_dict() == {"_last_lr": last, "base_lrs": base, "steps": 3}
 
 
 def test_a_schedule_around_a_wrapped_optimizer_is_compared_with_the_groups_of_the_one_within(tmp_path):

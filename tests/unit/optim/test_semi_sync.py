@@ -83,7 +83,7 @@ def test_one_island_trains_what_the_papers_say(options):
 
 @pytest.mark.parametrize("options", [{"every": 4}, FRAGMENTS], ids=["whole", "fragments"])
 @pytest.mark.parametrize("resumed_at", [3, 4, 7, 9])
-def test_state_goes_on_exactly_and_looking_at_it_changes_nothing(options, resumed_at):
+def test_state_resumes_exactly_and_looking_at_it_changes_nothing(options, resumed_at):
     model, optimizer = alone(**options)
     train(model, optimizer, range(resumed_at))
     state, model_state = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())

@@ -193,8 +193,14 @@ def test_options_that_are_no_numbers_are_refused_by_name(case):
     ids=str,
 )
 def test_options_that_torch_takes_are_taken(options):
-    shardopt.keyed("adamw", {"w": nn.Parameter(torch.ones(2))}, **options)
-    shardopt.keyed("adafactor", {"w": nn.Parameter(torch.ones(2))}, eps=(1e-30, 1e-3))
+    optimizer = shardopt.keyed("adamw", {"w": nn.Parameter(torch.ones(2))}, **options)
+    for name, value in options.items():
+        assert optimizer.param_groups[0][name] == (tuple(value) if name == "betas" else value)
+
+
+def test_options_that_are_pairs_for_one_algorithm_alone_are_taken():
+    optimizer = shardopt.keyed("adafactor", {"w": nn.Parameter(torch.ones(2))}, eps=(1e-30, 1e-3))
+    assert optimizer.param_groups[0]["eps"] == (1e-30, 1e-3)
 
 
 def test_a_group_that_is_added_is_held_against_the_algorithms_options():

@@ -454,7 +454,7 @@ def test_one_algorithm_by_several_names_is_one_optimizer():
     only = shardopt.keyed("adam", {"w": weight(2, 2)}, groups=[{"match": "w", "algorithm": "muon"}])
     (_, muon), (_, rest) = only.optimizers
     assert type(muon._local.optimizer) is spec_of("muon").optimizer
-    assert not rest.params  # of another rank, or another job that goes on
+    assert not rest.params  # of another rank, or another job that resumes
 
 
 def test_options_are_those_of_the_groups_own_algorithm():

@@ -1,4 +1,4 @@
-"""Saves and loads in `torch.inference_mode`, where an evaluation saves the best: training goes on afterwards."""
+"""Saves and loads in `torch.inference_mode`, where an evaluation saves the best: training continues afterwards."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("stage", [None, "now", "lazy"])
-def test_training_goes_on_after_saves(tmp_path, mode, stage):
+def test_training_continues_after_saves(tmp_path, mode, stage):
     app, alone = train(app_of()), train(app_of())
     manager = checkpoint.Manager(tmp_path, stage=stage)
     with mode():
@@ -49,7 +49,7 @@ def test_training_goes_on_after_saves(tmp_path, mode, stage):
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_training_goes_on_after_restores(tmp_path, mode):
+def test_training_continues_after_restores(tmp_path, mode):
     app = train(app_of(), 2)
     checkpoint.save(tmp_path / "step-00000002", app)
     restored = app_of(1)
@@ -59,7 +59,7 @@ def test_training_goes_on_after_restores(tmp_path, mode):
     assert_equal(train(restored, 2), train(app, 2))
 
 
-def test_training_goes_on_after_state_is_loaded_and_made():
+def test_training_continues_after_state_is_loaded_and_made():
     app, other, made = train(app_of()), app_of(1), app_of()
     with torch.inference_mode():
         other["optimizer"].init_state()

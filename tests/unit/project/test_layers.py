@@ -106,16 +106,16 @@ def room_of(module: str) -> str | None:
 
 # The files that may touch private parts of torch, or of a framework, and what for.
 PRIVATE_PLACES = {
-    "sharding/view.py": "the local tensor of a DTensor, the process group of a ShardedTensor",
-    "sharding/pieces.py": "results of collectives that are still on their way",
+    "sharding/view.py": "the local tensor of a DTensor, the class ShardedTensor",
+    "sharding/pieces.py": "only a class: results of collectives that are still on their way",
     "sharding/dtensor.py": "DTensor specs, _StridedShard",
     "sharding/pieces_tensor.py": "a tensor subclass that has no memory of its own",
-    "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
-    "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
-    "sharding/traceable.py": "the same classes, which it is not to see through, and the local tensor of a DTensor",
-    "sharding/reduced.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
+    "sharding/sharded_tensor.py": "ShardedTensors made without a collective, and their process group",
+    "sharding/gradients.py": "DTensor specs and local tensors, torch's search for overrides switched off",
+    "sharding/traceable.py": "classes that it is not to see through, and the local tensor of a DTensor",
+    "sharding/reduced.py": "only classes: ShardedTensor and its metadata, _StridedShard",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
-    "runtime/torch_private.py": "the lazy state of torch's optimizers, made without a step",
+    "runtime/torch_private.py": "hooks, steps, lazy state and kernels of torch.optim; modes of the process",
     "runtime/torch_gradients.py": "hooks of backward, stages of a GradScaler, what reduces gradients",
     "integrations/accelerate.py": "what an Accelerator was given to prepare and to save",
     "integrations/trainer.py": "the loss since a Trainer's last log, and the step of that",
@@ -211,7 +211,6 @@ def private_parts(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
 
 
-@functools.cache
 @functools.cache
 def _names_of_room(room: str | None) -> set[str]:
     return {name for source in sources() if room_of(source.module) == room for name in _names_defined(source)}

@@ -156,8 +156,8 @@ def saves(mode, folder):
     for name in "abc":
         again = fresh()
         checkpoint.load(f"{folder}/{name}", again, init_state=True)
-        found.append(go_on(again, f"{folder}/{name}-"))
-    return values_of(go_on(app, f"{folder}/o"), found)
+        found.append(continued(again, f"{folder}/{name}-"))
+    return values_of(continued(app, f"{folder}/o"), found)
 
 
 def loads(mode, folder):
@@ -173,7 +173,7 @@ def loads(mode, folder):
             read = reader.read("best.x")
     read.add_(1)
     again["best"]["x"].add_(1)
-    return values_of(go_on(again, f"{folder}/b"), again["best"], again["h"], turned, read)
+    return values_of(continued(again, f"{folder}/b"), again["best"], again["h"], turned, read)
 
 
 def runs(mode, folder):
@@ -187,7 +187,7 @@ def runs(mode, folder):
             assert manager.restore(again) == 3
         checkpoint.convert(manager.path(3), f"{folder}/converted.pt", "torch", select=r"^model\.")
     loaded = torch.load(f"{folder}/converted.pt")
-    return values_of(go_on(app, f"{folder}/b"), go_on(again, f"{folder}/c"), loaded)
+    return values_of(continued(app, f"{folder}/b"), continued(again, f"{folder}/c"), loaded)
 
 
 def trained():
@@ -208,7 +208,7 @@ def fresh():
     }
 
 
-def go_on(app, url):
+def continued(app, url):
     """Trains a step and saves, as a program does that has left the mode."""
     step(app["optimizer"], contextlib.nullcontext, 1)
     checkpoint.save(url, app)

@@ -93,7 +93,7 @@ def test_many_threads_read_at_one_time(served):
     client.close()
 
 
-def test_what_is_not_there_is_told_and_the_connection_goes_on(served):
+def test_what_is_not_there_is_told_and_the_connection_continues(served):
     server, _ = served
     client = client_of(server)
     with pytest.raises(FileNotFoundError, match="fewer than are asked for"):
@@ -209,7 +209,7 @@ def test_a_thousand_strangers_hold_up_no_rank(served):
     strangers = [connected(server) for _ in range(1000)]
     for n, stranger in enumerate(strangers):
         stranger.sendall(b"\0\0\0\x30half a frame"[: n % 12])
-    assert read(client, 0, 3) == DATA[:3]  # one that is known goes on,
+    assert read(client, 0, 3) == DATA[:3]  # one that is known continues,
     other = client_of(server)
     assert read(other, 0, 3) == DATA[:3]  # and one that comes is let in
     for peer in strangers:

@@ -685,12 +685,14 @@ def test_what_another_job_left_in_the_store_is_no_answer(any_job, rounds, first)
             for i in range(count)
         ]
 
+    def stale(here):
+        return here.with_deadline(0.3).agree("x", lambda: None, lambda _: "stale", lambda _: "stale")
+
     def expected(count, number):
         return [[[[number, rank, i] for rank in range(3)] for i in range(count)]] * 3
 
     assert together(any_job.start(), some_rounds(rounds, 1)) == expected(rounds, 1)
     aborted = any_job.start()
-    stale = lambda here: here.with_deadline(0.3).agree("x", lambda: None, lambda _: "stale", lambda _: "stale")  # noqa: E731
     together(aborted, stale, absent=[2])
     for number in (3, 4):
         fresh = any_job.start()

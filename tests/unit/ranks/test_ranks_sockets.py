@@ -216,8 +216,10 @@ def introduce(link, meeting, proof=b'{"proof": "00"}'):
 
 
 def test_strangers_are_closed_and_cost_nobody_anything(job):
+    def reports(here):
+        return here.agree("x", lambda: None, lambda _: here.rank, lambda reports: reports)[1]
+
     ranks = job.start()
-    reports = lambda here: here.agree("x", lambda: None, lambda _: here.rank, lambda reports: reports)[1]  # noqa: E731
     assert together(ranks, reports) == [[0, 1, 2]] * 3
     node = ranks[0].channel.node
     session, own = node.session, dict(node.hub.links)
@@ -631,8 +633,9 @@ def test_rounds_are_whole_however_often_connections_are_reset(job, wire, monkeyp
             said = [number, here.rank, large]
             _, told = here.agree("y", lambda: None, lambda _, said=said: said, lambda reports: reports)
             sections = [bytes([number, rank]) * (1 << 18) for rank in range(4)]
-            decide = lambda _, sections=sections: (0, sections)  # noqa: E731
-            section = here.agree_in_sections("z", lambda: 0, lambda _: 0, decide, lambda _, rank: rank)[2]
+            section = here.agree_in_sections(
+                "z", lambda: 0, lambda _: 0, lambda _, sections=sections: (0, sections), lambda _, rank: rank
+            )[2]
             got.append(told == [[number, rank, large] for rank in range(4)] and section == sections[here.rank])
         return got
 
@@ -702,9 +705,11 @@ def test_who_is_cut_off_before_any_answer_names_who_is_gone(job, monkeypatch):
     ranks = job.start(4)
     nodes = [here.channel.node for here in ranks]
 
+    def call(here):
+        return here.with_deadline(1.0).agree("x", lambda: None)
+
     begin = time.monotonic()
     with nodes[0].beating(MAIN, 1.0), nodes[2].beating(MAIN, 1.0):
-        call = lambda here: here.with_deadline(1.0).agree("x", lambda: None)  # noqa: E731
         outcomes: list = []
         thread = threading.Thread(target=lambda: outcomes.extend(together(ranks, call, absent=[0, 1, 2])))
         thread.start()

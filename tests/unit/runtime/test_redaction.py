@@ -34,7 +34,7 @@ class VaultFileSystem(MemoryFileSystem):
 
     protocol = "vault"
     store = {}  # noqa: RUF012  # as its base class has it
-    pseudo_dirs = [""]  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012  # likewise
     closed = False
 
     @classmethod

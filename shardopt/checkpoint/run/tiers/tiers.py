@@ -1,6 +1,6 @@
 """The tiers of a run: directories of each host, faster than the root, and lost together with their host.
 
-A save goes to the first tier that is due. The rest goes on in the background, from the files of that tier and never
+A save goes to the first tier that is due. The rest continues in the background, from the files of that tier and never
 from the training's state, in one thread with rounds of its own:
 
 copy       each host fetches its neighbours' files, until each file is on `copies` hosts
@@ -232,7 +232,7 @@ def warn_of_former(root: Root, paths: Collection[str], step: int) -> None:
 
     Args:
         paths: of this job's tiers.
-        step: from which it goes on.
+        step: from which it resumes.
     """
     try:
         former = {str(tier["path"]) for tier in tiers_at(root.storage)} - {*paths}

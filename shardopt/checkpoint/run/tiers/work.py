@@ -207,7 +207,7 @@ class TierWork:
                 return
             needed = sum(file.nbytes for file in own.values())
             if share.record() != whole.record:
-                share.clear()  # what is there is of another save
+                share.clear()  # its files are of another save
             with (
                 wrap_os_errors(f"copy {whole.url} to {share.url}"),
                 explain_no_space(share, "its files", lambda: needed, lambda: sum(share.files().values())),

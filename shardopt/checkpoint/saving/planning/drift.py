@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import xxhash
@@ -74,7 +75,7 @@ def _meet(
     while not all(each.is_single for each in ranges):
         _, found = ranks.agree(
             call,
-            work=lambda ranges=ranges: _hashes_of_parts(groups, ranges),  # type: ignore[misc]  # bound now
+            work=partial(_hashes_of_parts, groups, ranges),
             report=lambda hashes: hashes,
             decide=lambda reports: _that_differ(reports)[:most],
         )

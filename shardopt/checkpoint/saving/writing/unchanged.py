@@ -135,7 +135,7 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
             return [Part(first, last, number)]
         rows = max(begin, first), min(end, last)
         for unchanged in _unchanged_rows(request, entry, rows, sums, memory) if sums is not None else ():
-            # What was cut before stays as it is, however short: it would be written again and again.
+            # A part that was cut before stays as it is, however short: it would be written again and again.
             if unchanged == rows or (unchanged[1] - unchanged[0]) * _LEAST_SHARE >= last - first:
                 same.append(Part(*unchanged, number))
     same = _joined(same, layout)

@@ -244,7 +244,7 @@ def _decode(root: Any, where: str, most_offsets: int) -> DcpMetadata:
 
 
 _Places = dict[tuple[str, tuple[int, ...] | None], DcpEntry | str]
-"""By key and, for a tensor, offsets of a box: its place, or the reason why it cannot be read."""
+"""Key and, for a tensor, offsets of a box → its place, or the reason why it cannot be read."""
 
 
 def _decode_places(wire: Any) -> _Places:

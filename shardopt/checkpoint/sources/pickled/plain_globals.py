@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.constants import MOST_DIMENSIONS, all_sizes, is_
 from shardopt.checkpoint.sources.pickled.bounds import Keys
 from shardopt.checkpoint.sources.pickled.stand_ins import ByteArray, StandIn, Unknown
 
-_NUMPY_NAME = re.compile(r"[biufc]\d{1,2}")  # what else np.dtype takes for a name has side effects
+_NUMPY_NAME = re.compile(r"[biufc]\d{1,2}")  # other names that np.dtype takes have side effects
 _BYTE_ORDERS = ("<", ">", "|", "=")
 
 

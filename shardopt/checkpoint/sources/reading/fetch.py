@@ -103,7 +103,7 @@ def _read_in_threads(
             for each in [pool.submit(batches.read_all, done, streams) for _ in range(batches.threads)]:
                 each.result()
         finally:
-            batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
+            batches.stop()  # where one has failed, or the caller was interrupted, the others are not to continue
 
 
 def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:

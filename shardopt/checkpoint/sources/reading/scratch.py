@@ -14,7 +14,7 @@ from shardopt.errors import CheckpointError, Problem
 from shardopt.state.casts import lost_in_cast
 
 ALIGNMENT_BYTES = 64
-"""Of what is taken from scratch, so that there can be tensors of any dtype over it."""
+"""The alignment of memory from scratch, so that tensors of any dtype can lie over it."""
 
 
 class ScratchCopy(NamedTuple):

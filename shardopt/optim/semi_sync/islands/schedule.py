@@ -1,4 +1,4 @@
-"""When islands exchange fragments of the parameters, and which parameters are in which fragment.
+"""The times at which islands exchange fragments of the parameters, and the parameters of each fragment.
 
     H local steps of an interval (`every`), K fragments, d steps of delay
 

@@ -340,7 +340,7 @@ def test_files_of_others_are_left_alone(saved, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["shardopt", "dcp", "huggingface"])
-def test_what_was_interrupted_goes_on(saved, tmp_path, monkeypatch, to):
+def test_an_interrupted_conversion_resumes(saved, tmp_path, monkeypatch, to):
     """The third file fails; the first two are then not written again, unless a byte of them has changed."""
     _, root = saved
     calls = []
@@ -372,7 +372,7 @@ def test_what_was_interrupted_goes_on(saved, tmp_path, monkeypatch, to):
     assert all((tmp_path / "x" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes() for name in names)
 
 
-def test_going_on_with_other_arguments_clears_what_is_of_no_use(saved, tmp_path, monkeypatch):
+def test_resuming_with_other_arguments_clears_what_is_of_no_use(saved, tmp_path, monkeypatch):
     _, root = saved
     with monkeypatch.context() as patch:
 

@@ -5,7 +5,7 @@ import torch
 
 from shardopt import checkpoint
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is no dependency")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (launch/test_integrations.sh)")
 
 
 def llama():

@@ -172,7 +172,7 @@ def test_who_has_it_open_gets_bytes_that_fail_their_checksums(tmp_path):
     assert torch.equal(app["x"], value)
 
 
-def test_a_run_goes_on_in_the_same_pages_and_gives_them_back(tmp_path):
+def test_a_run_resumes_in_the_same_pages_and_gives_them_back(tmp_path):
     tier = checkpoint.Tier(str(tmp_path / "memory"), every=1, keep_last=2)
     seen, app = set(), {"x": torch.arange(5000.0)}
     with checkpoint.Manager(str(tmp_path / "root"), every=100, destinations=[tier]) as manager:

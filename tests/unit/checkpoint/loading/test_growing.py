@@ -138,7 +138,9 @@ def test_a_run_has_its_records_again(tmp_path, caplog):
 def test_without_anything_to_grow_a_load_plans_once(tmp_path, monkeypatch):
     checkpoint.save(tmp_path / "c", app_of({"best": {"step": 1}, "losses": []}))
     monkeypatch.setattr(importlib.import_module("shardopt.checkpoint.loading.rank_plan"), "growing_in", None)
-    checkpoint.load(tmp_path / "c", app_of({"best": {"step": 0}, "losses": []}))
+    app = app_of({"best": {"step": 0}, "losses": []})
+    checkpoint.load(tmp_path / "c", app)
+    assert app["records"] == {"best": {"step": 1}, "losses": []}
 
 
 def _on_ranks(root):

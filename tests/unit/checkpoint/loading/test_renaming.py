@@ -1,4 +1,4 @@
-"""A run goes on under other names of its modules: the options of a parameter are renamed as its state is."""
+"""A run resumes under other names of its modules: the options of a parameter are renamed as its state is."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def state_of(optimizer):
 
 
 @pytest.mark.parametrize(("kind", "rules"), [*(("adamw", rules) for rules in RULES), *((k, RULES[1]) for k in KINDS)])
-def test_a_run_goes_on_under_other_names(tmp_path, kind, rules):
+def test_a_run_resumes_under_other_names(tmp_path, kind, rules):
     app = saved_by(tmp_path / "c", OPTIMIZERS[kind])
     renamed = app_of("blocks", OPTIMIZERS[kind])
     assert bits(renamed) != bits(app)

@@ -99,7 +99,7 @@ def test_a_layer_is_inserted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind) for kind in KINDS])
-def test_a_fresh_process_goes_on_where_it_was(tmp_path, kind):
+def test_a_fresh_process_resumes_where_it_was(tmp_path, kind):
     cls, options = KINDS[kind]
     saved = stepped(app_of(kind=cls, **copy.deepcopy(options)))
     with checkpoint.Manager(tmp_path) as manager:

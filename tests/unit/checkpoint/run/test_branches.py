@@ -176,7 +176,7 @@ def three_steps(root, **rules):
 
 @pytest.mark.parametrize("stage", [None, "now"])
 @pytest.mark.parametrize("newer", ["abandon", "remove"])
-def test_a_run_goes_on_from_an_earlier_step(tmp_path, newer, stage):
+def test_a_run_resumes_from_an_earlier_step(tmp_path, newer, stage):
     three_steps(tmp_path)
     with checkpoint.Manager(tmp_path, keep=1, stage=stage) as manager:
         assert restored(manager, step=200, newer=newer) == (200, 200)
@@ -232,7 +232,7 @@ def test_a_run_that_is_taken_back_again_and_again(tmp_path):
     assert manager.steps() == [1, 2, 3]
 
 
-def test_a_process_that_goes_on_for_the_run_as_it_was_saves_beside_it(tmp_path):
+def test_a_process_that_continues_the_run_as_it_was_saves_beside_it(tmp_path):
     old = checkpoint.Manager(tmp_path, keep=1)
     for step in (1, 2, 3):
         save(old, step)

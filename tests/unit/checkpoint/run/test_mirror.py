@@ -332,7 +332,7 @@ def fail_to_copy(local, remote):
     return raised, checkpoint.Manager(remote).steps()
 
 
-def test_a_copy_that_failed_is_raised_by_the_manager_on_all_ranks_and_training_may_go_on(roots):
+def test_a_copy_that_failed_is_raised_by_the_manager_on_all_ranks_and_training_may_continue(roots):
     for raised, there in run_ranks(2, fail_to_copy, *two_local_roots(roots)):
         assert raised == [(3, True)] or raised == [(2, True)]
         assert 4 in there

@@ -100,7 +100,7 @@ def test_a_host_whose_label_is_lost_is_told_how_it_gets_one(run, change, found):
 
 
 def test_a_tier_that_a_job_has_no_more_is_told_of(run, caplog):
-    """What it has may be newer than all that the job goes on to save, and would be restored before that."""
+    """What it has may be newer than all that the job saves from now on, and would be restored before that."""
     with checkpoint.Manager(run / "root", destinations=[checkpoint.Mirror(run / "mirror")]) as made:
         assert made.restore(app_of(0)) == 0
     (told,) = [each.message for each in caplog.records]

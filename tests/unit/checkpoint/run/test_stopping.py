@@ -28,7 +28,7 @@ def stop():
     stop.close()
 
 
-def test_untold_it_goes_on(stop):
+def test_without_a_signal_it_continues(stop):
     assert not any(stop.after(step, ALONE) for step in range(100))
 
 
@@ -105,7 +105,7 @@ def as_before():
 
 
 class Ears:
-    """Listens like a `Stop` that goes on after it was told."""
+    """Listens like a `Stop` that continues after the signal."""
 
     def __init__(self, signum):
         self.signum, self.noted, self.heard = signum, 0, threading.Semaphore(0)
@@ -266,7 +266,7 @@ def test_programs(tmp_path, case, code, steps):
 
 @pytest.fixture
 def no_deadline(monkeypatch):
-    """Nothing ends this process, which goes on after the signal, when the time for a last save is over."""
+    """Nothing ends this process, which continues after the signal, when the time for a last save is over."""
     monkeypatch.setattr(Stop, "_start_deadline", lambda self: None)
 
 

@@ -94,7 +94,7 @@ def test_training_does_not_wait_for_what_is_removed(root, monkeypatch):
 
     monkeypatch.setattr(RemoteStorage, "remove_if_empty", remove_if_empty)
     manager = checkpoint.Manager(root, keep=1)
-    for step in (1, 2, 3):  # the removal of step 1 goes on while step 3 is saved
+    for step in (1, 2, 3):  # the removal of step 1 runs while step 3 is saved
         manager.save(step, {"x": torch.ones(3)})
     assert reached.is_set() and not held.is_set()
     assert manager.steps() == [2, 3]
@@ -106,7 +106,7 @@ def test_training_does_not_wait_for_what_is_removed(root, monkeypatch):
     assert manager.steps() == [4]
 
 
-def test_a_place_below_the_newest_is_not_saved_to_while_removal_goes_on(root, monkeypatch):
+def test_a_place_below_the_newest_is_not_saved_to_while_removal_runs(root, monkeypatch):
     monkeypatch.setattr(keeper, "_WAIT_SECONDS", 0.05)
     inner, order = RemoteStorage.remove_if_empty, []
 

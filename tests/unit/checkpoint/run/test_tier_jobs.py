@@ -17,7 +17,7 @@ def job(step, tier=0, onto=(), to_root=False, is_restored=False):
 
 
 class Held:
-    """A queue whose first job goes on until it is let go; notes what was done, and what was the newest then."""
+    """A queue whose first job runs until it is let go; notes what was done, and what was the newest then."""
 
     def __init__(self, failing=()):
         self.done, self.begun, self.let_go, self.failing = [], threading.Event(), threading.Event(), failing

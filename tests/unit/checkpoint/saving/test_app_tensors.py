@@ -117,6 +117,7 @@ def meant():
 @pytest.mark.parametrize(("name", "app"), list(meant()), ids=lambda each: each if isinstance(each, str) else "")
 def test_what_may_be_meant_is_saved(tmp_path, name, app):
     checkpoint.save(tmp_path / "c", app)
+    assert checkpoint.verify(tmp_path / "c").ok
 
 
 def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):

@@ -143,8 +143,8 @@ def test_metrics_that_are_no_numbers_are_named(metrics, tmp_path):
     saver.close()
 
 
-def test_a_forked_child_has_nothing_of_a_save_that_goes_on(tmp_path, monkeypatch):
-    """It may step, save and end; the parent's save goes on."""
+def test_a_forked_child_has_nothing_of_a_running_save(tmp_path, monkeypatch):
+    """It may step, save and end; the parent's save continues."""
     app, saver, gate = small_app(), AsyncSaver(), threading.Event()
     copy = staging.copy_on_host
     monkeypatch.setattr(staging, "copy_on_host", lambda *args: (gate.wait(30), copy(*args)))

@@ -233,7 +233,7 @@ def test_a_step_waits_but_nothing_before_it(gate, saver, tmp_path):
     before = model.last.weight.detach().clone()
     train.start()
     until = time.monotonic() + 30
-    while model.first.weight.grad is None and time.monotonic() < until:  # backward goes on meanwhile
+    while model.first.weight.grad is None and time.monotonic() < until:  # backward continues meanwhile
         time.sleep(0.001)
     train.join(HELD_SECONDS)
     assert train.is_alive() and not pending.staged and not pending.done

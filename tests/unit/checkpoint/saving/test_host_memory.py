@@ -181,7 +181,7 @@ def test_only_what_comes_from_a_gpu_is_pinned(runtime):
 
 
 def test_what_is_freed_while_a_save_writes_it_stays_as_it_was():
-    """A Manager that is closed by an interrupt frees its memory, and the save in its thread goes on with it."""
+    """A Manager that is closed by an interrupt frees its memory, and the save in its thread continues with it."""
     memory = HostMemory()
     source = torch.full((1_000_000,), 7.0)
     for of in (memory, memory.later):

@@ -102,7 +102,7 @@ def test_what_waits_for_a_save_is_refused_while_it_is_being_staged(tmp_path, han
         assert manager.steps() == [0, 1, 2]
 
 
-def test_a_handler_between_steps_saves_also_while_a_save_in_the_background_goes_on(tmp_path, handled):
+def test_a_handler_between_steps_saves_also_while_a_save_runs_in_the_background(tmp_path, handled):
     app = {"x": torch.ones(1 << 20)}
     with checkpoint.Manager(tmp_path, stage="now") as manager:
         errors = handled(lambda: manager.save(2, app))

@@ -1,4 +1,4 @@
-"""Rearranging on the way in: strict, with the state of optimizers, and training goes on as it would have."""
+"""Rearranging on the way in: strict, with the state of optimizers, and training resumes as it would have."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def resume(path, kind, rules):
     return train(app, range(3, 8))
 
 
-def test_training_goes_on_in_another_arrangement(tmp_path):
+def test_training_resumes_in_another_arrangement(tmp_path):
     """With every moment, counter and option; and back."""
     expected = train(trained(tmp_path / "split"), range(3, 8))
     assert expected[-1] < expected[0]
@@ -110,7 +110,7 @@ def test_training_goes_on_in_another_arrangement(tmp_path):
     assert resume(tmp_path / "fused", Split, inverse(RULES)) == expected
 
 
-def test_training_goes_on_on_shards(tmp_path):
+def test_training_resumes_on_shards(tmp_path):
     """Two ranks whose cuts go through heads, experts and what pads; they get the same batches."""
     expected = train(trained(tmp_path / "split"), range(3, 8))
     for losses in run_ranks(2, resume, tmp_path / "split", Fused, RULES):

@@ -105,7 +105,7 @@ def make_app():
 
 
 @pytest.mark.parametrize("save", KINDS)
-def test_a_run_goes_on_from_any_form(tmp_path, trained, losses_to_come, save, caplog):
+def test_a_run_resumes_from_any_form(tmp_path, trained, losses_to_come, save, caplog):
     save(tmp_path / "saved.pt", *trained)
     model, optimizer, app = make_app()
     checkpoint.load(tmp_path / "saved.pt", app, init_state=True)
