@@ -128,7 +128,7 @@ def train_pipeline_alone(path):
 
 
 def save_pipeline(path, splits):
-    expected = torch.load(f"{path}/expected", weights_only=False)
+    expected = torch.load(path.parent / "expected", weights_only=False)
     place = places()
     for split in splits:
         for name in PIPELINED:
@@ -138,7 +138,7 @@ def save_pipeline(path, splits):
 
 
 def load_pipeline(path, sources, splits):
-    expected = torch.load(f"{path}/expected", weights_only=False)
+    expected = torch.load(path.parent / "expected", weights_only=False)
     place = places()
     for split in splits:
         for source in sources:
@@ -152,10 +152,16 @@ def load_pipeline(path, sources, splits):
 
 
 @pytest.fixture(scope="module")
-def pipeline_path(tmp_path_factory):
+def trained_alone(tmp_path_factory):
     made = tmp_path_factory.mktemp("pipelines")
     run_ranks(1, train_pipeline_alone, str(made / "expected"))
-    return str(made)
+    return made
+
+
+@pytest.fixture
+def pipeline_path(trained_alone, request):
+    """A folder of the test's own, beside what a job of one process has trained."""
+    return trained_alone / request.node.name
 
 
 @pytest.mark.exhaustive
