@@ -197,6 +197,28 @@ def test_chunks_of_several_parameters_have_the_bits_of_each(name, options, dtype
         assert differing(together, trained(name, options, dtype)) == []
 
 
+def over_one_memory(name, options, dtype):
+    """Parameters and state after some steps: two over the same memory, two that overlap, and two side by side."""
+    whole = values(0, dtype)[-1]
+    parts = (whole[:64], whole[:64], whole[60:], whole.view(-1)[:64], whole.view(-1)[60:124], whole.view(-1)[124:188])
+    named = {f"w{i}": torch.nn.Parameter(part) for i, part in enumerate(parts)}
+    optimizer = shardopt.keyed(name, named, lr=0.01, **options)
+    for step in range(3):
+        gradients = values(1 + step, dtype)[-1].view(-1)
+        for parameter in named.values():
+            parameter.grad = gradients[: parameter.numel()].view(parameter.shape)
+        optimizer.step()
+    return {key: {"": parameter, **optimizer.state[parameter]} for key, parameter in named.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "options"), [*CASES, *LOW], ids=str)
+def test_parameters_that_share_memory_are_stepped_one_after_the_other(name, options, dtype):
+    together = over_one_memory(name, options, dtype)
+    with mock.patch.multiple(lists, **ALONE):
+        assert differing(together, over_one_memory(name, options, dtype)) == []
+
+
 def test_parameters_of_one_kind_are_stepped_together():
     named = {f"w{i}": torch.nn.Parameter(each) for i, each in enumerate(values(0, torch.float32))}
     optimizer = Adafactor(named.values())
