@@ -83,7 +83,7 @@ def ratio(one, other):
 
 def lamb(options, step, weight, gradient, state):
     beta1, beta2 = options["betas"]
-    average, squares = (wide(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+    average, squares = (state[name].to(weight.dtype) for name in ("exp_avg", "exp_avg_sq"))
     average.lerp_(gradient, 1 - beta1)
     squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     first, second = (1 - beta1**step, 1 - beta2**step) if options["correct_bias"] else (1.0, 1.0)
@@ -105,7 +105,7 @@ def lars(options, step, weight, gradient, state):
             factor = options["trust_coefficient"] * ratio(norm(weight), divisor)
         update = gradient.add(weight, alpha=decay).mul_(factor.to(weight.dtype))
     if "momentum_buffer" in state:
-        buffer = wide(state["momentum_buffer"])
+        buffer = state["momentum_buffer"].to(weight.dtype)
         buffer.mul_(options["momentum"]).add_(update, alpha=1 - options["dampening"])
         update = update.add(buffer, alpha=options["momentum"]) if options["nesterov"] else buffer
         state["momentum_buffer"].copy_(buffer)
@@ -176,6 +176,41 @@ def one_at_a_time(name, options, dtype):
     return found
 
 
+@torch.no_grad()
+def norms_one_at_a_time(name, options, then, now):
+    """What `cast` returns, computed so."""
+    found = {}
+    for number, weight in enumerate(values(0, torch.float32)):
+        weight, state = weight.to(then[number % 2]), {}
+        for step in range(LAST):
+            if step == 2:
+                weight = weight.to(now)
+            for entry in () if state else shardopt.algorithms.spec_of(name).entries(options, weight.ndim):
+                state[entry.name] = torch.tensor(0.0) if entry.name == "step" else torch.zeros_like(weight)
+            if "step" in state:
+                state["step"] += 1
+            stepped, gradient = wide(weight), wide(values(1 + step, weight.dtype)[number])
+            STEPS[name](options, step + 1, stepped, gradient, state)
+            weight.copy_(stepped)
+        found[f"w{number:02}"] = {"": weight, **state}
+    return found
+
+
+def cast(name, options, then, now):
+    """Parameters and state after some steps; parameters, but not their state, are cast in the middle."""
+    named = {f"w{i:02}": torch.nn.Parameter(each.to(then[i % 2])) for i, each in enumerate(values(0, torch.float32))}
+    optimizer = shardopt.keyed(name, named, lr=0.01, **options)
+    for step in range(LAST):
+        for number, parameter in enumerate(named.values()):
+            if step == 2:
+                parameter.grad = None
+                parameter.data = parameter.data.to(now)
+            parameter.grad = values(1 + step, parameter.dtype)[number]
+        optimizer.step()
+    states = {key: {"": parameter, **optimizer.state[parameter]} for key, parameter in named.items()}
+    return states, optimizer.param_groups[0]
+
+
 def differing(one, other):
     keys = {(key, name) for state in (one, other) for key in state for name in state[key]}
     return sorted((key, name) for key, name in keys if not torch.equal(one[key][name], other[key][name]))
@@ -189,12 +224,51 @@ def test_lists_have_the_bits_of_one_at_a_time(name, options, dtype, most):
         assert differing(trained(name, options, dtype), one_at_a_time(name, options, dtype)) == []
 
 
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ((torch.float32, torch.float32), torch.float64),
+        ((torch.float64, torch.float64), torch.float32),
+        ((torch.float32, torch.float32), torch.bfloat16),
+        ((torch.float32, torch.bfloat16), torch.bfloat16),
+        ((torch.float32, torch.bfloat16), torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[2]], ids=str)
+def test_state_of_another_dtype_than_its_parameter_is_computed_in_the_parameters(name, options, then, now):
+    together, group = cast(name, options, then, now)
+    assert differing(together, norms_one_at_a_time(name, group, then, now)) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), LOW, ids=str)
 def test_chunks_of_several_parameters_have_the_bits_of_each(name, options, dtype):
     together = trained(name, options, dtype)
     with mock.patch.multiple(lists, **ALONE):
         assert differing(together, trained(name, options, dtype)) == []
+
+
+def over_one_memory(name, options, dtype):
+    """Parameters and state after some steps: two over the same memory, two that overlap, and two side by side."""
+    whole = values(0, dtype)[-1]
+    parts = (whole[:64], whole[:64], whole[60:], whole.view(-1)[:64], whole.view(-1)[60:124], whole.view(-1)[124:188])
+    named = {f"w{i}": torch.nn.Parameter(part) for i, part in enumerate(parts)}
+    optimizer = shardopt.keyed(name, named, lr=0.01, **options)
+    for step in range(3):
+        gradients = values(1 + step, dtype)[-1].view(-1)
+        for parameter in named.values():
+            parameter.grad = gradients[: parameter.numel()].view(parameter.shape)
+        optimizer.step()
+    return {key: {"": parameter, **optimizer.state[parameter]} for key, parameter in named.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "options"), [*CASES, *LOW], ids=str)
+def test_parameters_that_share_memory_are_stepped_one_after_the_other(name, options, dtype):
+    together = over_one_memory(name, options, dtype)
+    with mock.patch.multiple(lists, **ALONE):
+        assert differing(together, over_one_memory(name, options, dtype)) == []
 
 
 def test_parameters_of_one_kind_are_stepped_together():

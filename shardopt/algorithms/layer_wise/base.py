@@ -101,8 +101,9 @@ def _number(step: ParameterStep) -> int:
 def _columns(steps: Sequence[ParameterStep], names: Sequence[str]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Returns the memory of local tensors and of their state; and weights, gradients and state to compute with.
 
-    Those of 16 bits are taken to fp32, as torch's kernels for 16 bits round by how far from the end of the memory an
-    element is. Where there is no gradient or state yet, a single zero stands for all, which is to be read alone.
+    Weights of 16 bits are taken to fp32, as torch's kernels for 16 bits round by how far from the end of the memory an
+    element is. State has their dtype, also where the parameter was cast after its first step. Where there is no
+    gradient or state yet, a single zero stands for all, which is to be read alone.
     """
     first = steps[0]
     weights = [local for step in steps for local in step.local_tensors]
@@ -111,19 +112,20 @@ def _columns(steps: Sequence[ParameterStep], names: Sequence[str]) -> tuple[list
     gradients = zeros if first.gradients is None else [each for step in steps for each in step.gradients or ()]
     state = [[each for step in steps for each in local_tensors(step.state[name])] for name in names if first.state]
     state = state or [zeros for _ in names]
-    wide = [_widened(column) for column in (weights, gradients, *state)]
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    wide = [_converted(column, dtype) for column in (weights, gradients, *state)]
     if first.group["maximize"]:
         wide[1] = list(torch._foreach_neg(wide[1]))
     return [weights, *state], wide
 
 
-def _widened(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns tensors of at least 32 bits as they are, and fp32 copies of others."""
-    if tensors[0].dtype.itemsize >= torch.float32.itemsize:
+def _converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Returns tensors as they are if all have the dtype, or else copies of that dtype."""
+    if all(each.dtype is dtype for each in tensors):
         return tensors
-    wide = [torch.empty_like(each, dtype=torch.float32) for each in tensors]
-    torch._foreach_copy_(wide, tensors)
-    return wide
+    made = [torch.empty_like(each, dtype=dtype) for each in tensors]
+    torch._foreach_copy_(made, tensors)
+    return made
 
 
 def unsuitable_for_norms(view: View) -> str:
