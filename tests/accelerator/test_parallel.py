@@ -14,9 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardopt
 from shardopt import checkpoint
 from shardopt.nn import ShardedEmbeddingBag, Table
-from tests.accelerator.support import needs_standin, on_accelerator
-
-pytestmark = needs_standin
+from tests.accelerator.support import each_kind, on_accelerator
 
 STEPS, EVERY, STOP = 6, 2, 5  # what follows the save at step 4 is lost
 
@@ -140,8 +138,8 @@ def jobs_here(standin, folder, stage, late):
     for name, start in JOBS.items():
         expected, _ = trained("cpu", start, folder / name / "cpu", STEPS, stage)
         standin.C.late(late)
-        trained("standin", start, folder / name / "standin", STOP, stage)
-        found, began = trained("standin", start, folder / name / "standin", STEPS, stage)
+        trained(standin.KIND, start, folder / name / "there", STOP, stage)
+        found, began = trained(standin.KIND, start, folder / name / "there", STEPS, stage)
         standin.C.late(False)
         assert began == STOP - STOP % EVERY, began
         assert found.keys() == expected.keys() and len(found) > 2
@@ -155,5 +153,6 @@ def jobs_here(standin, folder, stage, late):
 
 
 @pytest.mark.parametrize(("stage", "late"), [("lazy", True), pytest.param("now", False, marks=pytest.mark.exhaustive)])
-def test_jobs_of_two_ranks_resume_and_compute_as_on_the_cpu(tmp_path, stage, late):
-    assert on_accelerator(2, jobs_here, tmp_path, stage, late) == [{}, {}]
+@each_kind(2)
+def test_jobs_of_two_ranks_resume_and_compute_as_on_the_cpu(tmp_path, stage, late, kind):
+    assert on_accelerator(2, jobs_here, tmp_path, stage, late, kind=kind) == [{}, {}]

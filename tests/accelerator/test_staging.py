@@ -14,9 +14,7 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from tests.accelerator.support import needs_standin, on_accelerator
-
-pytestmark = needs_standin
+from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 ORDERS = list(itertools.product(["now", "lazy"], [False, True]))
 
@@ -94,12 +92,14 @@ def tensors(model, optimizer):
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_the_state_at_the_call_is_stored(rounds):
+@each_kind(1)
+def test_the_state_at_the_call_is_stored(rounds, kind):
     with mock.patch("os.fsync"):
-        (found,) = on_accelerator(1, saved_beside_steps, rounds, deadline_seconds=60.0 + rounds)
+        (found,) = on_accelerator(1, saved_beside_steps, rounds, kind=kind, deadline_seconds=60.0 + rounds)
     assert found == dict.fromkeys(ORDERS, True)
 
 
+@needs_standin
 @pytest.mark.parametrize("fault", ["wait_stream", "synchronize"])
 def test_streams_that_do_not_wait_are_seen(fault):
     """Whether the test above can fail: without either wait some order stores other numbers."""
@@ -123,6 +123,7 @@ def saved_from_the_second_device(standin, stage):
     return standin.C.contexts()
 
 
+@needs_standin
 @pytest.mark.parametrize("stage", ["now", "lazy"])
 def test_a_save_wakes_no_other_device(stage):
     assert on_accelerator(2, saved_from_the_second_device, stage) == [{1}, {1}]
@@ -157,6 +158,7 @@ def pinned_in_the_call(standin):
     return pinned
 
 
+@needs_standin
 def test_a_lazy_save_pins_in_the_call_no_more_than_it_copies_there():
     ((call, thread),) = on_accelerator(1, pinned_in_the_call)
     size = 4 << 18

@@ -6,9 +6,7 @@ from torch import nn
 
 import shardopt
 from benchmarks import launches
-from tests.accelerator.support import needs_standin, on_accelerator
-
-pytestmark = needs_standin
+from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 STEPS = 4
 EXACT = (
@@ -54,15 +52,17 @@ def all_of_them(standin):
             except RuntimeError as error:
                 waiting[name] = str(error)
 
-        here, there = stepped(name, "cpu", options), stepped(name, "standin", options, last=last)
+        here, there = stepped(name, "cpu", options), stepped(name, standin.KIND, options, last=last)
         far = max((here[each] - there[each]).abs().max().item() for each in here)
-        if name not in waiting and far > (1e-6 if name in WITHIN_AN_ULP else 0.0):
+        allowed = 1e-4 if standin.KIND == "cuda" else 1e-6 if name in WITHIN_AN_ULP else 0.0
+        if name not in waiting and far > allowed:
             differing[name] = far
     return differing, waiting
 
 
-def test_every_algorithm_computes_as_on_the_cpu_and_waits_for_nothing_but_what_is_listed():
-    ((differing, waiting),) = on_accelerator(1, all_of_them)
+@each_kind(1)
+def test_every_algorithm_computes_as_on_the_cpu_and_waits_for_nothing_but_what_is_listed(kind):
+    ((differing, waiting),) = on_accelerator(1, all_of_them, kind=kind)
     assert not differing
     assert waiting.keys() == WAITS.keys(), waiting
 
@@ -80,25 +80,26 @@ def launches_of_each(standin):
     return {row[0]: float(row[2]) for row in launches.measure("standin", list(MOST_LAUNCHES), launches.COUNTS)}
 
 
+@needs_standin
 def test_algorithms_launch_for_many_parameters_together():
     (found,) = on_accelerator(1, launches_of_each)
     assert {name: each for name, each in found.items() if each > MOST_LAUNCHES[name]} == {}
 
 
 def clip_and_unscale(standin):
-    weight = nn.Parameter(torch.zeros(2, device="standin"))
+    weight = nn.Parameter(torch.zeros(2, device=standin.KIND))
     clipped = shardopt.GradientClippingOptimizer(
         shardopt.keyed("sgd", {"w": weight}, lr=1.0), shardopt.GradientClipping.NORM, 1.0
     )
     for number in range(3):
-        weight.grad = torch.tensor([3.0, 4.0]).to("standin")
+        weight.grad = torch.tensor([3.0, 4.0]).to(standin.KIND)
         if number == 2:
             with standin.no_waits():
                 clipped.step()
         else:
             clipped.step()
     weight.grad = None
-    scaler, optimizer = shardopt.GradScaler("standin", init_scale=4.0), shardopt.keyed("sgd", {"w": weight}, lr=1.0)
+    scaler, optimizer = shardopt.GradScaler(standin.KIND, init_scale=4.0), shardopt.keyed("sgd", {"w": weight}, lr=1.0)
     for number in range(3):
         loss = scaler.scale((weight * weight).sum())
         loss.backward()
@@ -111,8 +112,9 @@ def clip_and_unscale(standin):
     return weight.tolist()
 
 
-def test_clipping_and_unscaling_without_ranks_wait_for_nothing():
-    ((x, y),) = on_accelerator(1, clip_and_unscale)
+@each_kind(1)
+def test_clipping_and_unscaling_without_ranks_wait_for_nothing(kind):
+    ((x, y),) = on_accelerator(1, clip_and_unscale, kind=kind)
     assert (x, y) == pytest.approx((1.8, 2.4), rel=1e-5)  # −3 · (0.6, 0.8), and each step of the scaler turns its sign
 
 
@@ -120,15 +122,15 @@ def on_shards(standin):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("standin", (2,))
+    mesh = init_device_mesh(standin.KIND, (2,))
     found = {}
     for name in ("soap", "shampoo", "muon", "adafactor", "lamb", "adamw"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)).to("standin")
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)).to(standin.KIND)
         fully_shard(model, mesh=mesh)
         optimizer = shardopt.keyed(name, model.named_parameters(), lr=1e-2)
         for _ in range(3):
-            model(torch.ones(2, 8, device="standin")).sum().backward()
+            model(torch.ones(2, 8, device=standin.KIND)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         found[name] = [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
@@ -149,9 +151,10 @@ def alone():
     return found
 
 
-def test_own_algorithms_step_on_shards_of_two_ranks():
+@each_kind(2)
+def test_own_algorithms_step_on_shards_of_two_ranks(kind):
     expected = alone()
-    for found in on_accelerator(2, on_shards):
+    for found in on_accelerator(2, on_shards, kind=kind):
         for name, weights in found.items():
             for weight, whole in zip(weights, expected[name], strict=True):
                 torch.testing.assert_close(

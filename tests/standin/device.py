@@ -14,6 +14,7 @@ from tests.standin.build import loaded
 
 torch.utils.rename_privateuse1_backend("standin")
 C = loaded()
+KIND = "standin"
 
 
 class Stream(torch.Stream):

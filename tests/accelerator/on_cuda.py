@@ -1,0 +1,23 @@
+"""CUDA under the names of the stand-in's module, as far as tests that run on both need them."""
+
+import contextlib
+import types
+
+import torch
+
+KIND = "cuda"
+Stream, Event = torch.cuda.Stream, torch.cuda.Event
+
+
+@contextlib.contextmanager
+def no_waits():
+    """Within it, what makes the host wait for the device raises."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+C = types.SimpleNamespace(late=lambda on: None, reset=lambda: None, violations=lambda: [])  # a GPU has its own order
