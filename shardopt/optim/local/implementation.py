@@ -32,7 +32,7 @@ States = Mapping[Tensor, Mapping[str, Any]]
 
 
 def choose_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep]) -> None:
-    """Sets "fused" for a group that names no implementation, if the fused one can take its step.
+    """Chooses the fused implementation for a group that names none, if it can take the step of some of its tensors.
 
     Args:
         spec: of the algorithm.
@@ -44,9 +44,11 @@ def choose_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep]) -> None:
         kinds = step.shards.kinds
         agree = [dtype in spec.fused_agrees for _, dtype in kinds]
         if any(agree) and (all(on_cpu for on_cpu, _ in kinds) or _has_kernel(spec, step.group, step.shards)):
-            step.group["fused"] = step.chosen = True
-            if not all(agree):
-                step.shards.in_order = None  # `settle_fused` is to look at each local tensor
+            step.chosen = True
+            if all(agree):
+                step.group["fused"] = True
+            else:  # `settle_fused` is to look at each local tensor; torch gathers no others for fused
+                step.shards.in_order = None
 
 
 def settle_fused(
@@ -66,7 +68,7 @@ def settle_fused(
     for step in steps:
         shards, known = step.shards, step.shards.in_order
         shards.in_order = None
-        if not step.group.get("fused"):
+        if not step.group.get("fused") and not step.chosen:
             continue
         if known is not None and step.lists is not None:
             # In a step that repeats, gradients in order, the local tensors alone may lie otherwise.
@@ -83,6 +85,7 @@ def settle_fused(
         rows = [[each for each in row if each is not None] for row in zip(*columns, strict=True)]
         agree = [_agrees(row, spec.fused_agrees if step.chosen else None, on_host) for row in rows]
         if all(agree) and all(len(row) == len(columns) for row in rows) and lie_in_order(columns):
+            step.group["fused"] = True
             shards.in_order = None if step.lists is None else InOrder(step.lists, columns)
             continue
         bad_rows = misfits(rows)
@@ -99,8 +102,8 @@ def settle_fused(
         instead = False if on_host else None  # with False torch takes the for-loop, with None foreach where it can
         if len(parts) > 1:
             step.split(optimizer, [(tensors, True if fused else instead) for (fused, _), tensors in parts.items()])
-        elif not all(fused for fused, _ in parts):
-            step.group["fused"] = instead
+        else:
+            step.group["fused"] = True if all(fused for fused, _ in parts) else instead
 
 
 def place_counters(steps: Iterable[GroupStep], state: States) -> None:

@@ -16,6 +16,7 @@ ALGORITHMS = {
 BESIDE = {
     "later": {},  # gets its first gradient in the third step
     "float16": {"dtype": torch.float16},
+    "complex": {"dtype": torch.complex64},  # torch gathers none for fused
     "turned": {},  # gradients whose elements lie in another order
     "gap": {},  # a column of a wider matrix
 }
