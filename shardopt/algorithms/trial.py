@@ -57,7 +57,6 @@ def refuse_contradicted(
         return optimizer(tensors, **deepcopy(dict(options)))
 
     dtypes = {view_of(parameter).dtype for parameter in parameters if is_added_up(parameter)}
-    problems: dict[str, Problem] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         problems = {problem.key: problem for problem in _not_to_be_made(spec, make)}
         for dtype in sorted(dtypes, key=str) if not problems else ():
@@ -92,7 +91,7 @@ def _not_to_be_made(spec: AlgorithmSpec, make: Make) -> list[Problem]:
         if entry.kind not in _MADE_ALIKE:
             continue
         try:
-            if entry.exists(group):
+            if entry.exists(group) and entry.suits(parameter.ndim):
                 made_of(entry, group, parameter)
         except Exception as error:
             options = ", ".join(name for name in group if name != "params")

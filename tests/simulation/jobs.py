@@ -277,7 +277,7 @@ class RunningJob:
             keep=job.keep_last,
             stop_on=Preemption(signal.SIGTERM, seconds=STOP_SECONDS) if job.stops else None,
             options=SaveOptions(deadline_seconds=DEADLINE_SECONDS),
-            stage=job.stage,  # type: ignore[arg-type]
+            stage=job.stage,  # type: ignore[arg-type]  # a word that was drawn
             incremental=job.incremental,
             process_group=group,
             export=Export(EXPORTS) if job.exports else None,
@@ -309,7 +309,7 @@ class RunningJob:
                     begun.append((task, getattr(what, "name", what)))
                     begin(what, *args)
 
-                each.begin = begin  # type: ignore[method-assign, assignment]
+                each.begin = begin  # type: ignore[method-assign, assignment]  # of this instance
 
     def _look_alone(self) -> list[int]:
         """Looks at the run, on one rank alone."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 try:
-    # Untyped, or absent: a program that mypy follows to here has no such override as this project's.
-    import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    # A program that mypy follows to here has no such override as this project's.
+    import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]  # untyped, or absent
+    import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]  # as above
 except ImportError:  # torch for CPUs has none
     triton = None
 

@@ -99,6 +99,11 @@ def test_an_option_that_is_misspelt_in_the_spec_is_refused_at_once(entry):
     assert problem.remedy == "name one of lr, start"
 
 
+def test_an_entry_that_suits_no_matrix_is_not_made_for_the_trial():
+    vectors = StateEntry("vectors", Kind.PARAMETER, initial="of_vectors", suits=lambda dimensions: dimensions == 1)
+    keyed({}, state=(AVERAGE, STEP, vectors))
+
+
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, torch.uint8])
 def test_a_plain_count_is_counted_in_fewer_bits_too(state_dtype):
     def make(self, group, parameter):
