@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardopt import checkpoint
 from shardopt.checkpoint.sources.reading import checking, device_scratch
@@ -212,6 +212,42 @@ def test_columns_and_casts_are_copied_from_pinned_memory(tmp_path):
     for right, counts in (each for found in of_ranks for each in found):
         assert right and counts["H2D beside"] >= 4
         assert "H2D, staged" not in counts and "wait: H2D" not in counts
+
+
+def shared_boxes(standin, folder):
+    """Returns whether boxes that one rank reads for both are right on both, and what was copied how."""
+    mesh = init_device_mesh("standin", (2,))
+    stored = {"whole": torch.arange(600.0 * 700).reshape(600, 700), "cast": torch.arange(900.0).reshape(30, 30) % 251}
+    stored["mine"] = stored["whole"] + 1
+    checkpoint.save(folder / "1", stored)
+    app = {
+        "whole": DTensor.from_local(torch.zeros(600, 700, device="standin"), mesh, [Replicate()]),
+        "cast": torch.zeros(30, 30, dtype=torch.bfloat16, device="standin"),
+        "mine": DTensor.from_local(torch.zeros(300, 700, device="standin"), mesh, [Shard(0)]),
+    }
+    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in app.items()}
+    own = stored | {"mine": stored["mine"].chunk(2)[dist.get_rank()]}
+    found = []
+    for late in (False, True):
+        standin.C.late(late)
+        for tensor in local.values():
+            tensor.fill_(-1)  # queued, and not waited for
+        standin.C.reset()
+        checkpoint.load(folder / "1", app, strict=checkpoint.Strictness(dtype="cast"), share_reads="always")
+        counts = standin.C.counts()
+        for tensor in local.values():
+            tensor.mul_(2)
+        standin.C.late(False)
+        found.append((all(torch.equal(local[name].float().cpu(), each * 2) for name, each in own.items()), counts))
+    return found
+
+
+def test_boxes_that_one_rank_reads_for_others_are_sent_between_devices(tmp_path):
+    with mock.patch("os.fsync"):
+        of_ranks = on_accelerator(2, shared_boxes, tmp_path)
+    for right, counts in (each for found in of_ranks for each in found):
+        assert right and counts["H2D beside"] >= 2 and "H2D, staged" not in counts
+        assert counts["wait: D2H"] == counts["wait: H2D"] == 1  # the exchange of the stand-in, which is gloo's
 
 
 def test_casts_turned_memory_and_damage():
