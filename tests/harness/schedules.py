@@ -80,6 +80,7 @@ def orders(
         tasks: makes them anew, with all that they work on, for each order. They must do the same each time.
         operations: before which tasks stop, named as those of faults are ("os:link").
     """
+    _run(tasks(), operations, [])  # the first one in a process imports what the others find imported
     waiting: list[list[Choice]] = [[]]
     while waiting:
         prefix = waiting.pop()

@@ -48,7 +48,8 @@ class Place:
             memory.pseudo_dirs[:] = [""]  # else each root of an order that is over would be listed beside the next
             self.path = f"memory://two-jobs/{number}"
         else:
-            shutil.rmtree(self.root / str(number - 1), ignore_errors=True)
+            for path in self.root.iterdir():
+                shutil.rmtree(path)
             self.path = self.root / str(number)
         return self.path
 
@@ -148,15 +149,9 @@ def two_saves(place, remains):
 
 def a_save_and_a_reshard(place, _):
     def tasks():
+        place.renew()
         source = Place(place.root, place.remote)
-        source.numbers = itertools.count(10**6)
-        source.renew()
-        if place.remote:
-            place.renew()
-            source.path = place.path + "-source"
-        else:
-            shutil.rmtree(source.path, ignore_errors=True)
-            place.renew()
+        source.path = f"{place.path}-source"  # new in each order: what a manifest refers to is remembered by its path
         source.save(2)()
         return [place.save(1), lambda: checkpoint.reshard(source.path, place.path, world_size=1)]
 
