@@ -21,6 +21,7 @@ _steps = _of("shardopt.checkpoint.run.steps").Steps
 _saver = _of("shardopt.checkpoint.saving.async_save").AsyncSaver
 _background = _of("shardopt.checkpoint.saving.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
+_peers = _of("shardopt.ranks.connections.peers").Peers
 _side = _of("shardopt.ranks.groups").SideRanks
 
 
@@ -158,6 +159,17 @@ def rounds_without_names(patch: Callable[..., None]) -> None:
 def rounds_of_a_restore_with_one_name(patch: Callable[..., None]) -> None:
     as_call = _of("shardopt.ranks").as_call
     patch(_of("shardopt.checkpoint.run.context"), "Call", lambda text, same: as_call(text))
+
+
+def leave_taken_once(patch: Callable[..., None]) -> None:
+    """Whoever came back to a rank that leaves, and whose connection broke again, was not waited for."""
+    leave = _peers.leave
+
+    def once(self: Any, seconds: float, end: float) -> None:
+        leave(self, seconds, end)
+        patch(self, "leave", lambda *args: self.close(1.0))
+
+    patch(_peers, "leave", once)
 
 
 def put_back(broken: Callable[..., None], monkeypatch: Any) -> None:

@@ -41,6 +41,9 @@ FOUND = {
     broken.rounds_of_a_restore_with_one_name: [
         replace(INTERRUPTED, faults=(Fault("interrupt", 1, rank=1, at=at),)) for at in range(1, 12)
     ],
+    broken.leave_taken_once: [
+        Schedule(7691, (Job(saves=1),), (Fault("reset", 0, at=24), Fault("reset", 0, at=at))) for at in range(36, 48)
+    ],
 }
 
 

@@ -200,9 +200,7 @@ class Node:
             while not self.peers.stopping:
                 self._meet()
                 self._serve(lambda: not (self.peers.stopping or self.peers.meets_again))
-            with self.changed:
-                is_awaited = self.peers.leave(_CLOSE_SECONDS, _LEAVING_SECONDS)
-            self._serve(is_awaited, LINGER_SECONDS)
+            self._leave()
         except BaseException as error:
             self.failure = error
         finally:
@@ -211,6 +209,16 @@ class Node:
                 for end in self._wake or ():
                     end.close()
                 self.hub.notify()
+
+    def _leave(self) -> None:
+        """Delivers what ranks below are due, however often their connections break; for a limited time."""
+        end = world().monotonic() + _CLOSE_SECONDS + _LEAVING_SECONDS
+        while True:
+            with self.changed:
+                self.peers.leave(_CLOSE_SECONDS, end)
+            if not self.peers.are_awaited(end):
+                return
+            self._serve(lambda: self.peers.are_awaited(end), LINGER_SECONDS)
 
     def _meet(self) -> None:
         """Connects with the leader, and listens for ranks below; returns when done, or when this rank has left."""

@@ -267,26 +267,28 @@ class Peers:
                     link.waits_to_write = not link.is_empty
                     self.selector.modify(link.socket, READ | WRITE if link.waits_to_write else READ, link)
 
-    def leave(self, seconds: float, seconds_after_breaks: float) -> Callable[[], bool]:
-        """Delivers what was sent to ranks below; returns a function that tells whether any of it is still undelivered.
+    def leave(self, seconds: float, end: float) -> None:
+        """Delivers what was sent to ranks below, and closes their connections but for those that break just then.
 
         Args:
             seconds: for all of them to take it.
-            seconds_after_breaks: for those to come back whose connections break just then.
+            end: until when they may come back.
         """
         links = dict(self._hub.links)
-        broken = take_leave([*links.values()], max(0.0, seconds))
-        until = world().monotonic() + seconds_after_breaks
+        broken = take_leave([*links.values()], max(0.0, min(seconds, end - world().monotonic())))
         for rank, link in links.items():
             if not link.suspended:
                 self.selector.unregister(link.socket)
             if link in broken and rank != self._tree.leader and link.suspend():
-                self._broken[link] = until
+                self._broken[link] = end
             elif not link.suspended or rank == self._tree.leader:
                 link.close()
                 self._broken.pop(link, None)
                 del self._hub.links[rank]
-        return lambda: any(not link.is_confirmed for link in self._broken) and world().monotonic() < until
+
+    def are_awaited(self, end: float) -> bool:
+        """Whether a rank below that lacks something may still come back, until `end`."""
+        return any(not link.is_confirmed for link in self._broken) and world().monotonic() < end
 
     def close(self, seconds: float) -> None:
         """Closes all connections, once their peers have everything queued, or after a time limit."""
