@@ -4,7 +4,7 @@
     python -m benchmarks.on_gpu --section steps saves  # some of them
     python -m benchmarks.on_gpu --device standin       # in small, on the tests' simulated accelerator
 
-A section that fails prints why, and the others go on. On CUDA the tables are written to `results/on_gpu.md` as well.
+A section that fails prints why, and the others run. On CUDA the tables are written to `results/on_gpu.md` as well.
 `--folder` is where checkpoints go: the disk that training would use.
 """
 
@@ -152,7 +152,7 @@ def count_launches(at: Place) -> Rows:
 
 
 def stored(at: Place) -> Rows:
-    """Is the state at the call what a save in the background stores, while training goes on?"""
+    """Is the state at the call what a save in the background stores, while training continues?"""
     yield "stage", "save", "parameters as at the call"
     for stage in ("now", "lazy"):
         model = at.layers(*MODEL[at.small])

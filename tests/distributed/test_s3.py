@@ -245,7 +245,7 @@ def test_a_program_that_does_not_wait_is_told_at_once(here):
         text=True,
     )
     assert ended.returncode == 1
-    assert "1 attempts within" in ended.stderr and "wait for what goes on in the background" in ended.stderr
+    assert "1 attempts within" in ended.stderr and "wait for background work" in ended.stderr
     with pytest.raises(CheckpointNotFoundError):
         checkpoint.open(root)
 

@@ -1,6 +1,7 @@
 """L-BFGS on plain parameters against torch's own, on convex problems, where rounding does not decide the way."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -103,6 +104,36 @@ def test_step_is_torchs(options, dtype):
         assert numbers(optimizer)["n_iter"] == state["n_iter"]
         assert numbers(optimizer)["func_evals"] == state["func_evals"]
         assert numbers(optimizer)["pairs"] == len(state["old_dirs"])
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_maximize_goes_as_far_up_as_the_negative_loss_goes_down(dtype, search):
+    """The same numbers, with another sign of what is reported."""
+    up, down = parameters(dtype), parameters(dtype)
+    options = {"lr": 0.3, "line_search_fn": search}
+    upwards = shardopt.keyed("lbfgs", up, maximize=True, **options)
+    downwards = shardopt.keyed("lbfgs", down, **options)
+    for _ in range(STEPS):
+        loss = upwards.step(negative(evaluate(upwards, up), up))
+        assert loss == -downwards.step(evaluate(downwards, down))
+        assert all(torch.equal(up[name], down[name]) for name in up)
+    for key, states in downwards.state_dict()["state"].items():
+        assert all(torch.equal(upwards.state_dict()["state"][key][name], value) for name, value in states.items()), key
+    upwards.load_state_dict(upwards.state_dict())
+    assert upwards.param_groups[0]["maximize"]
+    has_it = "maximize" in inspect.signature(torch.optim.LBFGS).parameters  # as of torch 2.15
+    assert ("maximize" in downwards.param_groups[0]) == has_it
+
+
+def negative(closure, params):
+    def negated():
+        loss = closure()
+        for parameter in params.values():
+            parameter.grad = -parameter.grad
+        return -loss
+
+    return negated
 
 
 @pytest.mark.parametrize("present", [True, False])

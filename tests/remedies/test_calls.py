@@ -155,7 +155,7 @@ def test_state_without_that_of_a_wrapper_is_loaded_without_strictness():
     before, app = app_of(steps=2), app_of(steps=1)
     wrapped = WarmupOptimizer(app["optimizer"], [WarmupStage(WarmupPolicy.LINEAR, max_iters=10, value=0.5)])
     state = before["optimizer"].state_dict()
-    remedy = "it was saved without …: pass strict=False to go on without this"
+    remedy = "it was saved without …: pass strict=False to load without this"
     refused(remedy, wrapped.load_state_dict, state)
     wrapped.load_state_dict(state, strict=False)
     assert moments_of(app) == moments_of(before)

@@ -78,7 +78,7 @@ def test_parameters_that_had_other_options_get_groups_or_the_codes_options(url, 
     checkpoint.save(url, stepped(before))
     remedy = (
         'put these parameters into groups of their own, as they were saved; or call keep_options("lr") before loading, '
-        "to go on with what the code gives"
+        "to keep what the code gives"
     )
 
     def load(app):

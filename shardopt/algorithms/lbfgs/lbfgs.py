@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class LBFGS(CommunicatingOptimizer):
         tolerance_change: changes of parameters or loss up to this are none.
         history_size: h, at least 1.
         line_search_fn: None or "strong_wolfe".
+        maximize: whether to go up. An option of the group where torch's LBFGS has it, as of 2.15, or where it is set.
 
     Raises:
         AlgorithmError: there are several groups.
@@ -71,9 +73,13 @@ class LBFGS(CommunicatingOptimizer):
         tolerance_change: float = 1e-9,
         history_size: int = 100,
         line_search_fn: str | None = None,
+        *,
+        maximize: bool = False,
     ) -> None:
         options = options_of(locals(), lr=RATE, history_size=COUNT, line_search_fn=one_of(None, "strong_wolfe"))
         options["max_eval"] = max_iter * 5 // 4 if max_eval is None else max_eval
+        if not maximize and "maximize" not in signature(torch.optim.LBFGS).parameters:
+            del options["maximize"]  # or groups that torch saved would lack it
         self._vector: ParameterVector | None = None
         super().__init__(params, options)
 
@@ -113,6 +119,7 @@ class LBFGS(CommunicatingOptimizer):
             raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem], code="lbfgs")
         (group,) = self.param_groups
         vector = self._vector_of(group)
+        vector.maximize = group.get("maximize", False)
         states = {parameter: self._state_of(parameter) for parameter in vector.parameters if is_held(parameter)}
         memory = Memory(vector, states, self.make_global())
         first_loss, now = vector.evaluate(closure)

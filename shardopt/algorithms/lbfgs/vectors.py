@@ -31,6 +31,10 @@ class ParameterVector:
         names: parameter → FQN, of those that this rank has. Sums run in the order of names, so that they do not depend
             on the order in which parameters are given.
 
+    Attributes:
+        reach: the largest absolute value of the last direction evaluated along.
+        maximize: whether the loss is to be maximized.
+
     Raises:
         LayoutError: a parameter cannot be described, or ranks hold boxes of one that do not fit together.
     """
@@ -42,6 +46,7 @@ class ParameterVector:
         counted_here, _ = counted_parameters(ranks, self._names)
         self.counted = [counted for each in counted_here if is_held(each.parameter) for counted in each.counted]
         self.reach = 0.0
+        self.maximize = False
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -85,7 +90,8 @@ class ParameterVector:
     def evaluate(self, closure: Callable[[], Any], direction: list[Tensor] | None = None) -> tuple[Any, Trial]:
         """Evaluates the model at the current parameters. Collective: one all-reduce.
 
-        Sets `reach` to the largest absolute value of the direction, if one is given.
+        Sets `reach` to the largest absolute value of the direction, if one is given. Where `maximize` is set, loss and
+        gradient of the trial are the negated ones.
 
         Args:
             closure: as for LBFGS's step.
@@ -121,7 +127,8 @@ class ParameterVector:
         _refuse_differences(losses, self.ranks.members)
         if direction is not None:
             self.reach = float(reaches.max())
-        trial = Trial(0.0, float(losses[0]), float(slope), gradient, float(peaks.max()), float(total))
+        least = -float(losses[0]) if self.maximize else float(losses[0])
+        trial = Trial(0.0, least, float(slope), gradient, float(peaks.max()), float(total))
         return loss, trial
 
     def all_reduce_sum(self, sums: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,14 +150,14 @@ class ParameterVector:
         return together[: len(sums)], together[len(sums) :].view(self.ranks.size, count)
 
     def _gradient(self) -> list[Tensor]:
-        """Returns a copy of the gradient, which the next evaluation overwrites; zeros if there is none."""
+        """Returns a copy of the gradient, which the next evaluation overwrites, or its negative; zeros if there is none."""
         gradient: list[Tensor] = []
         for parameter in filter(is_held, self._names):
             gradients = dense_gradients(parameter, self._names[parameter])
             if gradients is None:
                 gradient += [torch.zeros_like(local) for local in local_tensors(parameter)]
             else:
-                gradient += [each.clone() for each in gradients]
+                gradient += [each.neg() if self.maximize else each.clone() for each in gradients]
         return gradient
 
     def _largest(self, vector: Sequence[Tensor]) -> Tensor:

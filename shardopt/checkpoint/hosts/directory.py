@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import weakref
 from contextlib import suppress
 
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME
@@ -55,6 +56,8 @@ class HostDirectory:
         except OSError as error:
             found = "a symbolic link" if os.path.islink(self.path) else (error.strerror or str(error))
             raise _refused(self.path, found) from error
+        self._close = weakref.finalize(self, os.close, self._fd)  # `__del__` may come when `os` is gone
+        self._close.atexit = False
         try:
             self._refuse_strangers()
             self._refuse_ways_of_strangers()
@@ -78,13 +81,8 @@ class HostDirectory:
 
     def close(self) -> None:
         """Closes the descriptor."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+        self._close()
+        self._fd = -1
 
     def open_file(self, directory: str, name: str) -> int:
         """Opens a regular file in a subdirectory, without following links. Raises OSError."""

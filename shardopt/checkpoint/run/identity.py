@@ -101,7 +101,7 @@ def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> t
     """Raises CheckpointError if a host's directory belongs to another run; else returns `_identity_of`'s result."""
     (run, lacking), root = _identity_of(roots), roots[0]
     others = "name another path; or remove the directory from each host, if nobody needs what it has; or, if that is "
-    as_root = f"{others}the run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
+    as_root = f"{others}the run to resume, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
     as_label = f"{others}of this run, copy {root.url}/{RUN_NAME} to {LABEL_NAME} there"
     required = f"{'a new run' if run is None else f'run {run.id[:8]}'}, of {root.url}"
     problems = []

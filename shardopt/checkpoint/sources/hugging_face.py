@@ -143,7 +143,7 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
     if indices:
         return dict(_read_index(storage, indices[0], set(names)))
     if JOURNAL_NAME in names:
-        remedy = "give another path, or call convert again: it goes on"
+        remedy = "give another path, or call convert again, which resumes it"
         problem = Problem(storage.url, "a conversion that was not finished", "a whole checkpoint", remedy)
         raise CheckpointNotFoundError("there is no checkpoint", [problem])
     of_ranks = [*map(_OF_RANK.fullmatch, files)]

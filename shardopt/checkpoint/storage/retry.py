@@ -171,7 +171,7 @@ def _exhausted_error(doing: str, error: Exception, attempts: int, seconds: float
     failures = f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_describe(error)}"
     remedy = "see whether the store can be reached from this host and is well, then try again"
     if not world().main_thread_lives():  # clients have pools of threads, which take no more work by then
-        remedy = "wait for what goes on in the background before the program ends: it cannot be finished after that"
+        remedy = "wait for background work before the program ends: it cannot be finished after that"
     return CheckpointError(f"cannot {doing}", [Problem(doing, failures, "an answer", remedy)])
 
 

@@ -112,7 +112,7 @@ class CompositeOptimizer(KeyedOptimizer):
                 if name in state:
                     plan.mapping(key, entries, state[name], "load what this wrapper saved")
                 else:
-                    remedy = f"it was saved without {type(self).__name__}: pass strict=False to go on without this"
+                    remedy = f"it was saved without {type(self).__name__}: pass strict=False to load without this"
                     plan.missing(key, remedy)
             offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in own}}
         if self._is_around_one:

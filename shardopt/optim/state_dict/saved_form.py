@@ -270,9 +270,9 @@ def _disagree_remedy(name: str, here: Collection[str]) -> str:
     """Returns the remedy for an option that differs between members of a group, and that the group may lack."""
     kept = name if name in here else name.removeprefix("initial_")
     other = (
-        f'call keep_options("{kept}") before loading, to go on with what the code gives'
+        f'call keep_options("{kept}") before loading, to keep what the code gives'
         if kept in here
-        else 'load with Strictness(unexpected="ignore"), to go on without it'
+        else 'load with Strictness(unexpected="ignore"), to load without it'
     )
     return f"put these parameters into groups of their own, as they were saved; or {other}"
 
@@ -302,4 +302,4 @@ def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) 
         plan.problem(key, f"{stored}, by which it was saved", here, remedy)
         return
     plan.unmatched.unexpected_keys.append(key)
-    plan.algorithms.append(f"{where}: saved by {stored}; {here} goes on with the state that fits, and its own options")
+    plan.algorithms.append(f"{where}: saved by {stored}; {here} takes the state that fits, with its own options")

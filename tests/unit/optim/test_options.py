@@ -200,7 +200,7 @@ def test_strict_false_takes_the_state_that_fits_and_says_so(tmp_path, load, nest
     assert (group["lr"], group["weight_decay"]) == (0.1, 0.25)
     assert inner.state_dict()["state"]["w"]["step"] == 1
     (line,) = lines(caplog)
-    assert "saved by Adam; AdamW goes on with the state that fits, and its own options" in line
+    assert "saved by Adam; AdamW takes the state that fits, with its own options" in line
     if load is through_memory:
         missing, unexpected = inner.load_state_dict(saved.state_dict(), strict=False)
         assert (missing, unexpected) == ([], ["param_groups.bias.algorithm"])
