@@ -150,7 +150,7 @@ class ParameterVector:
         return together[: len(sums)], together[len(sums) :].view(self.ranks.size, count)
 
     def _gradient(self) -> list[Tensor]:
-        """Returns a copy of the gradient, which the next evaluation overwrites, or its negative; zeros if there is none."""
+        """Returns a copy of the gradient, as the next evaluation overwrites it, or its negative; zeros without one."""
         gradient: list[Tensor] = []
         for parameter in filter(is_held, self._names):
             gradients = dense_gradients(parameter, self._names[parameter])
