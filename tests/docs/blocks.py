@@ -48,8 +48,8 @@ from outside is what a page names and no reader can copy: the buckets of `s3=`, 
 A `text` block under `<!-- prints -->` is what the block before it has printed on rank 0: each of its lines must be in
 the output, in this order, however it is spaced. `…` in a line stands for anything, alone for any lines.
 
-In bash blocks `torchrun --standalone --nproc-per-node N FILE …`, `python FILE …` and `shardopt …` are run by the tests'
-own ranks, which have torch loaded; with --exhaustive the shell runs them as they stand.
+In bash blocks `torchrun --standalone --nproc-per-node N FILE …`, `python FILE …` and `shardopt …`, also with lines of
+`rm`, are run by the tests' own ranks, which have torch loaded; with --exhaustive the shell runs them as they stand.
 """
 
 from __future__ import annotations

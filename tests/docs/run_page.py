@@ -124,15 +124,18 @@ def check_output(block: Block, output: str) -> None:
 
 
 def _run_shell(block: Block, folder: Path, log: Path, in_full: bool, s3: str) -> None:
-    """A block of bash: by our own ranks where all of its lines are commands that these can run, else by bash."""
+    """A block of bash: by our own ranks where these can run all of its lines but `rm`, else by bash."""
     where = ROOT if "root" in block.words else folder
     lines = block.text.replace("\\\n", " ").splitlines()
     commands = [words for words in (shlex.split(line, comments=True) for line in lines) if words]
     scripts = [] if in_full else [_script_of(command, where) for command in commands]
-    if scripts and all(script is not None for script in scripts):
-        for script in scripts:
-            assert script is not None
-            _run_script(replace(script, s3=s3), where, log)
+    others = [command for command, script in zip(commands, scripts, strict=False) if script is None]
+    if len(others) < len(scripts) and all(command[0] == "rm" and not _is_of_shell(command) for command in others):
+        for command, script in zip(commands, scripts, strict=True):
+            if script is None:
+                subprocess.run(command, cwd=where, check=True, timeout=DEADLINE_SECONDS)
+            else:
+                _run_script(replace(script, s3=s3), where, log)
         return
     variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -160,7 +163,7 @@ def _script_of(command: Sequence[str], folder: Path) -> Script | None:
     variables = []
     while words and re.fullmatch(r"[A-Z_]+=[^$]*", words[0]):
         variables.append(tuple(words.pop(0).split("=", 1)))
-    if not words or any(re.fullmatch(r"[|&;<>]+.*|.*[$*`].*", word) for word in words):
+    if not words or _is_of_shell(words):
         return None
     if words[0] == "shardopt":
         return Script(1, arguments=tuple(words[1:]), variables=tuple(variables), verb=True)
@@ -173,6 +176,11 @@ def _script_of(command: Sequence[str], folder: Path) -> Script | None:
         return None
     source = (str(folder / words[0]), 1, (folder / words[0]).read_text())
     return Script(ranks, (source,), tuple(words[1:]), tuple(variables))
+
+
+def _is_of_shell(words: Sequence[str]) -> bool:
+    """Whether a line has what only a shell understands."""
+    return any(re.fullmatch(r"[|&;<>]+.*|.*[$*`].*", word) for word in words)
 
 
 def _run_script(script: Script, folder: Path, log: Path) -> None:
