@@ -50,7 +50,8 @@ def rows():
 
     Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
     other; the first options of every algorithm and implementation in every dtype (of every algorithm in fp64),
-    and those of every algorithm on fewer ranks. All means each layout by itself too.
+    and those of every algorithm on fewer ranks. The first and the last rank look, or the last one alone where the first
+    options of the algorithm were seen already. All means each layout by itself, and each rank, too.
     """
     met, cases = set(), (*ELEMENTWISE_CASES, *EXTRA_CASES)
     by_options = {}
@@ -72,6 +73,7 @@ def rows():
                     if name in OWN_OPTIONS:  # which share their bookkeeping
                         usual = layouts is MIXED and ranks == 4 and dtype in (torch.float32, torch.bfloat16) and first
                         usual = usual and not options.get("foreach")
+                    looking = (0, ranks - 1) if plainest or name in OWN_OPTIONS else (ranks - 1,)
                     kind_of = "alone" if layouts is ALONE else "mixed"
                     yield pytest.param(
                         name,
@@ -79,15 +81,16 @@ def rows():
                         dtype,
                         ranks,
                         [(layout,) for layout in LAYOUTS] if layouts is ALONE else [MIXED],
+                        looking,
                         id=f"{case.id}-{str(dtype).removeprefix('torch.')}-{ranks}-{kind_of}",
                         marks=() if usual else pytest.mark.exhaustive,
                     )
 
 
-@pytest.mark.parametrize(("name", "options", "dtype", "ranks", "layouts"), list(rows()))
-def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, request):
+@pytest.mark.parametrize(("name", "options", "dtype", "ranks", "layouts", "looking"), list(rows()))
+def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, looking, request):
     reason = refused(name, options, dtype)
-    looking = range(ranks) if request.config.getoption("--exhaustive") else sorted({0, ranks - 1})
+    looking = range(ranks) if request.config.getoption("--exhaustive") else sorted({*looking})
     for names in layouts:
         if reason is not None:
             refuses_as_torch(name, options, names, dtype, reason)

@@ -278,15 +278,16 @@ class OwnDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """One of a program's own."""
 
 
-@pytest.mark.parametrize("kind", [torch.nn.parallel.DistributedDataParallel, OwnDistributedDataParallel])
-def test_ddp_is_known_by_its_parameters(kind):
+def test_ddp_is_known_by_its_parameters():
     with fake_rank(0, 1):
-        module, free = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-        wrapped = kind(module)
-        assert reduced_by_ddp([free.weight, module.bias]) and not reduced_by_ddp(free.parameters())
-        wrapped.itself = wrapped
-        del wrapped
-        assert not reduced_by_ddp(module.parameters())
+        module, own, free = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        wrapped = [torch.nn.parallel.DistributedDataParallel(module), OwnDistributedDataParallel(own)]
+        assert reduced_by_ddp([free.weight, module.bias]) and reduced_by_ddp([free.weight, own.bias])
+        assert not reduced_by_ddp(free.parameters())
+        for each in wrapped:
+            each.itself = each
+        del each, wrapped
+        assert not reduced_by_ddp([module.weight, own.weight])
 
 
 def test_modules_of_fully_shard_are_listed_also_where_they_are_frozen():
