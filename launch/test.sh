@@ -18,4 +18,4 @@ echo "test: ruff"
 echo "test: mypy"
 "$python" -m mypy
 echo "test: pytest"
-exec "$python" -m pytest -n 2 --durations=10 "$@"
+exec "$python" -m pytest -n 2 --dist worksteal --durations=10 "$@"

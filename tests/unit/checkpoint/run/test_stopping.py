@@ -1,13 +1,11 @@
 """One process that listens for a signal: what it does with it, and what it leaves alone."""
 
+import ctypes
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +14,9 @@ from shardopt.checkpoint.run.stopping import Stop
 from shardopt.ranks import Ranks
 from shardopt.runtime import signals
 from shardopt.runtime.signals import Listener
+from tests.harness import run_ranks_outcomes
 
 ALONE = Ranks(None)
-REPOSITORY = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
@@ -209,59 +207,48 @@ def test_closing_does_not_wait_for_children_that_were_forked(as_before):
     os.waitpid(child, 0)
 
 
-PROGRAM = """
-import ctypes, os, signal, sys, threading, time
-from shardopt import checkpoint
-
-root, case = sys.argv[1:]
-if case == "forked":
-    manager = checkpoint.Manager(root, every=100, stop_on=signal.SIGTERM)
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    os.kill(child, signal.SIGTERM)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-    time.sleep(0.2)
-    assert not manager.should_save(1)
-    manager.close()
-elif case == "stuck":
-    manager = checkpoint.Manager(root, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=0, seconds=0.5))
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    mutex = ctypes.create_string_buffer(64)  # zeros are a mutex that is not locked
-    for _ in range(2):  # in C, from which no signal leads back
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
-else:
-    earlier = checkpoint.Manager(root + "-other", every=100, stop_on=signal.SIGTERM)
-    with checkpoint.Manager(root, every=100, stop_on=signal.SIGTERM) as m:
-        earlier.close()  # the first one made is closed first
-        for step in range(1, 1000):
-            if step == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-            m.save(step, {"step": step})
-print("the last line")
-"""
+def program(root, case, log):
+    """Runs in a process of its own; says where it ended."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    if case == "forked":
+        manager = checkpoint.Manager(root, every=100, stop_on=signal.SIGTERM)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        time.sleep(0.2)
+        assert not manager.should_save(1)
+        manager.close()
+    elif case == "stuck":
+        checkpoint.Manager(root, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=0, seconds=0.5))
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        mutex = ctypes.create_string_buffer(64)  # zeros are a mutex that is not locked
+        for _ in range(2):  # in C, from which no signal leads back
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    else:
+        earlier = checkpoint.Manager(f"{root}-other", every=100, stop_on=signal.SIGTERM)
+        with checkpoint.Manager(root, every=100, stop_on=signal.SIGTERM) as manager:
+            earlier.close()  # the first one made is closed first
+            for step in range(1, 1000):
+                if step == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.save(step, {"step": step})
+    return "the last line"
 
 
-@pytest.mark.parametrize(
-    ("case", "code", "steps"),
-    [("told", 143, [5]), ("forked", 0, []), ("stuck", 1, [])],
-)
-def test_programs(tmp_path, case, code, steps):
-    begin = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "root"), case],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        timeout=100,
-    )
-    assert ended.returncode == code, ended.stderr
-    assert checkpoint.Manager(tmp_path / "root").steps() == steps
-    assert ended.stdout == ("the last line\n" if case == "forked" else "")
+@pytest.mark.parametrize(("case", "steps"), [("told", [5]), ("forked", []), ("stuck", [])])
+def test_programs(tmp_path, case, steps):
+    log = tmp_path / "log"
+    (ended,) = run_ranks_outcomes(1, program, str(tmp_path / "root"), case, str(log), backend=None)
+    assert ended.value == ("the last line" if case == "forked" else None), ended
+    assert ended.exit_code == (1 if case == "stuck" else None)
+    if case == "told":
+        assert isinstance(ended.error, SystemExit) and ended.error.code == 143
     if case == "stuck":
-        assert "asked to stop by SIGTERM, but not done after 0.5 s" in ended.stderr
-        assert time.monotonic() - begin < 60
+        assert "asked to stop by SIGTERM, but not done after 0.5 s" in log.read_text()
+    assert checkpoint.Manager(tmp_path / "root").steps() == steps
 
 
 @pytest.fixture
