@@ -21,6 +21,7 @@ _steps = _of("shardopt.checkpoint.run.steps").Steps
 _saver = _of("shardopt.checkpoint.saving.async_save").AsyncSaver
 _background = _of("shardopt.checkpoint.saving.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
+_link = _of("shardopt.ranks.connections.link").Link
 _peers = _of("shardopt.ranks.connections.peers").Peers
 _side = _of("shardopt.ranks.groups").SideRanks
 
@@ -170,6 +171,11 @@ def leave_taken_once(patch: Callable[..., None]) -> None:
         patch(self, "leave", lambda *args: self.close(1.0))
 
     patch(_peers, "leave", once)
+
+
+def no_more_frames_than_it_said(patch: Callable[..., None]) -> None:
+    """A peer that came back had more frames in the end than it had said: they were on the way in the earlier socket."""
+    patch(_link, "_sent_once", property(lambda self: self._confirmed + len(self._kept)))
 
 
 def put_back(broken: Callable[..., None], monkeypatch: Any) -> None:

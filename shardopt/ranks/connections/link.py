@@ -62,6 +62,8 @@ class Link:
         self._queue: deque[Frame] = deque()
         self._kept: deque[Frame] = deque()  # sent, and not confirmed
         self._confirmed = self._confirmed_bytes = 0  # frames that the peer has
+        self._again = 0  # frames at the head of the queue that were sent over an earlier socket, too
+        self._said_taken = 0  # frames that the peer has said it has: some of them may still be in the queue
         self._put = self._put_bytes = 0  # frames that were queued since the peer proved itself
         self._passed_before = self._times_in_vain = 0  # frames when the peer last came back; how often without any new
 
@@ -108,13 +110,16 @@ class Link:
         Raises:
             Ended: it cannot have taken so many, or has thrown away what it has not.
         """
-        if not self._confirmed <= said <= self._confirmed + len(self._kept) or told > self.taken:
+        if not self._confirmed <= said <= self._sent_once or told > self.taken:
             raise Ended("the peer has taken another number of frames than it was sent")
         self.socket, self.suspended = other.socket, False
         self.waits_to_write = other.waits_to_write
-        self._confirm(said)
         self._queue.extendleft(reversed(self._kept))
+        self._again += len(self._kept)
         self._kept.clear()
+        while self._confirmed < said:
+            self._note_confirmed(self._queue.popleft())
+            self._again -= 1
         self._out = other._out
         self._sealer, self._unsealer = Sealer(sends, said), Unsealer(receives, told, self.taken, self._confirm)
         self._decoder.begin_again(other._decoder.unread)
@@ -124,12 +129,26 @@ class Link:
         """Queues what another link had queued for the same peer, which has received none of it."""
         self.put([*other._kept, *other._queue])
 
+    @property
+    def _sent_once(self) -> int:
+        """The number of frames that the peer may have."""
+        return self._confirmed + len(self._kept) + self._again
+
     def _confirm(self, taken: int) -> None:
-        if taken > self._confirmed + len(self._kept):
+        """Notes that the peer has so many frames.
+
+        It may have more of them than it said when it came back: those that were still on the way in the earlier socket.
+        They are sent all the same, as it counts them.
+        """
+        if taken > self._sent_once:
             raise BadFrame("more were confirmed than were sent")
-        while self._confirmed < taken:
-            self._confirmed_bytes += self._kept.popleft().nbytes
-            self._confirmed += 1
+        self._said_taken = taken
+        while self._confirmed < taken and self._kept:
+            self._note_confirmed(self._kept.popleft())
+
+    def _note_confirmed(self, frame: Frame) -> None:
+        self._confirmed += 1
+        self._confirmed_bytes += frame.nbytes
 
     def put(self, frames: Sequence[Frame]) -> None:
         """Queues an encoded message."""
@@ -202,6 +221,9 @@ class Link:
         frame = self._queue.popleft()
         seal = self._sealer.seal(frame, self.taken)
         self._kept.append(frame)
+        if self._again:
+            self._again -= 1
+            self._confirm(self._said_taken)
         self._unsealer.unconfirmed_bytes = 0
         if len(frame.buffers) == 1:
             self._out.append(memoryview(b"".join((*frame.buffers, seal))))
