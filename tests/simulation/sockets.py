@@ -16,7 +16,7 @@ from tests.simulation.tasks import Killed, Process, Scheduler, Task
 
 _SECONDS = 150e-6  # on the way
 _ROOM_BYTES = 1 << 16  # that fit between a sender and a reader
-_KEEPALIVE_SECONDS = 2.0  # in which who has lost nothing yet is told
+_KEEPALIVE_SECONDS = 1.0  # in which who has lost nothing yet is told: half of the deadline; of the real ones a fifth
 _PORTS = 12  # of a host: soon one is given again, to somebody else
 
 
