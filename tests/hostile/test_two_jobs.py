@@ -46,7 +46,7 @@ class Place:
             memory = fsspec.filesystem("memory")
             memory.store.clear()
             memory.pseudo_dirs[:] = [""]  # else each root of an order that is over would be listed beside the next
-            self.path = f"memory://two-jobs/{number}"
+            self.path = f"memory://{self.root.name}/{number}"  # of this test alone
         else:
             for path in self.root.iterdir():
                 shutil.rmtree(path)
