@@ -23,8 +23,10 @@ RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- written by benchmarks/plot_results.py -->", "<!-- end of what it writes -->"
 BLUE, ORANGE = "#0072b2", "#d55e00"
 STEP_SIZE = "400 × 4k"
-IMPLEMENTATIONS = {"default": "", "fused": ", both fused"}  # of a step that is shown: how its row is named
-SAVES, LOADS, STALLS, STEPS = "Saves", "Loads", "Stalls of a save in the background", "Optimizer steps"
+IMPLEMENTATIONS = {"default": "both by default", "fused": "both fused"}  # of a step that is shown: how its row is named
+SAVES, LOADS, STALLS = "Saves", "Loads", "Stalls of a save in the background"
+STEPS = "Optimizer steps on 400 DTensors of 4k elements"
+PEERS = "DCP; steps: torch.optim"
 UNITS = {SAVES: "s", LOADS: "s", STALLS: "ms", STEPS: "ms"}
 
 
@@ -37,7 +39,6 @@ class Case:
     ours: float
     theirs: float
     ratio: str
-    peer: str = "DCP"
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -65,7 +66,7 @@ def cases_of(results: Path) -> list[Case]:
     rows = {row[""]: row for row in read_table(results / "async_save.md")}
     for stage in ("now", "lazy"):
         ours = rows[f'async_save, stage="{stage}"']
-        for stager, words in (("default", "DCP by default"), ("kept stager", "DCP with one stager for all saves")):
+        for stager, words in (("default", "DCP by default"), ("kept stager", "DCP, host memory kept")):
             theirs = rows[f"DCP, {stager}"]
             name, ms = f'stage="{stage}", {words}', "stall, ms"
             cases.append(Case(STALLS, name, float(ours[ms]), float(theirs[ms]), theirs[f"/ ours {stage}"]))
@@ -73,23 +74,21 @@ def cases_of(results: Path) -> list[Case]:
         if row["elements on each rank"] != STEP_SIZE or row["torch DTensor, ms"] == "fails":
             continue
         if row["implementation"] in IMPLEMENTATIONS:
-            name = (
-                f"{row['algorithm']}{IMPLEMENTATIONS[row['implementation']]}, {STEP_SIZE.replace('×', 'DTensors of')}"
-            )
+            name = f"{row['algorithm']}, {IMPLEMENTATIONS[row['implementation']]}"
             times = float(row["ours DTensor, ms"]), float(row["torch DTensor, ms"])
-            cases.append(Case(STEPS, name, *times, row["torch DTensor / ours"], "torch.optim"))
+            cases.append(Case(STEPS, name, *times, row["torch DTensor / ours"]))
     return cases
 
 
 def table_of(cases: Sequence[Case]) -> str:
     """Returns the cases as a table in Markdown: a unit beside each time, and their ratio."""
-    lines = ["| | shardopt | compared with | times as fast |", "|---|---|---|---|"]
+    lines = [f"| | shardopt | {PEERS} | times as fast |", "|---|---|---|---|"]
     for panel, unit in UNITS.items():
         lines.append(f"| **{panel}** | | | |")
         for case in cases:
             if case.panel == panel:
-                theirs = f"{case.peer} {_text(case.theirs, unit)}"
-                lines.append(f"| {case.name} | {_text(case.ours, unit)} | {theirs} | {case.ratio} |")
+                times = f"{_text(case.ours, unit)} | {_text(case.theirs, unit)}"
+                lines.append(f"| {case.name} | {times} | {case.ratio} |")
     return "\n".join(lines)
 
 
@@ -117,7 +116,7 @@ def _draw_panel(axes: Axes, panel: str, cases: Sequence[Case]) -> None:
     places = range(len(cases))
     for times, color, label, offset in (
         ([case.ours for case in cases], BLUE, "shardopt", -0.19),
-        ([case.theirs for case in cases], ORANGE, "DCP; steps: torch.optim", 0.19),
+        ([case.theirs for case in cases], ORANGE, PEERS, 0.19),
     ):
         bars = axes.barh([place + offset for place in places], times, height=0.36, color=color, label=label)
         axes.bar_label(bars, labels=[_text(each, unit) for each in times], padding=3, fontsize=8.5)
