@@ -26,7 +26,7 @@ STEP_SIZE = "400 × 4k"
 IMPLEMENTATIONS = {"default": "both by default", "fused": "both fused"}  # of a step that is shown: how its row is named
 SAVES, LOADS, STALLS = "Saves", "Loads", "Stalls of a save in the background"
 STEPS = "Optimizer steps on 400 DTensors of 4k elements"
-PEERS = "DCP; steps: torch.optim"
+PEERS = "DCP (of steps: torch.optim)"
 UNITS = {SAVES: "s", LOADS: "s", STALLS: "ms", STEPS: "ms"}
 
 
