@@ -32,7 +32,7 @@ from tests.harness import RanksFailed, run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "moe.toml"
-STEPS, EVERY = 4, 2
+STEPS, EVERY = 6, 3
 TINY = {
     "steps": STEPS,
     "checkpoints.every": EVERY,
