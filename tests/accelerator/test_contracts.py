@@ -1,13 +1,13 @@
 """The contract suites, unmodified, with the accelerator as the default device."""
 
+import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.accelerator.support import needs_standin
+from tests.harness import run_ranks
 
 pytestmark = needs_standin
 
@@ -24,11 +24,23 @@ SOME = ["tests/contract/test_optimizer_contract.py", "-k", "everything"]  # one 
     ],
     ids=str,
 )
-def test_suites_hold_on_the_accelerator(suite, late):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-p", "tests.accelerator.plugin", *suite]
-    environment = os.environ | {"LATE": str(int(late)), "DEVICE": "standin"}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=140)
-    last = ended.stdout.rstrip().splitlines()[-1:]
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
-    assert int(last[0].split()[0]) > 20, last
+def test_suites_hold_on_the_accelerator(suite, late, tmp_path):
+    told = tmp_path / "told"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("LATE", str(int(late)))
+        monkeypatch.setenv("DEVICE", "standin")
+        # Of which hypothesis, imported already, would warn that its assertions cannot be rewritten.
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        (status,) = run_ranks(1, run_suite, suite, told, backend=None, deadline_seconds=140)
+    text = told.read_text()
+    assert status == 0, text[-4000:]
+    last = text.rstrip().splitlines()[-1]
+    assert int(last.split()[0]) > 20, last
+
+
+def run_suite(suite, told):
+    """Runs tests in this process, which has torch loaded and is nobody else's; returns pytest's status."""
+    os.chdir(ROOT)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "tests.accelerator.plugin"]
+    with open(told, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        return int(pytest.main([*options, *suite]))

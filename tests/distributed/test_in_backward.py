@@ -3,6 +3,7 @@
 import copy
 import gc
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,10 @@ LAYOUTS = {
 }
 
 
+# Leaves out the search of all objects for a DistributedDataParallel, which takes longer than the steps.
+without_a_search = mock.patch("shardopt.optim.backward.reduced_by_ddp", lambda parameters: False)
+
+
 def built(make, layout, algorithm):
     net = LAYOUTS[layout](Net(), dist.get_world_size())
     options = {"groups": GROUPS, **OPTIONS[algorithm]}
@@ -131,6 +136,7 @@ def now(net, optimizer):
     )
 
 
+@without_a_search
 def trained_both_ways(cases):
     for layout, algorithm, accumulation in cases:
         results = []
@@ -192,6 +198,7 @@ def test_gradients_that_are_still_to_be_summed_are():
 KINDS = ("in backward", "after backward")
 
 
+@without_a_search
 def save(path):
     saved = []
     for make in KINDS:
@@ -213,6 +220,7 @@ def whole(net, optimizer):
     }
 
 
+@without_a_search
 def load(path, saved):
     """Into both kinds, what both have saved; what one more step makes of it."""
     continued = []
@@ -254,7 +262,10 @@ def refused():
         backward(net, "fully_shard", 0)
     assert same(now(net, optimizer), before)
     unmark_partial_load([optimizer])
+    return True
 
+
+def refused_under_ddp():
     # DistributedDataParallel averages later, whether it is there first or not.
     with pytest.raises(StateError, match="DistributedDataParallel averages gradients after"):
         shardopt.in_backward(DistributedDataParallel(nn.Linear(4, 4)), "sgd", lr=0.1)
@@ -289,6 +300,7 @@ def refused():
 
 def test_what_would_be_wrong_is_refused():
     assert all(run_ranks(2, refused))
+    assert run_ranks(1, refused_under_ddp) == [True]  # each rank asks for itself
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tests.support.layouts import SHAPES, give_gradient, meshes, place, trained,
 
 OPTIONS = dict(option_sets("LBFGS"))
 SEARCH = {"line_search_fn": "strong_wolfe", "max_iter": 6, "history_size": 4}
+RESUMED = {**SEARCH, "max_iter": 3}  # so that two steps fill the history
 
 
 def loss_of(params):
@@ -140,7 +141,7 @@ def test_every_placement_and_option_is_torchs_step(ranks, desc, dtype):
 
 def save_half(path):
     problem = Problem(torch.float64)
-    optimizer = shardopt.keyed("lbfgs", problem.params, **SEARCH)
+    optimizer = shardopt.keyed("lbfgs", problem.params, **RESUMED)
     train(optimizer, problem, range(2))
     checkpoint.save(path / "half", {"model": problem.params, "optimizer": optimizer})
     train(optimizer, problem, range(2, 4))
@@ -153,7 +154,7 @@ def resume(path, to):
     for parameter in problem.params.values():
         for local in local_tensors(parameter):
             local.detach().fill_(-1.0)
-    optimizer = shardopt.keyed("lbfgs", problem.params, **SEARCH)
+    optimizer = shardopt.keyed("lbfgs", problem.params, **RESUMED)
     optimizer.init_state()
     checkpoint.load(path / "half", {"model": problem.params, "optimizer": optimizer})
     train(optimizer, problem, range(2, 4))
@@ -183,9 +184,9 @@ def test_resume_is_exact_and_reshards(tmp_path):
         for name, shape in SHAPES.items():
             for entry, stacked in (("d", ()), ("prev_flat_grad", ()), ("old_dirs", (1,)), ("old_stps", (1,))):
                 info = reader.info(f"optimizer.state.{name}.{entry}")
-                history = (SEARCH["history_size"],) if stacked else ()
+                history = (RESUMED["history_size"],) if stacked else ()
                 assert (info.shape, info.dtype) == ((*history, *shape), torch.float64)
-        assert reader.read("optimizer.state.__global__.pairs") == SEARCH["history_size"]
+        assert reader.read("optimizer.state.__global__.pairs") == RESUMED["history_size"]
 
 
 def step_once():

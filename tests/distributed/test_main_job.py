@@ -103,7 +103,7 @@ def test_the_number_of_ranks_does_not_change_a_run(whole: Path, tmp_path: Path) 
     assert compare_losses(whole, tmp_path).holds(TOLERANCE)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_resumed_on_another_number_of_ranks_every_loss_is_the_same(whole: Path, interrupted: Path, ranks: int) -> None:
     run_ranks(ranks, train_tiny, interrupted)
     comparison = compare_losses(whole, interrupted)

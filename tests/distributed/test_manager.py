@@ -4,6 +4,7 @@ import errno
 import io
 import logging
 import os
+import shutil
 import signal
 import sys
 
@@ -37,6 +38,14 @@ def save_three(root):
             manager.save(step, app, metrics={"rank": dist.get_rank()})
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A run with three steps, to be copied."""
+    root = tmp_path_factory.mktemp("three")
+    run_ranks(RANKS, save_three, str(root))
+    return root
+
+
 def restore(root):
     app = app_of(0)
     with checkpoint.Manager(root, keep=1) as manager:
@@ -49,8 +58,8 @@ def restore(root):
 
 
 @pytest.mark.parametrize("writer", range(RANKS))
-def test_damage_that_one_rank_meets_is_known_to_all(tmp_path, writer):
-    run_ranks(RANKS, save_three, str(tmp_path))
+def test_damage_that_one_rank_meets_is_known_to_all(three, tmp_path, writer):
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     assert checkpoint.Manager(tmp_path).metrics(2) == {"rank": 0.0}
     (file,) = (tmp_path / "step-00000003").glob(f"*-r{writer:05d}.safetensors")
     data = bytearray(file.read_bytes())
@@ -61,8 +70,8 @@ def test_damage_that_one_rank_meets_is_known_to_all(tmp_path, writer):
     assert checkpoint.verify(checkpoint.Manager(tmp_path).path(3)).ok
 
 
-def test_a_manifest_that_is_damaged(tmp_path):
-    run_ranks(RANKS, save_three, str(tmp_path))
+def test_a_manifest_that_is_damaged(three, tmp_path):
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     (tmp_path / "step-00000003" / "manifest.json").write_bytes(b'{"format": "shardopt"')
     assert run_ranks(2, restore, str(tmp_path)) == [2] * 2
     assert checkpoint.Manager(tmp_path).steps() == [2, 3]
@@ -156,8 +165,8 @@ def roll_back(root):
 
 
 @pytest.mark.parametrize(("ranks", "aside"), [(2, {}), (3, {0: [3]})])
-def test_a_run_is_taken_back_on_all_ranks(tmp_path, ranks, aside):
-    run_ranks(RANKS, save_three, str(tmp_path))
+def test_a_run_is_taken_back_on_all_ranks(three, tmp_path, ranks, aside):
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     path = str(tmp_path / "step-00000003-b1")
     assert run_ranks(ranks, roll_back, str(tmp_path)) == [([2, 3], aside, path)] * ranks
 
@@ -175,8 +184,8 @@ def restore_what_one_cannot_read(root):
     return checkpoint.Manager(root).restore(app_of(0))
 
 
-def test_what_one_rank_cannot_read_from_its_disk_none_takes(tmp_path):
-    run_ranks(RANKS, save_three, str(tmp_path))
+def test_what_one_rank_cannot_read_from_its_disk_none_takes(three, tmp_path):
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     assert run_ranks(2, restore_what_one_cannot_read, str(tmp_path)) == [2] * 2
 
 
@@ -189,8 +198,8 @@ def restore_where_one_has_another_root(root, which):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_root_that_is_not_mounted_on_one_rank(tmp_path, which):
-    run_ranks(RANKS, save_three, str(tmp_path))
+def test_a_root_that_is_not_mounted_on_one_rank(three, tmp_path, which):
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     messages = run_ranks(2, restore_where_one_has_another_root, str(tmp_path), which)
     words = "checkpoints on rank 1, and none on rank 0" if which == 0 else "rank 1"
     assert all(words in message for message in messages), messages
@@ -210,8 +219,8 @@ def capture_stderr(call):
         sys.stderr = kept
 
 
-def test_rank_0_alone_tells_what_was_restored(tmp_path):
-    run_ranks(RANKS, save_three, str(tmp_path))
+def test_rank_0_alone_tells_what_was_restored(three, tmp_path):
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     first, *others = run_ranks(2, restore_and_look, str(tmp_path))
     assert others == [""]
     assert f"shardopt: resumed step 3 from {tmp_path}/step-00000003, saved by 3 ranks on " in first

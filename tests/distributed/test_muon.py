@@ -282,14 +282,12 @@ def differing_without_asking(round_bytes):
     Muon.round_bytes = round_bytes
     with pytest.MonkeyPatch.context() as monkeypatch:
         never_asking(monkeypatch)
-        with CommDebugMode() as counted:
-            actual = differing(OPTIONS)
-        return actual, counted.get_total_counts()
+        return differing(OPTIONS)
 
 
 @pytest.mark.parametrize(("ranks", "round_bytes"), [(4, 600), pytest.param(3, 1 << 20, marks=pytest.mark.exhaustive)])
 def test_same_bits_where_ranks_do_not_ask_each_other(ranks, round_bytes):
-    assert [actual for actual, _ in run_ranks(ranks, differing_without_asking, round_bytes)] == [[]] * ranks
+    assert run_ranks(ranks, differing_without_asking, round_bytes) == [[]] * ranks
 
 
 def found_later(what):
@@ -322,42 +320,39 @@ def test_what_goes_wrong_where_nobody_asks_is_told_by_all_two_steps_later():
         assert "columns.grad: found one that ranks [1] refuse" in reported[3]
 
 
-def collectives_without_asking():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        never_asking(monkeypatch)
-        return collectives_of_a_step()
-
-
-def test_who_has_gradients_is_told_in_the_exchange_that_there_is():
-    assert {counts[0] for counts in run_ranks(4, collectives_without_asking)} == {2}
-
-
 # --- costs -----------------------------------------------------------------------------------------------------------
 
 
-def collectives_of_a_step():
-    """Of ours over twelve matrices, and of torch's."""
+def collectives_of_a_step(make):
+    """Over twelve matrices."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    counts = []
-    for make in (ours, torchs):
-        parameters = {}
-        for i in range(12):
-            full = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-            placed = distribute_tensor(full, mesh, [Shard(i % 2)], src_data_rank=None)
-            parameters[f"w{i}"] = torch.nn.Parameter(placed)
-            parameters[f"w{i}"].grad = placed.clone()
-        optimizer = make(parameters)
+    parameters = {}
+    for i in range(12):
+        full = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+        placed = distribute_tensor(full, mesh, [Shard(i % 2)], src_data_rank=None)
+        parameters[f"w{i}"] = torch.nn.Parameter(placed)
+        parameters[f"w{i}"].grad = placed.clone()
+    optimizer = make(parameters)
+    optimizer.step()
+    with CommDebugMode() as counted:
         optimizer.step()
-        with CommDebugMode() as counted:
-            optimizer.step()
-        counts.append(counted.get_total_counts())
-    return counts
+    return counted.get_total_counts()
+
+
+def collectives_of_ours():
+    asking = collectives_of_a_step(ours)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        never_asking(monkeypatch)
+        return asking, collectives_of_a_step(ours)
 
 
 def test_a_quarter_of_torchs_collectives_at_most():
-    for our_count, torchs_count in run_ranks(4, collectives_of_a_step):
-        assert our_count == 3  # who has gradients, to the owners, and back
-        assert our_count <= torchs_count / 4
+    (torchs_count, other) = run_ranks(2, collectives_of_a_step, torchs)  # as many on any number of ranks
+    assert torchs_count == other
+    for asking, without_asking in run_ranks(4, collectives_of_ours):
+        assert asking == 3  # who has gradients, to the owners, and back
+        assert asking <= torchs_count / 4
+        assert without_asking == 2  # who has gradients is told in the exchange that there is
 
 
 def state_bytes():

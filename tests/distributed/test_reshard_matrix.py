@@ -4,6 +4,7 @@ A job saves one tensor for each layout, shape and dtype under the name of its la
 there are layouts, each time with the layouts turned on by one, so that every name is loaded into every layout.
 """
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -15,8 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -27,9 +26,11 @@ from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.checkpoint.storage import LocalStorage
+from shardopt.sharding.box import Box
 from shardopt.sharding.view import view_of
 from tests.harness import run_ranks
 from tests.support.fake_rank import shard
+from tests.support.placement import sharded_tensor_of
 
 RANKS = (1, 2, 3, 4)
 DTYPE_NAMES = (
@@ -59,8 +60,9 @@ def names() -> Iterator[tuple[str, str, str]]:
     yield from itertools.product(PLAINLY, OTHERS, DTYPE_NAMES)
 
 
+@functools.cache
 def full(shape: str, dtype: str) -> Tensor:
-    """Random bytes: no two elements are taken for each other, and NaN is among them."""
+    """Random bytes, not to be written to: no two elements are taken for each other, and NaN is among them."""
     sizes = (SHAPES | OTHERS)[shape]
     generator = torch.Generator().manual_seed(len(sizes) + DTYPE_NAMES.index(dtype))
     count = prod(sizes) * DTYPES[dtype].itemsize
@@ -86,18 +88,24 @@ def lay_out(value: Tensor, layout: str, meshes: dict[str, DeviceMesh]) -> Tensor
         own = [(part.clone(), offsets) for part, offsets, holder in parts if holder == rank]
         wrapper = LocalShardsWrapper([part for part, _ in own], [offsets for _, offsets in own])
         return DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
-    described = [(part, ShardMetadata(list(at), list(part.shape), f"rank:{by}/cpu"), by) for part, at, by in parts]
-    shards = [sharded_tensor.Shard(part.clone(), metadata) for part, metadata, by in described if by == rank]
-    return sharded_tensor.init_from_local_shards(shards, *value.shape)
+    parts.sort(key=lambda each: each[-1])  # by rank, as torch describes shards that ranks have told each other
+    boxes = [Box(at, tuple(part.shape)) for part, at, _ in parts]
+    return sharded_tensor_of(value, boxes, [holder for *_, holder in parts])
 
 
 def as_dtensor(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     if isinstance(placements[0], _StridedShard):  # tells over how many ranks tensor parallelism goes
         placements = (_StridedShard(0, split_factor=mesh.size(1)), *placements[1:])
-    numbers = shard(torch.arange(value.numel()).view(value.shape), mesh, *placements).to_local()
+    numbers = numbers_held(tuple(value.shape), mesh, placements)
     items = raw(value).view(value.numel(), value.itemsize)[numbers.flatten()]  # float8 cannot be indexed
     local = items.flatten().view(value.dtype).view(numbers.shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+@functools.cache
+def numbers_held(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    """Which elements of a tensor this rank has, by number."""
+    return shard(torch.arange(prod(shape)).view(shape), mesh, *placements).to_local()
 
 
 def uneven_parts(value: Tensor, dim: int) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
@@ -113,11 +121,16 @@ def uneven_parts(value: Tensor, dim: int) -> Iterator[tuple[Tensor, tuple[int, .
             yield value.narrow(dim, begin, end - begin), tuple(offsets), holder
 
 
-def make_state(turn: int, filled: bool) -> dict[str, Tensor]:
-    """All tensors by name, in the layout that is `turn` further on than the one they are named for."""
+@functools.cache
+def meshes_of_job() -> dict[str, DeviceMesh]:
     size = dist.get_world_size()
     rows = 2 if size % 2 == 0 else 1
-    meshes = {ROW: init_device_mesh("cpu", (size,)), SQUARE: init_device_mesh("cpu", (rows, size // rows))}
+    return {ROW: init_device_mesh("cpu", (size,)), SQUARE: init_device_mesh("cpu", (rows, size // rows))}
+
+
+def make_state(turn: int, filled: bool) -> dict[str, Tensor]:
+    """All tensors by name, in the layout that is `turn` further on than the one they are named for."""
+    meshes = meshes_of_job()
     state = {}
     for layout, shape, dtype in names():
         among = LAYOUTS if shape in SHAPES else PLAINLY

@@ -45,8 +45,19 @@ def load_state(path, style):
     return report
 
 
+def load_states(paths, styles):
+    """Loads what each of several jobs has saved, in each style."""
+    for source, path in paths.items():
+        for style in styles:
+            try:
+                load_state(path, style)
+            except BaseException as error:
+                error.add_note(f"saved by {source}, loaded as {style}")
+                raise
+
+
 SAVED = [(1, "first"), (2, "first"), (4, "first"), (3, "turned"), (4, "replicated")]
-LOADED = [(1, "turned"), (2, "turned"), (3, "first"), (4, "turned"), (4, "first")]
+LOADED = {1: ["turned"], 2: ["turned"], 3: ["first"], 4: ["turned", "first"]}
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +66,17 @@ def saved(tmp_path_factory):
 
     def get(size, style):
         if (size, style) not in made:
-            made[size, style] = tmp_path_factory.mktemp("saved") / "checkpoint"
+            made[size, style] = tmp_path_factory.mktemp("saved") / f"{style}-by-{size}"
             run_ranks(size, save_state, str(made[size, style]), style)
         return str(made[size, style])
 
     return get
 
 
-@pytest.mark.parametrize("source", SAVED, ids=str)
-def test_reshards(saved, source):
-    for size, style in LOADED:
-        run_ranks(size, load_state, saved(*source), style)
+@pytest.mark.parametrize("loading", LOADED)
+def test_reshards(saved, loading):
+    """What each of `SAVED` has, by so many ranks."""
+    run_ranks(loading, load_states, {source: saved(*source) for source in SAVED}, LOADED[loading])
 
 
 def test_whole_tensors_are_read_without_ranks(saved):

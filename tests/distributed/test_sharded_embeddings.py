@@ -123,7 +123,7 @@ def train_all(algorithms):
     ],
 )
 def test_trains_as_one_process_does(ranks, algorithms):
-    """Vectors, gradients of weights, and tables after ten steps."""
+    """Vectors, gradients of weights, and tables after all steps."""
     results = run_ranks(ranks, train_all, algorithms)
     for algorithm, dtype in results[0]:
         wanted, tables = alone(algorithm, dtype, ranks)

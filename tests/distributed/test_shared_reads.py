@@ -57,6 +57,17 @@ def save_big(path):
     checkpoint.save(path, big(filled=True))
 
 
+@pytest.fixture(scope="module")
+def saved_big(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("big") / "saved")
+    run_ranks(4, save_big, path)
+    return path
+
+
+def load_big_in_each_way(path):
+    return [load_big(path, share_reads) for share_reads in ("never", "always", "auto")]
+
+
 def load_big(path, share_reads):
     state = big(filled=False)
     report = checkpoint.load(path, state, share_reads=share_reads)
@@ -66,17 +77,14 @@ def load_big(path, share_reads):
     return report.bytes_read, report.bytes_wanted
 
 
-def test_each_byte_is_read_by_one_rank(tmp_path):
-    path = str(tmp_path / "saved")
-    run_ranks(4, save_big, path)
+def test_each_byte_is_read_by_one_rank(saved_big):
     stored = 4 * 12 * MIB
-    apart = run_ranks(4, load_big, path, "never")
+    apart, together, local_disk = zip(*run_ranks(4, load_big_in_each_way, saved_big), strict=True)
     assert [read / wanted for read, wanted in apart] == pytest.approx([1, 1, 1, 1], abs=0.1)
-    together = run_ranks(4, load_big, path, "always")
     assert [wanted for _, wanted in together] == [wanted for _, wanted in apart]
     assert sum(read for read, _ in together) <= 1.1 * stored
     assert max(read for read, _ in together) <= 1.1 * stored / 4 + 2 * MIB
-    assert run_ranks(4, load_big, path, "auto") == apart  # a local disk
+    assert local_disk == apart
 
 
 def replicated(filled):
@@ -118,10 +126,8 @@ def load_without_rows(path):
     return report.bytes_read >= report.bytes_wanted
 
 
-def test_ranks_that_want_other_tensors_read_for_themselves(tmp_path):
-    path = str(tmp_path / "saved")
-    run_ranks(4, save_big, path)
-    assert run_ranks(3, load_without_rows, path) == [True] * 3
+def test_ranks_that_want_other_tensors_read_for_themselves(saved_big):
+    assert run_ranks(3, load_without_rows, saved_big) == [True] * 3
 
 
 def load_damaged(path):
@@ -203,10 +209,8 @@ def load_in_rounds(path):
     return sent_bytes
 
 
-def test_rounds_are_of_bounded_size(tmp_path):
-    path = str(tmp_path / "saved")
-    run_ranks(4, save_big, path)
-    rounds = run_ranks(4, load_in_rounds, path)
+def test_rounds_are_of_bounded_size(saved_big):
+    rounds = run_ranks(4, load_in_rounds, saved_big)
     assert {len(each) for each in rounds} == {3}
     assert all(0 < nbytes <= share._ROUND_BYTES for each in rounds for nbytes in each)
     sent = 12 * MIB * (3 + 3 + 1)  # to the three others, and to the one other of each half

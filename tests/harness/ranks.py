@@ -33,8 +33,12 @@ PRELOADED = [
     "tests.harness.rank",
     "shardopt.checkpoint.public",  # what ranks of most tests import
     "shardopt.checkpoint.storage.file_systems",  # with fsspec: a fifth of a second in each rank that imports it
+    "shardopt.checkpoint.sources.foreign",
+    "shardopt.public",
     "shardopt.sharding.public",
     "shardopt.nn",
+    "s3fs",  # half a second in each rank that reaches a store
+    "encodings.idna",  # the first connection of a rank imports it
     "safetensors.torch",
     "tests.support.cases",  # torch's own table of optimizers: two seconds
     "tests.support.fake_rank",
@@ -44,7 +48,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch._dynamo",  # the first step of any optimizer imports it
-    "hypothesis",
+    "hypothesis.stateful",
     "pytest",
     "tests.harness.preloaded",  # last
 ]

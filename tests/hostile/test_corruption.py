@@ -77,7 +77,7 @@ def check_flips(path, count):
 
 
 def test_some_flipped_bytes_are_found_by_verify_and_by_load(copy):
-    assert check_flips(copy, 30) > 0
+    assert check_flips(copy, 20) > 0
 
 
 @pytest.mark.exhaustive

@@ -71,6 +71,11 @@ def see(framework, out, stops, logged=False, **options):
     return {**seen, "logged": lines.getvalue()} if logged else seen
 
 
+def see_each(framework, runs, **options):
+    """As `see`, for each folder and its stops."""
+    return [see(framework, out, stops, **options) for out, stops in runs]
+
+
 def with_trainer(out, stop, seen, resumable=True, dataset=None, **options):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 

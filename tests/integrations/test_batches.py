@@ -17,6 +17,14 @@ def see(ranks, framework, out, stops, **options):
     return run_ranks(ranks, batch_jobs.see, framework, str(out), stops, deadline_seconds=DEADLINE_SECONDS, **options)[0]
 
 
+def see_each(ranks, framework, runs, **options):
+    """As `see`, for each folder and its stops: on the same ranks, where no framework leaves anything behind in them."""
+    if framework != "loop":
+        return [see(ranks, framework, out, stops, **options) for out, stops in runs]
+    runs = [(str(out), stops) for out, stops in runs]
+    return run_ranks(ranks, batch_jobs.see_each, framework, runs, deadline_seconds=DEADLINE_SECONDS, **options)[0]
+
+
 def samples(seen):
     """The samples of each step in any order: ranks share a batch in one way or another."""
     return {step: [sorted(numbers) for numbers, _ in batches] for step, batches in seen.items()}
@@ -83,10 +91,11 @@ def test_an_order_that_cannot_be_resumed_is_refused_unless_the_data_begins_anew(
 
 def check_parts(tmp_path, framework, ranks, steps=STEPS, **options):
     """Runs in one, and in parts, on these ranks; and begun on others."""
-    whole = see(ranks, framework, tmp_path / "whole", [steps], **options)
+    runs = [("whole", [steps]), *((str(stops), sorted({*stops, steps})) for stops in STOPS)]
+    whole, *parts = see_each(ranks, framework, [(tmp_path / name, stops) for name, stops in runs], **options)
     assert [*whole] == [*range(1, steps + 1)]
-    for stops in STOPS:
-        assert see(ranks, framework, tmp_path / str(stops), sorted({*stops, steps}), **options) == whole, stops
+    for stops, seen in zip(STOPS, parts, strict=True):
+        assert seen == whole, stops
     begun = see(3 - ranks, framework, tmp_path / "begun", [5, 12], **options)
     assert samples(begun | see(ranks, framework, tmp_path / "begun", [steps], **options)) == samples(whole)
 

@@ -14,7 +14,7 @@ import shutil
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -360,7 +360,7 @@ CHANGES = [
 ]
 
 
-def play(root: str, seeds: range, starts: int = 3) -> Counter[str]:
+def play(root: str, seeds: Sequence[int], starts: int = 3) -> Counter[str]:
     """Lives so many lives on the ranks of this job; returns how often what happened."""
     size = dist.get_world_size()
     groups: dict[int, object] = {n: dist.new_group(range(n)) for n in range(1, size)} | {size: None}

@@ -13,6 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.constants_ast import Constants
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from shardopt import checkpoint
@@ -274,7 +275,11 @@ def play(root, sequences, steps, number=0):
     level = log.level
     log.setLevel(logging.ERROR)  # runs that are restored, or step without gradients, say so
     try:
-        with mock.patch("os.fsync"):  # which takes a good part of the time; no machine goes down here
+        with (
+            mock.patch("os.fsync"),  # which takes a good part of the time; no machine goes down here
+            # Numbers in the source, of which none is in any range here: to look for them takes seconds on each rank.
+            mock.patch("hypothesis.internal.conjecture.providers._get_local_constants", Constants),
+        ):
             series = enumerate(KINDS, 100 * number)
             return sum(
                 _played(f"{root}/{drawn_from}", kind, sequences, steps, drawn_from) for drawn_from, kind in series
