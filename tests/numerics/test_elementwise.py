@@ -49,9 +49,11 @@ def rows():
     """Algorithm, options, dtype, number of ranks, layouts, and the ranks that look; what is not `usual` is exhaustive.
 
     Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
-    other; the first options of every algorithm and implementation in every dtype (of every algorithm in fp64),
-    and those of every algorithm on fewer ranks. The first and the last rank look, or the last one alone where the first
-    options of the algorithm were seen already. All means each layout by itself, and each rank, too.
+    Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
+    other; the first options of every algorithm and implementation in every dtype (in fp64 of every algorithm, and of
+    the fused ones), and those of every algorithm on fewer ranks. The first and the last rank look, or the last one
+    alone where the first options of the algorithm were seen already. All means each layout by itself, and each rank,
+    too.
     """
     met, cases = set(), (*ELEMENTWISE_CASES, *EXTRA_CASES)
     by_options = {}
@@ -67,7 +69,8 @@ def rows():
         for dtype in DTYPES:
             for ranks in RANKS:
                 for layouts in (MIXED, ALONE) if dtype == torch.float32 else (MIXED,):
-                    of_dtype = plainest if dtype == torch.float64 else first
+                    # What is fused goes by the dtype, and may be refused in one.
+                    of_dtype = plainest or (first and kind[-1]) if dtype == torch.float64 else first
                     usual = layouts is MIXED and ranks == 4 and (of_dtype or (dtype == torch.float32 and in_turn))
                     usual = usual or (layouts is MIXED and dtype == torch.float32 and plainest)
                     if name in OWN_OPTIONS:  # which share their bookkeeping
