@@ -4,9 +4,9 @@ A group that names one (`foreach`, `fused`) gets it. One that names none gets, f
 what the loop computes: the fused one where `AlgorithmSpec.fused_agrees` says that it does, torch has its kernel, and
 memory lies as this assumes; else the for-loop on the CPU, and elsewhere what torch takes by itself. What a tensor gets
 depends on no other one: ranks hold different tensors of a group, and implementations round differently, so that
-replicas would drift apart. Nothing of this choice is kept but where counters are: the group's options stay as they were given. Where
-torch's fused kernels for the CPU would compute something else, or walk out of the memory that they are given, a step
-that names them is refused; on other devices torch refuses by itself.
+replicas would drift apart. Nothing of this choice is kept but where counters are: the group's options stay as they were
+given. Where torch's fused kernels for the CPU would compute something else, or walk out of the memory that they are
+given, a step that names them is refused; on other devices torch refuses by itself.
 """
 
 from __future__ import annotations
