@@ -162,7 +162,7 @@ def torchrun(root, plan, ranks=RANKS):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 + 60 * len(plan))
 
 
-@pytest.mark.exhaustive  # launch/demo.sh and test_main_job.py go on under torchrun too
+@pytest.mark.exhaustive  # launch/demo.sh and test_moe_job.py resume under torchrun too
 def test_torchrun_starts_it_again_after_a_kill(tmp_path, whole, calls):
     root = str(tmp_path / "root")
     plan = [[1, "os:writev", 2 * calls("lazy")[1, "os:writev"]]]

@@ -23,7 +23,7 @@ FEW_OF_THREE_RANKS = (282, 284, 287, 289, 290, 291, 292, 293, 295, 298)
 
 
 @pytest.mark.parametrize(
-    "seeds", [FEW_OF_ONE_PROCESS, pytest.param(range(40), marks=pytest.mark.exhaustive)], ids=["few", "all"]
+    "seeds", [FEW_OF_ONE_PROCESS, pytest.param(range(80), marks=pytest.mark.exhaustive)], ids=["few", "all"]
 )
 def test_lives_of_one_process(job, tmp_path, seeds):
     seen = play(str(tmp_path), seeds, starts=2)
