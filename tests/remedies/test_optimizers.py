@@ -101,8 +101,8 @@ def test_parameters_of_which_one_had_an_option_more_continue_without_it(url):
     before["optimizer"].param_groups[0]["lr_scale"] = 2.0
     checkpoint.save(url, stepped(before))
     remedy = (
-        'put these parameters into groups of their own, …; or load with Strictness(unexpected="ignore"), to load '
-        "without it"
+        'put these parameters into groups of their own, …; or load with Strictness(unexpected="ignore"), which '
+        "leaves it out"
     )
     refused(remedy, checkpoint.load, url, app_of(), init_state=True)
     assert moments_of(loaded(url, app_of(), strict=IGNORE)) == moments_of(before)

@@ -272,7 +272,7 @@ def _disagree_remedy(name: str, here: Collection[str]) -> str:
     other = (
         f'call keep_options("{kept}") before loading, to keep what the code gives'
         if kept in here
-        else 'load with Strictness(unexpected="ignore"), to load without it'
+        else 'load with Strictness(unexpected="ignore"), which leaves it out'
     )
     return f"put these parameters into groups of their own, as they were saved; or {other}"
 
