@@ -26,7 +26,7 @@ STEP_SIZE = "400 × 4k"
 IMPLEMENTATIONS = {"default": "both by default", "fused": "both fused"}  # of a step that is shown: how its row is named
 SAVES, LOADS, STALLS = "Saves", "Loads", "Stalls of a save in the background"
 STEPS = "Optimizer steps on 400 DTensors of 4k elements"
-PEERS = "DCP (of steps: torch.optim)"
+PEERS = "DCP; for steps, torch.optim"
 UNITS = {SAVES: "s", LOADS: "s", STALLS: "ms", STEPS: "ms"}
 
 
@@ -66,7 +66,7 @@ def cases_of(results: Path) -> list[Case]:
     rows = {row[""]: row for row in read_table(results / "async_save.md")}
     for stage in ("now", "lazy"):
         ours = rows[f'async_save, stage="{stage}"']
-        for stager, words in (("default", "DCP by default"), ("kept stager", "DCP, host memory kept")):
+        for stager, words in (("default", "DCP by default"), ("kept stager", "DCP, memory reused")):
             theirs = rows[f"DCP, {stager}"]
             name, ms = f'stage="{stage}", {words}', "stall, ms"
             cases.append(Case(STALLS, name, float(ours[ms]), float(theirs[ms]), theirs[f"/ ours {stage}"]))
