@@ -3,6 +3,7 @@
 The faults are not picked: a first, sound save is traced, and each call that it makes on each rank becomes a fault.
 """
 
+import os
 import random
 from collections import Counter
 from functools import cache
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
+from shardopt.checkpoint.storage import direct, local
 from shardopt.errors import ShardoptError
 from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
@@ -39,15 +41,22 @@ def save_second(root):
     checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS)).save(2, state(2))
 
 
+def save_past_the_page_cache(root):
+    """As `save_second`, with what is large for a test written as large files are."""
+    device = os.stat(root).st_dev
+    direct._types[device], direct.BLOCK_BYTES, local._DIRECT_BYTES = "ext4", 1 << 18, 1 << 18
+    save_second(root)
+
+
 def save_first(root):
     checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS)).save(1, state(1))
 
 
 @cache
-def sound_calls(root):
+def sound_calls(root, save=save_second, calls=CALLS):
     """The calls of each rank in a sound save."""
     run_ranks(RANKS, save_first, root)
-    return run_ranks_outcomes(RANKS, save_second, root, trace=CALLS)
+    return run_ranks_outcomes(RANKS, save, root, trace=calls)
 
 
 def newest_is_whole(root):
@@ -125,6 +134,34 @@ def test_a_slow_rank_that_still_beats_is_not_called_dead(tmp_path):
 
 def test_short_writes_are_continued(calls, tmp_path):
     assert survive(tmp_path, Fault(rank=2, operation="os:writev", action="short")) == 2
+
+
+@pytest.fixture(scope="module")
+def direct_calls(tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("direct") / "root")
+    return sound_calls(root, save_past_the_page_cache, ("os:pwrite", "os:posix_fallocate", "os:ftruncate"))
+
+
+DIRECT_ACTIONS = ("kill", "EIO", "ENOSPC", "EINVAL", "short")
+
+
+@pytest.mark.parametrize("action", DIRECT_ACTIONS[:4])
+def test_a_sample_past_the_page_cache(direct_calls, tmp_path, action):
+    faults = [fault for fault in each_operation(direct_calls, action) if fault.operation == "os:pwrite"]
+    assert len(faults) > 3 * RANKS
+    step = survive(tmp_path, sample(faults, 1)[0], save_past_the_page_cache)
+    assert step == (2 if action == "EINVAL" else 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("action", DIRECT_ACTIONS)
+def test_everything_past_the_page_cache(direct_calls, tmp_path_factory, action):
+    steps = Counter()
+    for fault in each_operation(direct_calls, action):
+        if action != "short" or fault.operation == "os:pwrite":
+            steps[survive(tmp_path_factory.mktemp("direct"), fault, save_past_the_page_cache)] += 1
+    print(f"{action}: {sum(steps.values())}, of which {steps[2]} left the new checkpoint")
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shardopt.checkpoint.storage.base import (
     BUFFERS_PER_CALL,
@@ -22,10 +23,17 @@ from shardopt.checkpoint.storage.base import (
     too_short,
     unreadable,
 )
+from shardopt.runtime.late import late
 from shardopt.world import world
+
+if TYPE_CHECKING:
+    from shardopt.checkpoint.storage import direct
+else:
+    direct = late("shardopt.checkpoint.storage.direct")
 
 _log = logging.getLogger("shardopt.checkpoint")
 
+_DIRECT_BYTES = 8 << 20  # of a batch from which on it goes past the page cache
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 
 # Errors of a disk, or the file system on it, that has lost bytes; not of one that is out of reach.
@@ -137,18 +145,24 @@ class LocalStorage(Storage):
     def write_to(self, fd: int, buffers: Iterable[memoryview]) -> int:
         """Writes to an open file from its beginning; returns the number of bytes."""
         total = 0
-        batch: list[memoryview] = []
-        batch_bytes = 0
-        for buffer in buffers:
-            batch.append(buffer)
-            batch_bytes += buffer.nbytes
-            if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES or buffer is FLUSH:
-                total += self._write_batch(fd, total, batch)
-                batch, batch_bytes = [], 0
-        return total + self._write_batch(fd, total, batch)
+        writer: direct.DirectWriter | None = None
+        try:
+            for batch, nbytes in _batches(buffers):
+                if writer is None and nbytes >= _DIRECT_BYTES and self._durable and direct.takes_writes(fd):
+                    writer = direct.DirectWriter(fd, total)
+                if writer is None:
+                    self._write_batch(fd, total, batch, nbytes)
+                else:
+                    writer.write(batch)
+                total += nbytes
+            if writer is not None:
+                writer.finish()
+        finally:
+            if writer is not None:
+                writer.close()
+        return total
 
-    def _write_batch(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
-        nbytes = sum(buffer.nbytes for buffer in buffers)
+    def _write_batch(self, fd: int, offset: int, buffers: list[memoryview], nbytes: int) -> None:
         buffers = [buffer for buffer in buffers if buffer.nbytes]
         while buffers:
             buffers = _skip(buffers, os.writev(fd, buffers))
@@ -156,7 +170,6 @@ class LocalStorage(Storage):
             # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes them durable,
             # and reports errors.
             _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-        return nbytes
 
     def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
         temporary = f".{name}.{world().random_name(6)}.tmp"
@@ -267,6 +280,21 @@ class LocalStorage(Storage):
                 )
         finally:
             os.close(fd)
+
+
+def _batches(buffers: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yields the buffers in a list, and its bytes; the list is emptied once the next buffers are asked for."""
+    batch: list[memoryview] = []
+    nbytes = 0
+    for buffer in buffers:
+        batch.append(buffer)
+        nbytes += buffer.nbytes
+        if len(batch) == BUFFERS_PER_CALL or nbytes >= _BATCH_BYTES or buffer is FLUSH:
+            yield batch, nbytes
+            batch.clear()  # the caller still has the list
+            nbytes = 0
+    if nbytes:
+        yield batch, nbytes
 
 
 @contextmanager
