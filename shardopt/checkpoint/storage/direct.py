@@ -57,7 +57,9 @@ class DirectWriter:
     def __init__(self, fd: int, offset: int) -> None:
         self._fd, self._flags = fd, fcntl.fcntl(fd, fcntl.F_GETFL)
         self._end = self._reserved = offset  # of what was given to the disk; of what is reserved
-        self._free = deque(mmap.mmap(-1, BLOCK_BYTES) for _ in range(_BLOCKS))
+        # Shared: a fork beside a direct write, as of workers that load data, may not copy what the disk is reading.
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+        self._free = deque(mmap.mmap(-1, BLOCK_BYTES, flags) for _ in range(_BLOCKS))
         self._block, self._used = self._free.popleft(), 0
         self._writing: deque[tuple[mmap.mmap, Future[None]]] = deque()
         self._threads = world().thread_pool(_BLOCKS - 1, "shardopt-direct")
@@ -106,7 +108,11 @@ class DirectWriter:
         self._end, self._used = offset + BLOCK_BYTES, 0
         if self._end > self._reserved:
             self._reserve()
-        self._writing.append((block, self._threads.submit(self._write, memoryview(block), offset)))
+        try:
+            self._writing.append((block, self._threads.submit(self._write, memoryview(block), offset)))
+        except RuntimeError:  # the program is ending, and starts no threads any more
+            self._write(memoryview(block), offset)
+            self._free.append(block)
         if not self._free:
             self._wait_for_one()
         self._block = self._free.popleft()

@@ -4,13 +4,17 @@ import errno
 import fcntl
 import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from shardopt import checkpoint
 from shardopt.checkpoint.storage import FLUSH, LocalStorage, direct, local
 from tests.harness import Fault
 from tests.harness.faults import watched
+from tests.support.source import ROOT
 
 PAGE = 4096
 BLOCK = 4 * PAGE
@@ -187,3 +191,33 @@ def test_file_systems_are_known_by_their_mounts(monkeypatch):
         assert direct.takes_writes(file.fileno()) is False
     assert direct._type_of(os.stat("/proc").st_dev) == kinds["/proc"] == "proc"
     assert direct._type_of(os.makedev(4000, 4000)) is None
+
+
+ENDS_EARLY = """
+import os, sys, time
+import torch
+from shardopt import checkpoint
+from shardopt.checkpoint.storage import direct, local
+
+direct.BLOCK_BYTES = local._DIRECT_BYTES = local._BATCH_BYTES = 1 << 14
+direct._types[os.stat(sys.argv[1]).st_dev] = "ext4"
+pwrite = os.pwrite
+os.pwrite = lambda *args: time.sleep(0.01) or pwrite(*args)
+checkpoint.async_save(sys.argv[1] + "/a", {"x": torch.arange(200_000)})
+"""
+
+
+def test_a_program_that_ends_meanwhile_starts_no_threads_and_still_commits(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_EARLY, tmp_path], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert "which was committed all the same" in done.stderr, done.stderr
+    assert checkpoint.verify(str(tmp_path / "a")).ok
+
+
+def test_forks_beside_writes_share_the_blocks(tmp_path, monkeypatch):
+    """Otherwise a page that the disk reads may be copied for one of the two processes: see open(2), O_DIRECT."""
+    asked = []
+    monkeypatch.setattr(direct.mmap, "mmap", lambda *args, of=direct.mmap.mmap: asked.append(args[2]) or of(*args))
+    LocalStorage(str(tmp_path)).write("a", [memoryview(bytes(3 * BLOCK))])
+    assert asked and all(flags & direct.mmap.MAP_SHARED for flags in asked)
