@@ -55,7 +55,6 @@ class DirectWriter:
     """
 
     def __init__(self, fd: int, offset: int) -> None:
-        self._fd, self._flags = fd, fcntl.fcntl(fd, fcntl.F_GETFL)
         self._end = self._reserved = offset  # of what was given to the disk; of what is reserved
         # Shared: a fork beside a direct write, as of workers that load data, may not copy what the disk is reading.
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
@@ -63,6 +62,8 @@ class DirectWriter:
         self._block, self._used = self._free.popleft(), 0
         self._writing: deque[tuple[mmap.mmap, Future[None]]] = deque()
         self._threads = world().thread_pool(_BLOCKS - 1, "shardopt-direct")
+        # Of its own: an interrupt may end `close` before the last write, when another file may get the caller's number.
+        self._fd, self._flags = os.dup(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
         self._before_page = -offset % _PAGE_BYTES  # bytes that go through the page cache first
         self._set_direct(not self._before_page)
 
@@ -87,12 +88,16 @@ class DirectWriter:
         self._write(rest[:whole], self._end)
         self._set_direct(False)
         self._write(rest[whole:], self._end + whole)
-        os.ftruncate(self._fd, self._end + self._used)  # gives back what was reserved beyond
+        self._end += self._used
 
     def close(self) -> None:
-        """Waits until nobody uses the file any more, whether or not the writes succeeded."""
+        """Waits until nobody uses the file any more, and gives back reserved space, whether or not writes succeeded."""
         world().wait_for_all(future for _, future in self._writing)
         self._threads.shutdown()
+        try:
+            os.ftruncate(self._fd, self._end)
+        finally:
+            os.close(self._fd)
 
     def _fill_page(self, buffer: memoryview) -> int:
         """Writes the bytes up to the next page; returns how many of the buffer's they are."""

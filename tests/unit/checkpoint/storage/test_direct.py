@@ -7,11 +7,14 @@ import random
 import subprocess
 import sys
 import threading
+import time
+from contextlib import ExitStack
 
 import pytest
 
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import FLUSH, LocalStorage, direct, local
+from shardopt.world import World
 from tests.harness import Fault
 from tests.harness.faults import watched
 from tests.support.source import ROOT
@@ -148,6 +151,7 @@ def test_an_error_is_raised_when_nobody_writes_any_more(tmp_path, at, number):
         LocalStorage(str(tmp_path)).write("a", cut(data, at))
     assert caught.value.errno == getattr(errno, number)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert os.stat(tmp_path / "a").st_size <= len(data)  # what is left is no larger than it would be
 
 
 def test_an_interrupt_leaves_no_write_under_way(tmp_path):
@@ -221,3 +225,33 @@ def test_forks_beside_writes_share_the_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(direct.mmap, "mmap", lambda *args, of=direct.mmap.mmap: asked.append(args[2]) or of(*args))
     LocalStorage(str(tmp_path)).write("a", [memoryview(bytes(3 * BLOCK))])
     assert asked and all(flags & direct.mmap.MAP_SHARED for flags in asked)
+
+
+def test_after_a_second_interrupt_no_other_file_gets_the_bytes(tmp_path, monkeypatch):
+    """The first ends the save, the second the wait for what the threads still write."""
+    pwrite, begun = os.pwrite, threading.Event()
+
+    def late(fd, memory, offset):
+        begun.set()
+        time.sleep(0.3)
+        return pwrite(fd, memory, offset)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def buffers():
+        yield memoryview(bytes(2 * BLOCK))
+        begun.wait()
+        monkeypatch.setattr(World, "wait_for_all", interrupted)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", late)
+    with pytest.raises(KeyboardInterrupt):
+        LocalStorage(str(tmp_path)).write("a", buffers())
+    with ExitStack() as stack:  # one of these files has the number of the closed one
+        others = [stack.enter_context(open(tmp_path / f"other{i}", "wb")) for i in range(4)]
+        for thread in threading.enumerate():
+            if thread.name.startswith("shardopt-direct"):
+                thread.join()
+        assert all(os.fstat(other.fileno()).st_size == 0 for other in others)
+    assert os.stat(tmp_path / "a").st_size >= BLOCK
