@@ -178,7 +178,7 @@ def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Coun
         if not known and not key.startswith(PER_RANK_PREFIX):
             problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
         try:
-            problems += damaged_segments(opened, entry, done.add)
+            problems += damaged_segments(opened, entry, done.add, once=True)
         except CorruptionError as error:
             problems += error.problems
     return problems

@@ -31,7 +31,7 @@ class Zeros(OpenFile):
         return iter(())
 
     @contextmanager
-    def opened(self) -> Iterator[ReadInto]:
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
         yield _fill
 
 

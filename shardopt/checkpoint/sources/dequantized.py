@@ -85,7 +85,7 @@ class DequantizedFile(OpenFile):
         yield from ()  # codes and scales are checked as what they are
 
     @contextmanager
-    def opened(self) -> Iterator[ReadInto]:
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
         yield self._fill
 
     def _entry(self, key: str, box: Box) -> Entry:

@@ -120,7 +120,7 @@ class HeldArrays(OpenFile):
         yield from ()  # the pickle has a checksum, which was compared when it was read
 
     @contextmanager
-    def opened(self) -> Iterator[ReadInto]:
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
         def read(spans: Sequence[Span]) -> None:
             for offset, memory in spans:
                 memory[:] = self._bytes[offset : offset + memory.nbytes]

@@ -76,6 +76,10 @@ class Storage(ABC):
     def opened(self, name: str) -> AbstractContextManager[ReadInto]:
         """Opens a file for repeated reads by any thread. Raises FileNotFoundError, here or at a read."""
 
+    def opened_once(self, name: str) -> AbstractContextManager[ReadInto]:
+        """Opens a file as `opened`, for bytes that nobody needs again soon: what caches hold for others may stay."""
+        return self.opened(name)
+
     def read_into(self, name: str, spans: Sequence[Span]) -> None:
         """Fills the memory of ascending spans. Raises CorruptionError if the file ends before."""
         with self.opened(name) as read:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,6 +43,7 @@ _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 _durably_named: set[str] = set()  # directories that this process has made durable, with all above them
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_temporary` names them
 
+_CACHESTAT = 451  # the system call, which has no name in libc yet: pages of a file in the page cache, and four counts
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -115,12 +118,28 @@ class LocalStorage(Storage):
 
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadInto]:
+        with self._descriptor(name) as fd:
+            yield partial(self._read_into, fd, name)
+
+    @contextmanager
+    def opened_once(self, name: str) -> Iterator[ReadInto]:
+        with self._descriptor(name) as fd:
+            yield partial(self._read_into if _is_cached(fd) else self._read_and_drop, fd, name)
+
+    @contextmanager
+    def _descriptor(self, name: str) -> Iterator[int]:
         with _reading(self._path(name)):
             fd = os.open(self._path(name), os.O_RDONLY)
         try:
-            yield partial(self._read_into, fd, name)
+            yield fd
         finally:
             os.close(fd)
+
+    def _read_and_drop(self, fd: int, name: str, spans: Sequence[Span]) -> None:
+        """Reads, and takes out of the page cache again what reads have brought there."""
+        self._read_into(fd, name, spans)
+        # From the beginning on: a folio that a read has filled in part is dropped after the next one.
+        os.posix_fadvise(fd, 0, spans[-1].offset + spans[-1].memory.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
         with _reading(self._path(name)):
@@ -306,6 +325,14 @@ def _reading(path: str) -> Iterator[None]:
         if error.errno in _LOST:
             raise unreadable(path, error) from error
         raise
+
+
+def _is_cached(fd: int) -> bool:
+    """Whether more than half of a file is in the page cache; also where the system, as Linux before 6.5, cannot say."""
+    everything, counts = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
+    if sys.platform != "linux" or _libc.syscall(_CACHESTAT, fd, everything, counts, 0) != 0:
+        return True
+    return counts[0] * mmap.PAGESIZE > os.fstat(fd).st_size // 2
 
 
 def is_temporary(name: str) -> bool:

@@ -47,15 +47,16 @@ def read_entry(file: DataFileReader, entry: Entry) -> bytearray:
 
 
 def damaged_segments(
-    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
+    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None, once: bool = False
 ) -> Iterator[Problem]:
     """Yields a problem for each place of a stored box that fails its checksum; reads the whole box.
 
     Args:
         progress: called with the bytes of each piece that was read.
+        once: whether nobody needs the bytes again soon.
     """
     step = batch_bytes(file)
-    with file.opened() as read:
+    with file.opened(once) as read:
 
         def chunks(begin: int, end: int) -> Iterator[memoryview]:
             buffer = memoryview(bytearray(min(step, end - begin)))

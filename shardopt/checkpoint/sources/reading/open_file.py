@@ -118,11 +118,16 @@ class OpenFile(ABC):
                 raise damaged(self.where, "no such file") from None
 
     @contextmanager
-    def opened(self) -> Iterator[ReadInto]:
-        """Yields a function that fills spans from this file while the context is open."""
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
+        """Yields a function that fills spans from this file while the context is open.
+
+        Args:
+            once: whether nobody needs the bytes again soon (`Storage.opened_once`).
+        """
         with ExitStack() as stack:
             with self.reading():
-                read = stack.enter_context(self.storage.opened(self.name))
+                storage = self.storage
+                read = stack.enter_context(storage.opened_once(self.name) if once else storage.opened(self.name))
 
             def read_named(spans: Sequence[Span]) -> None:
                 with self.reading():  # and nothing else: the caller's own work may fail in other ways
@@ -130,9 +135,9 @@ class OpenFile(ABC):
 
             yield read_named
 
-    def read_into(self, spans: Sequence[Span]) -> None:
+    def read_into(self, spans: Sequence[Span], once: bool = False) -> None:
         """Fills spans of memory, each from its offset in the file. Verifies nothing."""
-        with self.opened() as read:
+        with self.opened(once) as read:
             read(spans)
 
 

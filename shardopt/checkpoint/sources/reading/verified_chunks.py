@@ -51,7 +51,7 @@ def _chunks(file: DataFileReader, most: int, memory_for: Callable[[int], memoryv
     yield memoryview(header)
     for parts in _together(_parts(entries[:-1], most), most):
         chunk = memory_for(parts[-1].end - parts[0].begin)
-        file.read_into([Span(parts[0].begin, chunk)])
+        file.read_into([Span(parts[0].begin, chunk)], once=True)
         for part in parts:
             memory = chunk[part.begin - parts[0].begin : part.end - parts[0].begin]
             for number in file.failed_segments(part.segment, memory):
