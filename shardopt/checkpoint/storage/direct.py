@@ -28,7 +28,8 @@ _log = logging.getLogger("shardopt.checkpoint")
 BLOCK_BYTES = 8 << 20  # of one request; less keeps the disk waiting
 _BLOCKS = 3  # one is filled while two are written
 _PAGE_BYTES = mmap.PAGESIZE  # offsets and memory begin at multiples of it
-_RESERVED_BYTES = 256 << 20  # of the file's space at a time: writes within it change only what they write
+_RESERVED_BYTES = 16 << 20  # at a time: writes within it need no space of their own. Of a nearly full disk, other ranks
+# must still get theirs
 _FILE_SYSTEMS = {"ext4", "xfs"}
 _DIRECT = getattr(os, "O_DIRECT", 0)  # of Linux
 _types: dict[int, str | None] = {}  # by device: its file system's type; None where direct writes have failed
