@@ -165,10 +165,11 @@ class LocalStorage(Storage):
         """Writes to an open file from its beginning; returns the number of bytes."""
         total = 0
         writer: direct.DirectWriter | None = None
+        undecided = self._durable
         try:
             for batch, nbytes in _batches(buffers):
-                if writer is None and nbytes >= _DIRECT_BYTES and self._durable and direct.takes_writes(fd):
-                    writer = direct.DirectWriter(fd, total)
+                if undecided and nbytes >= _DIRECT_BYTES:
+                    writer, undecided = direct.direct_writer(fd, total), False
                 if writer is None:
                     self._write_batch(fd, total, batch, nbytes)
                 else:

@@ -27,7 +27,8 @@ BLOCK = 4 * PAGE
 def small_blocks(monkeypatch, tmp_path):
     """Blocks of four pages, on whatever file system the tests run."""
     monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(direct, "_RESERVED_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(direct, "_LEAST_RESERVED_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(direct, "_MOST_RESERVED_BYTES", 4 * BLOCK)
     monkeypatch.setattr(direct, "_types", {os.stat(tmp_path).st_dev: "ext4"})
     monkeypatch.setattr(local, "_DIRECT_BYTES", 1)
     monkeypatch.setattr(local, "_BATCH_BYTES", 2 * PAGE)
@@ -68,6 +69,64 @@ def test_the_file_has_the_same_bytes(tmp_path, nbytes):
         assert storage.write(f"{seed}", cut(data, seed)) == nbytes
         assert storage.read(f"{seed}") == data
         assert os.stat(tmp_path / f"{seed}").st_blocks * 512 <= nbytes + 2 * PAGE  # nothing stays reserved
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_wait_for_slow_writes(tmp_path, monkeypatch, seed):
+    """A block is filled again only after its write, whichever ends first."""
+    draw, pwrite, data = random.Random(seed), os.pwrite, os.urandom(12 * BLOCK + 5)
+
+    def slow(fd, memory, offset):
+        time.sleep(draw.choice([0, 0.001, 0.01, 0.03]))
+        return pwrite(fd, memory, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    LocalStorage(str(tmp_path)).write("a", cut(data, seed))
+    assert (tmp_path / "a").read_bytes() == data
+
+
+@pytest.mark.parametrize("failing", [{1}, {2}, {1, 2}])
+def test_without_threads_it_goes_through_the_page_cache(tmp_path, monkeypatch, failing):
+    """Where a limit of processes lets a thread not start, no block stays behind in a queue."""
+    start, started, pwrite = threading.Thread.start, [], os.pwrite
+
+    def limited(thread):
+        if thread.name.startswith("shardopt-direct"):
+            started.append(thread)
+            if len(started) in failing:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(os, "pwrite", lambda *args: time.sleep(0.003) or pwrite(*args))
+    data, before = os.urandom(12 * BLOCK + 5), threading.active_count()
+    with watched([], ["os:writev"]) as watch:
+        LocalStorage(str(tmp_path)).write("a", cut(data, 0))
+    assert (tmp_path / "a").read_bytes() == data and started and "os:writev" in watch.calls
+    assert threading.active_count() <= before + 1
+
+
+@pytest.mark.parametrize("operation", ["mmap:mmap", "os:dup"])
+def test_without_memory_or_descriptors_it_goes_through_the_page_cache(tmp_path, monkeypatch, operation):
+    def lacking(*_):
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    monkeypatch.setattr(direct.mmap if operation == "mmap:mmap" else direct.os, operation.split(":")[1], lacking)
+    LocalStorage(str(tmp_path)).write("a", [memoryview(bytes(6 * BLOCK))])
+    assert (tmp_path / "a").stat().st_size == 6 * BLOCK
+
+
+def test_a_failed_file_ends_before_the_first_block_that_is_not_there(tmp_path):
+    with watched([Fault(0, "os:pwrite", action="ENOSPC", times=99)], []), pytest.raises(OSError):
+        LocalStorage(str(tmp_path)).write("a", cut(os.urandom(9 * BLOCK), 0))
+    assert (tmp_path / "a").stat().st_size == 0
+
+
+def test_the_last_bytes_are_written_after_all_others(tmp_path, monkeypatch):
+    """A file that is a number of whole blocks too: who finds its end finds the rest."""
+    noted = noted_writes(monkeypatch)
+    LocalStorage(str(tmp_path)).write("a", [memoryview(bytes(5 * BLOCK))])
+    assert noted[-1] == (4 * BLOCK, BLOCK, True)
 
 
 @pytest.mark.parametrize("before", [1, PAGE, 3 * PAGE + 5])
@@ -192,7 +251,7 @@ def test_file_systems_are_known_by_their_mounts(monkeypatch):
             _, path, kind, *_ = line.split()
             kinds[path] = kind
     with open("/proc/self/mounts") as file:
-        assert direct.takes_writes(file.fileno()) is False
+        assert direct.direct_writer(file.fileno(), 0) is None
     assert direct._type_of(os.stat("/proc").st_dev) == kinds["/proc"] == "proc"
     assert direct._type_of(os.makedev(4000, 4000)) is None
 
