@@ -255,6 +255,9 @@ def test_programs(tmp_path, case, steps):
 def no_deadline(monkeypatch):
     """Nothing ends this process, which continues after the signal, when the time for a last save is over."""
     monkeypatch.setattr(Stop, "_start_deadline", lambda self: None)
+    yield
+    for listener in tuple(signals._open):  # a Manager that has stopped listens until its process ends
+        listener.close()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
