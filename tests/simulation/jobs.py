@@ -349,7 +349,7 @@ class RunningJob:
         by = ledger.committed.get(step, app.state["job"])
         # A rank of an earlier job that was stopped in its restore ends it beside a later one, which may have taken the
         # run back meanwhile, and saved the step on its own branch.
-        is_older = by > self.number and step > ledger.taken_back
+        is_older = app.state["job"] <= self.number < by and step > ledger.taken_back
         if by != app.state["job"] and not is_older:
             ledger.problems.append(f"{where}: step {step} was committed by job {by}, not this one")
 

@@ -139,7 +139,9 @@ class LocalStorage(Storage):
         """Reads, and takes out of the page cache again what reads have brought there."""
         self._read_into(fd, name, spans)
         # From the beginning on: a folio that a read has filled in part is dropped after the next one.
-        os.posix_fadvise(fd, 0, spans[-1].offset + spans[-1].memory.nbytes, os.POSIX_FADV_DONTNEED)
+        end = max((span.offset + span.memory.nbytes for span in spans), default=0)
+        if end:  # 0 would stand for the whole file
+            os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
 
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
         with _reading(self._path(name)):
