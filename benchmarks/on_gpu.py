@@ -11,8 +11,10 @@ A section that fails prints why, and the others run. On CUDA the tables are writ
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,10 +74,13 @@ class Place:
 
     def seconds(self, call: Callable[[], Any], times: int = 20) -> tuple[float, float]:
         """Seconds of one call until the device is done, and until the call returns; the mean of several."""
-        times, warm = (2, 1) if self.small else (times, 5)
-        for _ in range(warm):
-            call()
+        call()
         self.module.synchronize()
+        begin = time.perf_counter()
+        call()
+        self.module.synchronize()
+        most = 1.0 / (time.perf_counter() - begin)  # a second of them is enough
+        times = 2 if self.small else max(2, min(times, int(most)))
         begin = time.perf_counter()
         for _ in range(times):
             call()
@@ -156,7 +161,7 @@ def stored(at: Place) -> Rows:
     yield "stage", "save", "parameters as at the call"
     for stage in ("now", "lazy"):
         model = at.layers(*MODEL[at.small])
-        optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+        optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=1e-4)  # with more, all is soon NaN
         inputs = torch.randn(64, MODEL[at.small][1]).to(at.kind)
         app = {"model": model, "optimizer": optimizer}
 
@@ -172,7 +177,9 @@ def stored(at: Place) -> Rows:
                 step()
             pending.result(300)
             checkpoint.load(f"{at.folder}/{stage}-{number}", app)
-            yield stage, number + 1, all(map(torch.equal, wanted, model.parameters()))
+            same = all(map(torch.equal, wanted, model.parameters()))
+            yield stage, number + 1, same and bool(wanted[0].isfinite().all())
+            shutil.rmtree(f"{at.folder}/{stage}-{number}")
 
 
 def steps(at: Place) -> Rows:
@@ -238,6 +245,7 @@ def saves(at: Place) -> Rows:
         report = pending.result(600)
         yield row(f"async_save, stage={stage!r}, {name}: to host memory", report.staging_seconds, stall)
         yield row(f"async_save, stage={stage!r}, {name}: whole", report.seconds)
+        shutil.rmtree(f"{at.folder}/{stage}-{name}")
     for name, call in (("save", checkpoint.save), ("load", checkpoint.load)):
         at.module.synchronize()
         begin = time.perf_counter()
@@ -314,19 +322,24 @@ def memory(at: Place) -> Rows:
         "Adafactor": lambda model: shardopt.keyed("Adafactor", model.named_parameters()),
     }
     for name, make in makers.items():
-        at.module.empty_cache()
-        if at.kind != STANDIN:
-            at.module.reset_peak_memory_stats()
-        model = at.layers(*MODEL[at.small])
-        inputs = torch.randn(64, MODEL[at.small][1]).to(at.kind)
-        optimizer = make(model)
-        for _ in range(2):
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        peak = at.module.max_memory_allocated()  # on the stand-in since the process began
-        weights = sum(parameter.nbytes for parameter in model.parameters())
+        peak, weights = peak_of(at, make)
         yield name, f"{peak / 1e9:.3f}", f"{weights / 1e9:.3f}", f"{peak / weights:.2f}"
+
+
+def peak_of(at: Place, make: Callable[[nn.Module], Any]) -> tuple[int, int]:
+    """The peak of two training steps, and the weights, in bytes; nothing of them is left."""
+    gc.collect()
+    at.module.empty_cache()
+    if at.kind != STANDIN:  # which counts since the process began
+        at.module.reset_peak_memory_stats()
+    model = at.layers(*MODEL[at.small])
+    inputs = torch.randn(64, MODEL[at.small][1]).to(at.kind)
+    optimizer = make(model)
+    for _ in range(2):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return at.module.max_memory_allocated(), sum(parameter.nbytes for parameter in model.parameters())
 
 
 SECTIONS: dict[str, Callable[[Place], Rows]] = {
@@ -341,20 +354,25 @@ def run(kind: str, small: bool, names: list[str], folder: str) -> list[tuple[str
     module_of(kind)
     found = []
     for name in names:
-        begin, lines, failed = time.perf_counter(), [], False
+        begin, failed = time.perf_counter(), False
+        lines = [f"## {name}", "", (SECTIONS[name].__doc__ or "").strip(), ""]
+
+        def tell(line: str, lines: list[str] = lines) -> None:
+            print(line, flush=True)
+            lines.append(line)
+
+        print("\n".join(lines), flush=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             try:
                 for number, row in enumerate(SECTIONS[name](Place(kind, small, own))):
-                    lines.append("| " + " | ".join(map(str, row)) + " |")
+                    tell("| " + " | ".join(map(str, row)) + " |")
                     if not number:
-                        lines.append("|" + "---|" * len(row))
+                        tell("|" + "---|" * len(row))
             except Exception:
                 failed = True
-                lines += ["", "```text", traceback.format_exc(limit=-4).rstrip(), "```"]
-        question = (SECTIONS[name].__doc__ or "").strip()
-        text = "\n".join([f"## {name}", "", question, "", *lines, "", f"{time.perf_counter() - begin:.0f} s."])
-        print(text, flush=True)
-        found.append((name, text, failed))
+                tell(f"\n```text\n{traceback.format_exc(limit=-4).rstrip()}\n```")
+        tell(f"\n{time.perf_counter() - begin:.0f} s.\n")
+        found.append((name, "\n".join(lines), failed))
     return found
 
 
@@ -374,7 +392,7 @@ def main() -> None:
     if kind != STANDIN:
         head = f"# Seen on a GPU\n\n{time.strftime('%Y-%m-%d')}, {hardware()}"
         text = "\n\n".join([head, *(text for _, text, _ in found)])
-        (RESULTS / "on_gpu.md").write_text(f"{text}\n")
+        (RESULTS / "on_gpu.md").write_text(text)
     failed = [name for name, _, failed in found if failed]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

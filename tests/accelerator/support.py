@@ -15,12 +15,11 @@ from tests.standin import build
 needs_standin = pytest.mark.skipif(bool(build.lacking()), reason=build.lacking() or "it is there")
 
 
-def each_kind(ranks: int) -> pytest.MarkDecorator:
-    """Runs a test with `kind` on the stand-in, and on GPUs where there is one for each rank."""
-    lacking = pytest.mark.skipif(torch.cuda.device_count() < ranks, reason=f"{ranks} GPUs")
-    return pytest.mark.parametrize(
-        "kind", [pytest.param("standin", marks=needs_standin), pytest.param("cuda", marks=lacking)]
-    )
+needs_gpu = pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU here")
+each_kind = pytest.mark.parametrize(
+    "kind", [pytest.param("standin", marks=needs_standin), pytest.param("cuda", marks=needs_gpu)]
+)
+"""Runs a test with `kind` on the stand-in, and on a GPU where there is one."""
 
 
 def on_accelerator(
@@ -28,11 +27,16 @@ def on_accelerator(
     function: Callable[..., Any],
     *args: Any,
     kind: str = "standin",
+    group: bool = False,
     deadline_seconds: float = 60.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Runs a function on ranks that have an accelerator; on several, within a process group that spans it."""
-    backend = None if ranks == 1 else "gloo"
+    """Runs a function on ranks that have an accelerator; on several, within a process group that spans it.
+
+    Args:
+        group: one rank has a process group too.
+    """
+    backend = "gloo" if group or ranks > 1 else None
     task = kind, function, args, kwargs
     return run_ranks(ranks, _with_device, *task, deadline_seconds=deadline_seconds, backend=backend)
 
@@ -45,17 +49,17 @@ def _with_device(kind: str, function: Callable[..., Any], args: tuple[Any, ...],
         from tests.standin import device  # here: it changes torch for the whole process
 
     if dist.is_initialized():
-        if kind == "cuda":
-            torch.cuda.set_device(dist.get_rank())
-        else:
-            from tests.standin import group  # noqa: F401  # registers the backend
+        from tests.standin import group  # noqa: F401  # registers the backends
 
         store = dist.distributed_c10d._get_default_store()
         rank, size = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
         store = dist.PrefixStore("standin", store)
-        backends = "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo,standin:standin_gloo"
-        dist.init_process_group(backends, store=store, rank=rank, world_size=size)
+        through_host = "standin_gloo" if kind == "standin" else "cuda_gloo"
+        backend = through_host if kind == "standin" or size > torch.cuda.device_count() else "nccl"
+        if kind == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(f"cpu:gloo,{kind}:{backend}", store=store, rank=rank, world_size=size)
     result = function(device, *args, **kwargs)
     assert not device.C.violations(), device.C.violations()
     return result

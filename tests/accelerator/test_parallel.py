@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardopt
 from shardopt import checkpoint
 from shardopt.nn import ShardedEmbeddingBag, Table
-from tests.accelerator.support import each_kind, on_accelerator
+from tests.accelerator.support import each_kind, needs_gpu, on_accelerator
 
 STEPS, EVERY, STOP = 6, 2, 5  # what follows the save at step 4 is lost
 
@@ -31,14 +31,15 @@ def plain_model():
 
 def fsdp(kind):
     model = plain_model().to(kind)
-    fully_shard(model, mesh=init_device_mesh(kind, (2,)))
+    fully_shard(model, mesh=init_device_mesh(kind, (dist.get_world_size(),)))
     adamw = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
     return model, shardopt.GradientClippingOptimizer(adamw, "norm", max_gradient=0.5), backward
 
 
 def tensor_parallel(kind):
     model = plain_model().to(kind)
-    parallelize_module(model, init_device_mesh(kind, (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     adamw = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
     optimizer = shardopt.GradientClippingOptimizer(adamw, "norm", max_gradient=0.5)
     return model, optimizer, lambda model, kind, step: backward(model, kind, step, place=0)
@@ -81,7 +82,7 @@ def through_stages(stage, model, kind, step):
 
 def tables(kind):
     model = ShardedEmbeddingBag(
-        [Table("a", 11, 4, mode="sum"), Table("b", 3, 2, mode="sum")], init_device_mesh(kind, (2,))
+        [Table("a", 11, 4, mode="sum"), Table("b", 3, 2, mode="sum")], init_device_mesh(kind, (dist.get_world_size(),))
     )
     with torch.no_grad():
         for weight in model.parameters():
@@ -136,6 +137,8 @@ def trained(kind, start, root, stop, stage):
 def jobs_here(standin, folder, stage, late):
     wrong = {}
     for name, start in JOBS.items():
+        if name == "pipeline" and dist.get_world_size() == 1:
+            continue
         expected, _ = trained("cpu", start, folder / name / "cpu", STEPS, stage)
         standin.C.late(late)
         trained(standin.KIND, start, folder / name / "there", STOP, stage)
@@ -153,6 +156,17 @@ def jobs_here(standin, folder, stage, late):
 
 
 @pytest.mark.parametrize(("stage", "late"), [("lazy", True), pytest.param("now", False, marks=pytest.mark.exhaustive)])
-@each_kind(2)
+@each_kind
 def test_jobs_of_two_ranks_resume_and_compute_as_on_the_cpu(tmp_path, stage, late, kind):
     assert on_accelerator(2, jobs_here, tmp_path, stage, late, kind=kind) == [{}, {}]
+
+
+@needs_gpu
+@pytest.mark.parametrize("stage", ["lazy", "now"])
+def test_jobs_of_one_rank_do_so_over_nccl(tmp_path, stage):
+    assert on_accelerator(1, over_nccl, tmp_path, stage, kind="cuda", group=True) == [("nccl", {})]
+
+
+def over_nccl(cuda, folder, stage):
+    backend = dist.group.WORLD._get_backend(torch.device(cuda.KIND))
+    return backend.name(), jobs_here(cuda, folder, stage, late=False)

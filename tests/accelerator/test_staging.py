@@ -41,9 +41,9 @@ def saved_beside_steps(standin, rounds, fault=None):
     for stage, late in ORDERS:
         folder = tempfile.mkdtemp()
         standin.C.late(late)
-        model = nn.Linear(16, 16).to("standin")
+        model = nn.Linear(16, 16).to(standin.KIND)
         optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
-        inputs = torch.randn(4, 16).to("standin")
+        inputs = torch.randn(4, 16).to(standin.KIND)
         right = True
         for number in range(rounds):
             step(model, optimizer, inputs)
@@ -92,7 +92,7 @@ def tensors(model, optimizer):
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
-@each_kind(1)
+@each_kind
 def test_the_state_at_the_call_is_stored(rounds, kind):
     with mock.patch("os.fsync"):
         (found,) = on_accelerator(1, saved_beside_steps, rounds, kind=kind, deadline_seconds=60.0 + rounds)

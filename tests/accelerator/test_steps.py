@@ -60,7 +60,7 @@ def all_of_them(standin):
     return differing, waiting
 
 
-@each_kind(1)
+@each_kind
 def test_every_algorithm_computes_as_on_the_cpu_and_waits_for_nothing_but_what_is_listed(kind):
     ((differing, waiting),) = on_accelerator(1, all_of_them, kind=kind)
     assert not differing
@@ -112,7 +112,7 @@ def clip_and_unscale(standin):
     return weight.tolist()
 
 
-@each_kind(1)
+@each_kind
 def test_clipping_and_unscaling_without_ranks_wait_for_nothing(kind):
     ((x, y),) = on_accelerator(1, clip_and_unscale, kind=kind)
     assert (x, y) == pytest.approx((1.8, 2.4), rel=1e-5)  # −3 · (0.6, 0.8), and each step of the scaler turns its sign
@@ -151,7 +151,7 @@ def alone():
     return found
 
 
-@each_kind(2)
+@each_kind
 def test_own_algorithms_step_on_shards_of_two_ranks(kind):
     expected = alone()
     for found in on_accelerator(2, on_shards, kind=kind):

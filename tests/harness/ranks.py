@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from tests.harness.faults import Fault
 from tests.harness.outcome import Outcome
 from tests.harness.rank import Job, rank_main
@@ -40,7 +42,8 @@ PRELOADED = [
     "s3fs",  # half a second in each rank that reaches a store
     "encodings.idna",  # the first connection of a rank imports it
     "safetensors.torch",
-    "tests.support.cases",  # torch's own table of optimizers: two seconds
+    # torch's own table of optimizers: two seconds. It opens a GPU, and what has one open cannot be forked.
+    *([] if torch.cuda.device_count() else ["tests.support.cases"]),
     "tests.support.fake_rank",
     "tests.support.layouts",
     "tests.support.placement",

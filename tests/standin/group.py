@@ -1,4 +1,4 @@
-"""Collectives of the stand-in: through gloo, with copies to the host.
+"""Collectives of the stand-in, and of GPUs that ranks share, which NCCL refuses: through gloo, with copies to the host.
 
 What was sent is read, and what was got is written, in the order of streams: without a wait there is no result.
 """
@@ -177,3 +177,4 @@ def _make(store, rank, size, timeout):
 
 
 dist.Backend.register_backend("standin_gloo", _make, devices=["cpu", "standin"])
+dist.Backend.register_backend("cuda_gloo", _make, devices=["cuda"])
