@@ -35,6 +35,7 @@ from benchmarks.device import STANDIN, apart, lacking, module_of, refusing_waits
 from benchmarks.peers import RESULTS, hardware
 from shardopt import checkpoint
 from shardopt.algorithms.row_wise import row_rules
+from shardopt.optim.backward import InBackwardOptimizer
 
 TESTS = ("optim/test_row_kernels.py", "optim/test_averaging.py", "data/test_random_state.py")
 CONTRACTS = [
@@ -339,6 +340,8 @@ def peak_of(at: Place, make: Callable[[nn.Module], Any]) -> tuple[int, int]:
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if isinstance(optimizer, InBackwardOptimizer):
+        optimizer.stop()  # until then its hooks keep the model
     return at.module.max_memory_allocated(), sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -1,8 +1,10 @@
 """Runs a suite that knows nothing of accelerators on one: `DEVICE=cuda pytest -p tests.accelerator.plugin tests/...`.
 
-`DEVICE` is the stand-in if it is not set. With `LATE=1` the default stream of the stand-in is late.
+`DEVICE` is the stand-in if it is not set. With `LATE=1` the default stream of the stand-in is late. CUDA's random
+functions take no generator of the CPU, which the stand-in's do: numbers from one are made on the CPU and copied.
 """
 
+import functools
 import os
 
 import pytest
@@ -15,9 +17,26 @@ if KIND == "standin":
     from tests.standin import group as group  # registers the backend
 
 
+RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+
+
+def on_the_cpu(made):
+    """Has a random function work where its generator is."""
+
+    @functools.wraps(made)
+    def function(*args, generator=None, **kwargs):
+        if generator is None or generator.device.type == KIND or "device" in kwargs:
+            return made(*args, generator=generator, **kwargs)
+        return made(*args, generator=generator, device="cpu", **kwargs).to(KIND)
+
+    return function
+
+
 @pytest.fixture(autouse=True)
-def on_the_device():
+def on_the_device(monkeypatch):
     torch.set_default_device(KIND)
+    for name in RANDOM:
+        monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
     if KIND == "standin":
         device.C.late(os.environ.get("LATE") == "1")
     yield

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ VECTOR = 64
 """The multiple of elements to which scratch memory is padded: several vectors of any CPU."""
 
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
-_MOST_ELSEWHERE = 1 << 22
+_MOST_ELSEWHERE = 1 << 23  # with less, an H100's host takes longer to launch an operation than its GPU to compute it
 
 T = TypeVar("T")
 
@@ -113,11 +113,16 @@ class Chunk(NamedTuple):
         if inside.stop < scratch.shape[1]:
             scratch[:, inside.stop :] = 0
 
-    def positions(self, device: torch.device, length: int = 1) -> Tensor:
-        """Returns where runs of so many elements of scratch memory begin in the flattened global tensor: int64."""
+    @property
+    def first_position(self) -> int:
+        """That of the first element of scratch memory in the flattened global tensor."""
+        start: int = self.inside.start
+        return self.row * self.width + self.column - start
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Returns the positions of the elements of scratch memory in the flattened global tensor: flat, int64."""
         rows, columns = self.scratch_shape
-        first = self.row * self.width + self.column - self.inside.start
-        index = torch.arange(first, first + columns, length, device=device)
+        index = torch.arange(self.first_position, self.first_position + columns, device=device)
         if rows > 1:
             index = (torch.arange(0, rows * self.width, self.width, device=device)[:, None] + index).view(-1)
         return index
@@ -206,18 +211,39 @@ class Scratch:
         most = max(chunk.most_position for chunk in self.chunks)
         if len(self.chunks) == 1:
             return self.chunks[0].positions(self._device), most
-        cpu = torch.device("cpu")
-        runs = torch.cat([chunk.positions(cpu, VECTOR) for chunk in self.chunks]).to(self._device, non_blocking=True)
-        return runs[:, None] + torch.arange(VECTOR, device=self._device), most
+        of_chunks, begin = [], 0
+        for chunk, (rows, columns), vectors in zip(self.chunks, self._shapes, self._vectors, strict=True):
+            of_row = -(-columns // VECTOR)
+            skipped = 0 if rows == 1 else chunk.width - of_row * VECTOR
+            of_chunks.append((chunk.first_position - begin * VECTOR, begin, of_row, skipped))
+            begin += vectors
+        firsts, begins, of_rows, skips = self._for_vectors(torch.tensor(of_chunks, device="cpu")).unbind(1)
+        every = torch.arange(begin, device=self._device)
+        positions = firsts + every * VECTOR
+        if any(skipped for *_, skipped in of_chunks):
+            positions += (every - begins) // of_rows * skips
+        return positions[:, None] + torch.arange(VECTOR, device=self._device), most
+
+    @cached_property
+    def _owners(self) -> Tensor:
+        """The place of each vector's chunk: int64."""
+        ends = torch.tensor(list(accumulate(self._vectors)), device="cpu").to(self._device, non_blocking=True)
+        return torch.bucketize(torch.arange(sum(self._vectors), device=self._device), ends, right=True)
+
+    def _for_vectors(self, of_chunks: Tensor) -> Tensor:
+        """Returns rows for the vectors of all chunks, of a row on the CPU for each chunk.
+
+        They are repeated on the device: for a copy of much memory that is not pinned, the host waits for the device.
+        """
+        return of_chunks.to(self._device, non_blocking=True).index_select(0, self._owners)
 
     def noise(self, keys: Sequence[NoiseKey]) -> Tensor:
         """Makes 32 random bits for each element of `used`, from a key for each chunk."""
         index, most = self._positions
         if len(keys) == 1:
             return random_bits(index, most, keys[0]).view(-1)
-        runs = torch.tensor(self._vectors, device="cpu")
-        of_runs = torch.tensor(keys, dtype=torch.int32, device="cpu").repeat_interleave(runs, 0)
-        before, between = torch.split(of_runs.to(self._device, non_blocking=True), 1, 1)
+        of_vectors = self._for_vectors(torch.tensor(keys, dtype=torch.int32, device="cpu"))
+        before, between = torch.split(of_vectors, 1, 1)
         return random_bits(index, most, NoiseKey(before, between)).view(-1)
 
 
