@@ -12,10 +12,11 @@ import errno
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no type hints
-from fsspec.asyn import sync  # type: ignore[import-untyped]  # as above
+from fsspec.asyn import AsyncFileSystem, sync  # type: ignore[import-untyped]  # as above
 
 from shardopt.errors import CheckpointError, Problem, ShardoptError
 from shardopt.redaction import without_secrets
@@ -120,7 +121,11 @@ class Requests:
             except TimeoutError as error:
                 # Either the deadline, which has no message of its own, or a shorter one of the client.
                 raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
-        return self.within_deadline(lambda: getattr(self._fs, method)(*args, **kwargs))
+        function = getattr(self._fs, method)
+        if method == "cat_ranges" and coroutine is None and isinstance(self._fs, AsyncFileSystem):
+            # `dir://` over a file system that is not asynchronous: that of fsspec before 2026.9 asks it for coroutines.
+            function = partial(AbstractFileSystem.cat_ranges, self._fs)
+        return self.within_deadline(lambda: function(*args, **kwargs))
 
     def within_deadline(self, function: Callable[[], T]) -> T:
         """Returns the result of a blocking call; abandons one that takes too long in its thread.

@@ -96,7 +96,7 @@ def test_training_does_not_wait_for_what_is_removed(root, monkeypatch):
     manager = checkpoint.Manager(root, keep=1)
     for step in (1, 2, 3):  # the removal of step 1 runs while step 3 is saved
         manager.save(step, {"x": torch.ones(3)})
-    assert reached.is_set() and not held.is_set()
+    assert reached.wait(30) and not held.is_set()
     assert manager.steps() == [2, 3]
     held.set()
     manager.close()
