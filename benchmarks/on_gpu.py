@@ -1,6 +1,6 @@
 """What to see first on one GPU: independent sections, each of which prints a table within minutes.
 
-    python -m benchmarks.on_gpu                        # on CUDA, some 30 minutes; nothing else should use the GPU
+    python -m benchmarks.on_gpu                        # on CUDA, some 10 minutes; nothing else should use the GPU
     python -m benchmarks.on_gpu --section steps saves  # some of them
     python -m benchmarks.on_gpu --device standin       # in small, on the tests' simulated accelerator
 
