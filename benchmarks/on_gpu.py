@@ -232,7 +232,7 @@ def saves(at: Place) -> Rows:
     host = torch.empty(min(nbytes, 4 << 30), dtype=torch.uint8, device="cpu", pin_memory=True)
     device = torch.zeros(host.numel(), dtype=torch.uint8, device=at.kind)
     copied, _ = at.seconds(lambda: host.copy_(device, non_blocking=True), 5)
-    yield row("D2H to pinned memory, of as much", copied * nbytes / host.nbytes)
+    yield row("a plain copy of as many bytes to pinned memory", copied * nbytes / host.nbytes)
     yield "a step of training", f"{a_step:.4f}", "", ""
     stages: tuple[Any, ...] = ("now", "lazy")
     for stage, name in itertools.product(stages, ("first", "again")):
