@@ -1,10 +1,11 @@
 """What to see first on one GPU: independent sections, each of which prints a table within minutes.
 
-    python -m benchmarks.on_gpu                        # on CUDA, some 10 minutes; nothing else should use the GPU
+    python -m benchmarks.on_gpu                        # on CUDA, some 30 minutes; nothing else should use the GPU
     python -m benchmarks.on_gpu --section steps saves  # some of them
     python -m benchmarks.on_gpu --device standin       # in small, on the tests' simulated accelerator
 
-A section that fails prints why, and the others run. On CUDA the tables are written to `results/on_gpu.md` as well.
+A section that fails prints why, and the others run. On CUDA the tables are written to `out/on_gpu.md` as well: what is
+to be kept goes from there to `results/on_gpu.md`.
 `--folder` is where checkpoints go: the disk that training would use.
 """
 
@@ -109,6 +110,7 @@ def tests(at: Place) -> Rows:
             capture_output=True,
             text=True,
             cwd=RESULTS.parents[1],
+            timeout=1200,
             env=os.environ | {"DEVICE": at.kind},  # that of the plugin, which makes it the default
         )
         lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -395,7 +397,9 @@ def main() -> None:
     if kind != STANDIN:
         head = f"# Seen on a GPU\n\n{time.strftime('%Y-%m-%d')}, {hardware()}"
         text = "\n\n".join([head, *(text for _, text, _ in found)])
-        (RESULTS / "on_gpu.md").write_text(text)
+        out = RESULTS.parents[1] / "out" / "on_gpu.md"
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(text)
     failed = [name for name, _, failed in found if failed]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

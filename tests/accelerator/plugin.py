@@ -17,7 +17,8 @@ if KIND == "standin":
     from tests.standin import group as group  # registers the backend
 
 
-RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+RANDOM = ("rand", "randn", "randint", "randperm")
+torch.utils._device._device_constructors()  # which keeps the functions that it finds first: not those of below
 
 
 def on_the_cpu(made):
@@ -27,7 +28,8 @@ def on_the_cpu(made):
     def function(*args, generator=None, **kwargs):
         if generator is None or generator.device.type == KIND or "device" in kwargs:
             return made(*args, generator=generator, **kwargs)
-        return made(*args, generator=generator, device="cpu", **kwargs).to(KIND)
+        trained = kwargs.pop("requires_grad", False)
+        return made(*args, generator=generator, device="cpu", **kwargs).to(KIND).requires_grad_(trained)
 
     return function
 
@@ -37,6 +39,7 @@ def on_the_device(monkeypatch):
     torch.set_default_device(KIND)
     for name in RANDOM:
         monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
+    assert torch.randn(1).device.type == KIND
     if KIND == "standin":
         device.C.late(os.environ.get("LATE") == "1")
     yield

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no type hints
-from fsspec.asyn import AsyncFileSystem, sync  # type: ignore[import-untyped]  # as above
+from fsspec.asyn import sync  # type: ignore[import-untyped]  # as above
+from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]  # as above
 
 from shardopt.errors import CheckpointError, Problem, ShardoptError
 from shardopt.redaction import without_secrets
@@ -122,8 +123,8 @@ class Requests:
                 # Either the deadline, which has no message of its own, or a shorter one of the client.
                 raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
         function = getattr(self._fs, method)
-        if method == "cat_ranges" and coroutine is None and isinstance(self._fs, AsyncFileSystem):
-            # `dir://` over a file system that is not asynchronous: that of fsspec before 2026.9 asks it for coroutines.
+        if method == "cat_ranges" and isinstance(self._fs, DirFileSystem) and method in vars(self._fs):
+            # Before fsspec 2026.9 `dir://` has none of its own, but one that asks what it wraps for coroutines.
             function = partial(AbstractFileSystem.cat_ranges, self._fs)
         return self.within_deadline(lambda: function(*args, **kwargs))
 
