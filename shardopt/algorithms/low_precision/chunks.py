@@ -27,7 +27,7 @@ VECTOR = 64
 """The multiple of elements to which scratch memory is padded: several vectors of any CPU."""
 
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
-_MOST_ELSEWHERE = 1 << 23  # with half of it, an operation on an H200 took less time than its launch by the host
+_MOST_ELSEWHERE = 1 << 23  # with half of it, steps on an H200 waited for the host's launches
 
 T = TypeVar("T")
 
