@@ -48,7 +48,7 @@ def main() -> None:
     checkpoint.save(root, {"x": value})
     reader = CheckpointReader(OwnSource(RemoteStorage(Far(), root.removeprefix("memory:/"))))
     target = torch.empty_like(value)
-    requests = list(reader.requests("x", [Piece(whole(tuple(value.shape)), target)]))
+    requests = reader.requests([("x", [Piece(whole(tuple(value.shape)), target)])])
     print(f"{megabytes} MB, {1e3 * LATENCY_SECONDS:g} ms and {BYTES_PER_SECOND / 1e6:g} MB/s a request")
     print("| MiB a request | at a time | seconds | MB/s | at most in flight, MiB |")
     print("|---|---|---|---|---|")

@@ -64,8 +64,7 @@ def open_all(path: str, ranks: int) -> tuple[float, float]:
     key = "layers.0.weight"
 
     def open_files() -> int:
-        reader.open_ahead({key: pieces})
-        return len(list(reader.requests(key, pieces)))
+        return len(reader.requests([(key, pieces)]))
 
     seconds, files = measured(open_files)
     assert files == ranks

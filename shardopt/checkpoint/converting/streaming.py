@@ -136,7 +136,7 @@ def _read_window(
             before_casts = before_casts or blocks.take()
             source = _tensor_over(before_casts, begin, stored, box)
             casts.append((part.stored, target, source))
-        requests += reader.requests(part.stored, [Piece(box, source)])
+        requests += reader.requests([(part.stored, [Piece(box, source)])])
         chunks.append((number, view[begin : begin + box.numel * part.dtype.itemsize]))
     fetch(requests)
     with torch.no_grad():  # a thread has a grad mode of its own

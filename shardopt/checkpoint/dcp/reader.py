@@ -31,7 +31,6 @@ from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, fill
-from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import absolute_url
 from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
@@ -125,9 +124,7 @@ class StorageReader(DcpStorageReader):
             values = dict(self._plain_values(plan, planner))
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
             _refuse_unfit(reader, tensors, targets)
-            filled = zip(tensors, targets, strict=True)
-            requests = [request for item, target in filled for request in _requests(reader, item, target)]
-            fill(requests)
+            fill(reader.requests([*map(_wanted, tensors, targets)]))
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:
@@ -169,9 +166,9 @@ class _Keys(dict[str, Any]):
         return BytesStorageMetadata()
 
 
-def _requests(reader: CheckpointReader, item: ReadItem, target: Tensor) -> Iterator[tuple[OpenFile, ReadRequest]]:
+def _wanted(item: ReadItem, target: Tensor) -> tuple[str, list[Piece]]:
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))  # of the whole tensor, which is one box to DCP
-    return reader.requests(item.storage_index.fqn, [Piece(box, target)])
+    return item.storage_index.fqn, [Piece(box, target)]
 
 
 def _refuse_unfit(reader: CheckpointReader, items: list[ReadItem], targets: list[Tensor]) -> None:

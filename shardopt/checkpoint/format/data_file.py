@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Sequence
 from math import prod
+from sys import intern
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import (
@@ -107,6 +108,7 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]
             raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
         offset = end + length
         numbers += (begin, end, *shape)
+        key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
         entries[key] = Entry(key, dtype, shape, begin + length, offset, segments)
         segments += segment_count(end - begin)
     if not all_sizes(numbers):

@@ -32,6 +32,11 @@ def decode_path(key: str, wire: Any) -> Path:
     """Decodes a path that `encode_path` wrote. Raises ValueError if it does not belong to this key."""
     if wire is None:
         return tuple(key.split("."))
+    try:
+        if ".".join(wire) == key:  # names alone, as nearly all
+            return tuple(wire)
+    except TypeError:
+        pass
     path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
     if not all(type(part) in (str, int, Index) for part in path) or ".".join(map(str, path)) != key:
         raise ValueError(f"a path that is not that of {key!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,32 +75,35 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     stored, chosen, problems = stored_paths(names.manifest), names.chosen, match.problems
     reported = _match_objects(flat, names, stored, strictness, match) if flat.targets else set()
     schedules = flat.schedules()
-    for path, problem in schedule_problems(schedules, flat, names) if schedules else ():
+    for at, problem in schedule_problems(schedules, flat, names) if schedules else ():
         problems.append(problem)
-        reported.add(path)
+        reported.add(at)
 
     def is_reported(path: Path) -> bool:
         return any(path[:length] in reported for length in range(len(path) + 1))
 
+    tensors = names.manifest.tensors
     for key, leaf in flat.leaves.items():
-        if key in stored and key in chosen and not (reported and is_reported(leaf.path)):
-            found = _match_leaf(
-                key, leaf, stored[key], flat, views.get(key), names.manifest, match, strictness, world_size
-            )
-            if found is not None:
-                problems.append(found)
+        path = stored.get(key)
+        if path is None or key not in chosen or (reported and is_reported(leaf.path)):
+            continue
+        view, tensor = views.get(key), tensors.get(key)
+        if (path != leaf.path or {*map(type, path)} != _NAMES_ALONE) and kinds_differ(path, leaf.path):
+            remedy = "nest it in the app as it was when it was saved"
+            found: Problem | None = Problem(key, tell_path(path), tell_path(leaf.path), remedy)
+        elif view is None or tensor is None:
+            found = _match_value(key, leaf, flat, view, names.manifest, match, world_size)
+        else:
+            found = _match_tensor(key, leaf, view, tensor, names.manifest, match, strictness)
+        if found is not None:
+            problems.append(found)
     absent = [key for key in flat.leaves if key in chosen and key not in stored]
     match.missing = _missing(absent, flat, views, stored, names) if absent else []
     for key in match.missing:
         if not is_reported(flat.leaves[key].path):
             problem = Problem(key, NOT_STORED, _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
-    for alias, key in names.aliases.items():
-        own, other = names.manifest.values.get(alias), names.manifest.values.get(key)
-        if key in chosen and own is not None and (other is None or own[1] != other[1]):
-            text = f"another value than {key} in the checkpoint"
-            remedy = "load without tied={...}"
-            problems.append(Problem(alias, text, "the same: they are declared as tied", remedy))
+    problems += _unequal_ties(names)
     here = flat.leaves.keys() | names.aliases.keys()
     match.unexpected = [key for key in stored if key not in here and not is_reported(stored[key])]
     return match
@@ -132,6 +135,16 @@ def _match_objects(
     return reported
 
 
+def _unequal_ties(names: Names) -> Iterator[Problem]:
+    """Yields a problem for each plain value that is declared as tied, and is stored otherwise than its tie."""
+    values = names.manifest.values
+    for alias, key in names.aliases.items():
+        own, other = values.get(alias), values.get(key)
+        if key in names.chosen and own is not None and (other is None or own[1] != other[1]):
+            stored = f"another value than {key} in the checkpoint"
+            yield Problem(alias, stored, "the same: they are declared as tied", "load without tied={...}")
+
+
 def _missing(
     absent: Iterable[str], flat: FlatState, views: Mapping[str, View], stored: Mapping[str, Path], names: Names
 ) -> list[str]:
@@ -153,24 +166,16 @@ def _missing(
     return missing
 
 
-def _match_leaf(
+def _match_tensor(
     key: str,
     leaf: Leaf,
-    path: Path,
-    flat: FlatState,
-    view: View | None,
+    view: View,
+    tensor: StoredTensor,
     manifest: Manifest,
     match: Match,
     strictness: Strictness,
-    world_size: int,
 ) -> Problem | None:
-    """Compares what both sides have under a key; returns the problem with it, if any."""
-    if (path != leaf.path or {*map(type, path)} != _NAMES_ALONE) and kinds_differ(path, leaf.path):
-        remedy = "nest it in the app as it was when it was saved"
-        return Problem(key, tell_path(path), tell_path(leaf.path), remedy)
-    tensor = manifest.tensors.get(key)
-    if view is None or tensor is None:
-        return _match_value(key, leaf, flat, view, manifest, match, world_size)
+    """Compares the tensors that both sides have under a key; returns the problem with them, if any."""
     dtype, shape = TORCH_DTYPES[tensor.dtype.name], tensor.layout.shape
     # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
     known = view.dtype if view.pieces or not view.layout.local else dtype
@@ -187,14 +192,16 @@ def _match_leaf(
             return with_reason_of_parts(problem, leaf.path, shape, view.shape, manifest)
         match.cast.append(key)
     match.tensors[key] = (view, tensor)
-    is_plain = all(memory.is_contiguous() and memory.data_ptr() for _, memory in view.pieces)  # as nearly all
-    return None if is_plain else memory_problem(key, view)
+    for _, memory in view.pieces:
+        if not (memory.is_contiguous() and memory.data_ptr()):  # nearly all are plain
+            return memory_problem(key, view)
+    return None
 
 
 def _match_value(
     key: str, leaf: Leaf, flat: FlatState, view: View | None, manifest: Manifest, match: Match, world_size: int
 ) -> Problem | None:
-    """Compares a plain value or a value per rank, like `_match_leaf`; one side may lack it."""
+    """Compares a plain value or a value per rank, like `_match_tensor`; one side may lack it."""
     value = leaf.value
     if key in manifest.per_rank and isinstance(value, PerRank):
         if world_size == manifest.world_size:

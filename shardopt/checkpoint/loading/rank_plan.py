@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
-from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -64,8 +63,12 @@ class RankPlan:
     @property
     def bytes_wanted(self) -> int:
         """The stored bytes that fill `into`."""
-        stored = ((self.match.tensors[key][1], view) for key, view in self.into.items())
-        return sum(prod(box.sizes) * tensor.dtype.itemsize for tensor, view in stored for box, _ in view.pieces)
+        stored = self.match.tensors
+        return sum(
+            memory.numel() * stored[key][1].dtype.itemsize
+            for key, view in self.into.items()
+            for _, memory in view.pieces
+        )
 
     @property
     def has_casts_to_check(self) -> bool:
@@ -74,9 +77,8 @@ class RankPlan:
 
     def request(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
         """Makes the reads that fill these pieces of the app's tensors, and opens their files."""
-        stored = [(self.names.renamed.get(key, key), each) for key, each in pieces.items()]
-        self.reader.open_ahead(dict(stored))
-        self.requests = [request for key, each in stored for request in self.reader.requests(key, each)]
+        renamed = self.names.renamed
+        self.requests = self.reader.requests([(renamed.get(key, key), each) for key, each in pieces.items()])
 
     def read_alone(self) -> None:
         """Makes this rank read everything that it holds, and send nothing."""

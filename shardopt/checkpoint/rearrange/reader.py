@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -69,11 +69,16 @@ class RearrangedReader(CheckpointReader):
             return self._reader.key_in_files(stored)
         return f"{super().key_in_files(key)} (rearranged)"  # no file has it, and it is no other one of that name
 
-    def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
-        stored = self._binding.keys.get(key)
-        if stored is not None:
-            yield from self._reader.requests(stored, pieces)
-            return
+    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]]) -> list[tuple[OpenFile, ReadRequest]]:
+        keys = self._binding.keys
+        requests = self._reader.requests([(keys[key], pieces) for key, pieces in wanted if key in keys])
+        for key, pieces in wanted:
+            if key not in keys:  # the files of rearranged tensors are opened tensor by tensor
+                requests += self._requests_of_made(key, pieces)
+        return requests
+
+    def _requests_of_made(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
+        """Yields the reads of a tensor that is made of others."""
         tensor = self._binding.tensors[key]
         for piece in pieces:
             for component in tensor.components:
@@ -82,11 +87,6 @@ class RearrangedReader(CheckpointReader):
                 else:
                     for _, memory in views_of(component, piece):
                         yield self._zeros, self._zeros.request(key, tensor.dtype, memory)
-
-    def open_ahead(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
-        """Opens the files of unchanged tensors ahead; files of rearranged ones are opened tensor by tensor."""
-        keys = self._binding.keys
-        self._reader.open_ahead({keys[key]: pieces for key, pieces in wanted.items() if key in keys})
 
     def close(self) -> None:
         self._reader.close()
@@ -128,7 +128,7 @@ class RearrangedReader(CheckpointReader):
             [
                 read
                 for key, target in targets.items()
-                for read in self._reader.requests(key, [Piece(Box((), ()), target)])
+                for read in self._reader.requests([(key, [Piece(Box((), ()), target)])])
             ]
         )
         problems = [

@@ -56,11 +56,11 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
     if all(_is_range(runs) for runs in dims):
         sizes = tuple(runs[0].length if runs else 1 for runs in dims)
         target = memory.as_strided(sizes, [runs[0].stride if runs else 1 for runs in dims], memory.storage_offset())
-        yield from reader.requests(key, [Piece(Box(first, sizes), target)])
+        yield from reader.requests([(key, [Piece(Box(first, sizes), target)])])
         return
     sizes = tuple(1 + sum(run.step * (run.length - 1) for run in runs) for runs in dims)
     outline = torch.empty(sizes, dtype=memory.dtype, device="meta")  # tells which request is for which elements
-    requests = list(reader.requests(key, [Piece(Box(first, sizes), outline)]))
+    requests = reader.requests([(key, [Piece(Box(first, sizes), outline)])])
     places = [_place_of(request, outline) for _, request in requests]
     for (file, request), place in zip(requests, places, strict=True):
         if place is None:

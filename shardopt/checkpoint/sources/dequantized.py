@@ -137,7 +137,7 @@ class DequantizedFile(OpenFile):
 
     def _read(self, key: str, box: Box) -> Tensor:
         target = torch.empty(box.sizes, dtype=self._stored.info(key).dtype, device="cpu")
-        fetch_here(self._stored.requests(key, [Piece(box, target)]))
+        fetch_here(self._stored.requests([(key, [Piece(box, target)])]))
         return target
 
 

@@ -43,7 +43,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _cuts_and_checksums(reader: CheckpointReader, key: str, box: Box) -> tuple[list[object], list[bytes]]:
     """Returns, for each stored box that overlaps `box`, the overlap in both coordinates, and its checksums."""
     wanted = torch.empty(box.sizes, dtype=reader.info(key).dtype, device="meta")
-    reads = list(reader.requests(key, [Piece(box, wanted)]))
+    reads = reader.requests([(key, [Piece(box, wanted)])])
     targets = [read.target for _, read in reads]
     strides = [(target.storage_offset(), target.stride()) for target in targets]  # a transposed tensor is another one
     cuts: list[object] = [(read.sizes, read.wanted, at) for (_, read), at in zip(reads, strides, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any, NamedTuple
@@ -99,11 +99,10 @@ class CheckpointReader(CheckpointContents):
             raise self.unknown(key, self.keys(), "a key")
         box, dtype = self._box_of(key, box), self.info(key).dtype
         # Without memory at first: the files must have the size that the manifest gives before any is allocated for it.
-        for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]):
-            pass
+        self.requests([(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))])])
         with out_of_inference_mode():  # the caller's, in which a tensor could never be changed
             target = torch.empty(box.sizes, dtype=dtype, device="cpu")
-        fetch(list(self.requests(key, [Piece(box, target)])))
+        fetch(self.requests([(key, [Piece(box, target)])]))
         return target
 
     def read_into(self, key: str, tensor: Tensor, box: Box | None = None) -> None:
@@ -145,7 +144,7 @@ class CheckpointReader(CheckpointContents):
             Piece(Box(tuple(map(add, local.offsets, box.offsets)), local.sizes), memory)
             for local, memory in view.pieces
         ]
-        fill([*self.requests(key, pieces)])
+        fill(self.requests([(key, pieces)]))
 
     def _box_of(self, key: str, box: Box | None) -> Box:
         """Returns a box of a tensor; None stands for the whole. Raises MismatchError if the tensor has no such box."""
@@ -165,24 +164,38 @@ class CheckpointReader(CheckpointContents):
             )
         return box
 
-    def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
-        """Yields the reads that fill these pieces of a tensor, each with its data file.
+    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]]) -> list[tuple[OpenFile, ReadRequest]]:
+        """Returns the reads that fill these pieces of tensors, each with its data file.
+
+        Opens the files, several at a time. Of each it keeps only the entries of these tensors; all of them where one
+        tensor is wanted alone, as others will follow.
+
+        Args:
+            wanted: pieces by the keys of their tensors.
 
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        _, dtype, layout, *_ = self.manifest.tensors[key]
-        name = self.key_in_files(key)
-        for box, tensor in pieces:
-            overlaps = self._overlaps_with(layout, dtype, box)
-            for number, entry, form, sizes, stored, wanted in overlaps:
-                if number not in self._files:
-                    self._open_all(dict.fromkeys([each.number for each in overlaps]))
-                file = self._files[number]
-                target = tensor if wanted is None else narrowed(tensor, wanted)
-                key = entry.key(name) if entry.is_patch else name
-                for request in file.requests(key, form, dtype, sizes, stored, target):
-                    yield file, request
+        reads: list[tuple[_Overlap, str, Dtype, Tensor]] = []
+        names_in: defaultdict[int, set[str]] = defaultdict(set)
+        for key, pieces in wanted:
+            _, dtype, layout, *_ = self.manifest.tensors[key]
+            own_name = self.key_in_files(key)
+            for box, tensor in pieces:
+                for overlap in self._overlaps_with(layout, dtype, box):
+                    number, entry, *_ = overlap
+                    name = entry.key(own_name) if entry.is_patch else own_name
+                    names_in[number].add(name)
+                    reads.append((overlap, name, dtype, tensor))
+        self._open_all(names_in if len(wanted) > 1 else dict.fromkeys(names_in))
+        return [
+            (file, request)
+            for (number, _, form, sizes, stored, part), name, dtype, tensor in reads
+            for file in (self._files[number],)
+            for request in file.requests(
+                name, form, dtype, sizes, stored, tensor if part is None else narrowed(tensor, part)
+            )
+        ]
 
     def close(self) -> None:
         """Forgets the files, none of which is kept open between reads."""
@@ -195,23 +208,6 @@ class CheckpointReader(CheckpointContents):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def open_ahead(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
-        """Opens the files that `requests` for these pieces will need, several at a time.
-
-        Of each only the entries of these tensors are kept. Without this, files are opened tensor by tensor.
-
-        Raises:
-            CorruptionError: a file is missing or damaged.
-        """
-        keys_in: defaultdict[int, set[str]] = defaultdict(set)
-        for key, pieces in wanted.items():
-            _, dtype, layout, *_ = self.manifest.tensors[key]
-            name = self.key_in_files(key)
-            for box, _ in pieces:
-                for number, entry, *_ in self._overlaps_with(layout, dtype, box):
-                    keys_in[number].add(entry.key(name) if entry.is_patch else name)
-        self._open_all(keys_in)
 
     def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:
         """Opens files by number, in several threads, unless they are open. None stands for all keys."""

@@ -162,10 +162,7 @@ class DataFileReader(OpenFile):
         self.header_bytes = 0
         entries = self._read(head_bytes)
         self._all: Mapping[str, Entry] | None = entries if wanted is None else None
-        # The caller's own strings as keys: those of the header would be as many copies as there are files.
-        self._kept = (
-            entries if wanted is None else {key: Entry(key, *entries[key][1:]) for key in wanted if key in entries}
-        )
+        self._kept = entries if wanted is None else {key: entries[key] for key in wanted if key in entries}
 
     def _read(self, head_bytes: int) -> dict[str, Entry]:
         file = self.file

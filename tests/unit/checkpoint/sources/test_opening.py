@@ -87,7 +87,7 @@ def test_only_wanted_files_are_opened_and_by_several_threads(of_many_files, monk
     with checkpoint.open(path) as reader:
         target = torch.zeros(3, 16)
         piece = Piece(Box((1, 0), (3, 16)), target)
-        reader.open_ahead({"layers.2.weight": [piece], "layers.3.weight": [piece]})
+        reader.requests([("layers.2.weight", [piece]), ("layers.3.weight", [piece])])
         assert len(reader._files) == 3
         assert all(each._kept.keys() == {"layers.2.weight", "layers.3.weight"} for each in reader._files.values())
         reader.read_into("layers.2.weight", target, piece.box)

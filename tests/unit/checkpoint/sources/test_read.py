@@ -136,7 +136,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
                 box = data.draw(wanted_boxes(tensor.shape))
                 memory = data.draw(st.sampled_from(MEMORIES))
                 target, base = destination(box.sizes, tensor.dtype, memory)
-                requests += reader.requests(key, [Piece(box, target)])
+                requests += reader.requests([(key, [Piece(box, target)])])
                 shown, expected_base = destination(box.sizes, tensor.dtype, memory)
                 shown.copy_(tensor[at(box)])
                 expected.append((base, expected_base))
@@ -177,7 +177,7 @@ def test_rows_cost_their_own_bytes_and_the_ends_of_segments(big, first, rows):
     path, value = big
     target = torch.zeros(rows, COLUMNS)
     with checkpoint.open(path) as reader:
-        nbytes = fetch(list(reader.requests("x", [Piece(Box((first, 0), (rows, COLUMNS)), target)])))
+        nbytes = fetch(reader.requests([("x", [Piece(Box((first, 0), (rows, COLUMNS)), target)])]))
     assert torch.equal(target, value[first : first + rows])
     expected = 0
     for start, end in ((0, FIRST), (FIRST, ROWS)):
@@ -193,7 +193,7 @@ def test_columns_take_bounded_memory(big):
     path, value = big
     target = torch.zeros(ROWS, 8)
     with checkpoint.open(path) as reader:
-        requests = list(reader.requests("x", [Piece(Box((0, 100), (ROWS, 8)), target)]))
+        requests = reader.requests([("x", [Piece(Box((0, 100), (ROWS, 8)), target)])])
         fetch(requests)  # warm
         tracemalloc.start()
         nbytes = fetch(requests * 8)  # as if it were 128 MiB
@@ -213,9 +213,7 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
     path = store(tmp_path / "c", dict.fromkeys(keys, value), {key: [whole((1900, 1024))] for key in keys})
     targets = {key: torch.zeros(1900, 4) for key in keys}
     with checkpoint.open(path) as reader:
-        requests = [
-            request for key in keys for request in reader.requests(key, [Piece(Box((0, 9), (1900, 4)), targets[key])])
-        ]
+        requests = reader.requests([(key, [Piece(Box((0, 9), (1900, 4)), targets[key])]) for key in keys])
         tracemalloc.start()
         fetch(requests)
         peak = tracemalloc.get_traced_memory()[1]
@@ -230,7 +228,7 @@ def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)
     with checkpoint.open(path) as reader:
-        nbytes = fetch(list(reader.requests("x", [Piece(Box((1, 1, 7), (2, 2, 100)), target)])))
+        nbytes = fetch(reader.requests([("x", [Piece(Box((1, 1, 7), (2, 2, 100)), target)])]))
     assert same(target, value[1:3, 1:3, 7:107])
     assert nbytes <= 4 * 2 * SEGMENT_BYTES
 
@@ -329,7 +327,7 @@ def test_a_file_that_is_not_the_one_that_was_written_is_named(tmp_path, damage, 
 def test_a_file_that_goes_while_it_is_read_is_named(tmp_path):
     path = store(tmp_path / "c", {"x": numbers((9,), "int64")}, {"x": [whole((9,))]})
     with checkpoint.open(path) as reader:
-        requests = list(reader.requests("x", [Piece(whole((9,)), torch.zeros(9, dtype=torch.int64))]))
+        requests = reader.requests([("x", [Piece(whole((9,)), torch.zeros(9, dtype=torch.int64))])])
         (file,) = path.glob("*.safetensors")
         file.rename(path / "elsewhere")
         with pytest.raises(CorruptionError, match=r"0a-r00000\.safetensors: found no such file"):
@@ -377,7 +375,7 @@ def test_what_progress_raises_is_not_taken_for_damage(tmp_path):
         raise FileNotFoundError("a log that is gone")
 
     with checkpoint.open(path) as reader:
-        requests = list(reader.requests("x", [Piece(whole((4, 3)), torch.zeros(4, 3))]))
+        requests = reader.requests([("x", [Piece(whole((4, 3)), torch.zeros(4, 3))])])
         with pytest.raises(FileNotFoundError, match="a log that is gone"):
             fetch(requests, progress)
 

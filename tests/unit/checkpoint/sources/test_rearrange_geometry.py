@@ -167,7 +167,7 @@ def check_any_box(tmp_path_factory, rule, data):
             larger = torch.full([box.sizes[dim] + 2 for dim in order] or [1], -1)
             view = larger[tuple(slice(1, 1 + box.sizes[dim]) for dim in order)] if order else larger.reshape(())
             target = view.permute([order.index(dim) for dim in range(full.ndim)])
-            fetch(list(reader.requests(key, [Piece(box, target)])))
+            fetch(reader.requests([(key, [Piece(box, target)])]))
             assert torch.equal(target, full[at(box)]), (key, box)
             assert (larger == -1).sum() == larger.numel() - box.numel or not order
 
@@ -187,7 +187,7 @@ def test_a_rule_and_its_inverse_give_back_what_was_stored(tmp_path_factory, rule
         for key, tensor in stored.items():  # what was left out is zeros by now
             expected = tensor.clone().apply_(lambda number: number if number in kept else 0)
             target = torch.full_like(expected, -1)  # read() has memory that may hold the right numbers by chance
-            fetch(list(reader.requests(key, [Piece(whole(tensor.shape), target)])))
+            fetch(reader.requests([(key, [Piece(whole(tensor.shape), target)])]))
             assert torch.equal(target, expected)
 
 
@@ -198,7 +198,7 @@ def test_dimensions_of_one_stride_are_told_apart_by_where_they_end(tmp_path):
     store(tmp_path / "it", {"old.0": stored}, {"old.0": [whole((7, 2))]})
     with rearranged(rearranged(checkpoint.open(tmp_path / "it"), [rule]), inverse([rule])) as reader:
         target = torch.full_like(stored, -1)
-        fetch(list(reader.requests("old.0", [Piece(whole((7, 2)), target)])))
+        fetch(reader.requests([("old.0", [Piece(whole((7, 2)), target)])]))
     assert torch.equal(target, stored)
 
 
