@@ -104,8 +104,9 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             problem = Problem(key, NOT_STORED, _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     problems += _unequal_ties(names)
-    here = flat.leaves.keys() | names.aliases.keys()
-    match.unexpected = [key for key in stored if key not in here and not is_reported(stored[key])]
+    match.unexpected = [
+        key for key in stored if key not in flat.leaves and key not in names.aliases and not is_reported(stored[key])
+    ]
     return match
 
 

@@ -44,7 +44,9 @@ def names_as_stored(reader: CheckpointReader, flat: FlatState) -> Names | None:
 def stored_paths(manifest: Manifest) -> dict[str, Path]:
     """Returns the path of each stored key."""
     paths = {key: tensor.path for key, tensor in manifest.tensors.items()}
-    return paths | {key: path for key, (path, _) in manifest.values.items()} | dict(manifest.per_rank)
+    paths.update((key, path) for key, (path, _) in manifest.values.items())
+    paths.update(manifest.per_rank)
+    return paths
 
 
 def owner_of(key: str, names: Collection[str]) -> tuple[str, str]:

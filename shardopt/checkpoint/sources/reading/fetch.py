@@ -77,15 +77,13 @@ def fetch(
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
     """
     batches = _Batches(requests, use)
-    nbytes = sum(prod(request.wanted.sizes) * request.dtype.itemsize for _, request in requests)
-    done = None if progress is None else Counter(nbytes, progress)
-    to_check = [each for each in requests if each[0].checks_first]
+    done = None if progress is None else Counter(batches.wanted_bytes, progress)
+    to_check = [each for each in requests if each[0].checks_first] if batches.check_first else []
     try:
-        if len(batches.files) <= 1 and nbytes <= _FEW_BYTES and not to_check:
+        if len(batches.files) <= 1 and batches.wanted_bytes <= _FEW_BYTES and not to_check:
             batches.read_all(done)
         else:
-            streams = CallersStreams(request.target for _, request in requests)
-            _read_in_threads(batches, to_check, done, streams)
+            _read_in_threads(batches, to_check, done, CallersStreams(batches.targets_elsewhere))
     finally:
         batches.end()
     return batches.nbytes
@@ -144,10 +142,18 @@ class _Batches:
     def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
         by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
         on_devices: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+        self.wanted_bytes = 0
+        self.targets_elsewhere: list[Tensor] = []  # than on the CPU
         for file, request in requests:
-            streams = not request.target.is_cpu and use is copy_into and is_streamed(request.target)
-            (on_devices if streams else by_file)[file].append(request)
+            self.wanted_bytes += prod(request.wanted.sizes) * request.dtype.itemsize
+            if request.target.is_cpu:
+                by_file[file].append(request)
+            else:
+                streams = use is copy_into and is_streamed(request.target)
+                (on_devices if streams else by_file)[file].append(request)
+                self.targets_elsewhere.append(request.target)
         self.files, self.nbytes = {**by_file, **on_devices}.keys(), 0
+        self.check_first = any(file.checks_first for file in self.files)
         self.threads = max((threads_for(file.storage) for file in self.files), default=1)
         self._lock = world().lock()
         limit = max(map(batch_bytes, self.files), default=0)
