@@ -53,7 +53,7 @@ def main() -> None:
     print("| MiB a request | at a time | seconds | MB/s | at most in flight, MiB |")
     print("|---|---|---|---|---|")
     for mib, threads in ((2, 4), (2, 8), (8, 4), (8, 8), (8, 16), (16, 8), (32, 8)):
-        checking._FAR_BATCH_BYTES, checking._FAR_THREADS = mib << 20, threads
+        checking._FAR_SIZES, checking._FAR_THREADS = checking.ReadSizes(*[mib << 20] * 3), threads
         seconds = []
         for _ in range(3):
             begin = time.perf_counter()

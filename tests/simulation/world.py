@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.sources.reading.checking import ReadSizes
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.checkpoint.storage.retry import RetryPolicy
@@ -237,8 +238,8 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
             SimpleNamespace(_exit=world.exit_at_once, write=lambda fd, data: len(data)),
         ),
         # Buffers of their own size would cost more than all else that is done with so few bytes.
-        ("shardopt.checkpoint.sources.reading.checking", "_BATCH_BYTES", 1 << 12),
-        ("shardopt.checkpoint.sources.reading.checking", "_FAR_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.sources.reading.checking", "_SIZES", _SMALL_READS),
+        ("shardopt.checkpoint.sources.reading.checking", "_FAR_SIZES", _SMALL_READS),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: world._process().job_size),
@@ -265,6 +266,7 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         torch._C._set_grad_enabled(grad_mode)
 
 
+_SMALL_READS = ReadSizes(batch=1 << 12, run=8 << 20, call=512 << 10)
 _ABSENT = object()
 
 

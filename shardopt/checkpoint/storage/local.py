@@ -144,7 +144,7 @@ class LocalStorage(Storage):
             os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
 
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
-        with _reading(self._path(name)):
+        try:
             for offset, buffers in contiguous_runs(spans):
                 while buffers:
                     got = os.preadv(fd, buffers, offset)
@@ -152,6 +152,9 @@ class LocalStorage(Storage):
                         raise too_short(self._path(name), offset)
                     offset += got
                     buffers = _skip(buffers, got)
+        except OSError:
+            with _reading(self._path(name)):
+                raise
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
         fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

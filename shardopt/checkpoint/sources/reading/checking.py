@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader, OpenFile
@@ -11,9 +12,25 @@ from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 
 _THREADS = 4
-_BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
-_FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
 _FAR_THREADS = 8
+
+
+class ReadSizes(NamedTuple):
+    """How many bytes to read at a time.
+
+    Args:
+        batch: through scratch, before they are verified and copied.
+        run: straight into memory, by one thread.
+        call: of a run in one call, before they are verified; whole segments.
+    """
+
+    batch: int
+    run: int
+    call: int
+
+
+_SIZES = ReadSizes(2 << 20, 8 << 20, 512 << 10)  # what one call reads is still in the core's cache when it is summed
+_FAR_SIZES = ReadSizes(8 << 20, 8 << 20, 8 << 20)  # each request costs a round trip; see benchmarks/results/remote.md
 
 
 def threads_for(storage: Storage) -> int:
@@ -21,9 +38,9 @@ def threads_for(storage: Storage) -> int:
     return _FAR_THREADS if storage.is_remote else _THREADS
 
 
-def batch_bytes(file: OpenFile) -> int:
-    """Returns the number of bytes that one thread should read from a file at once."""
-    return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
+def sizes_for(storage: Storage) -> ReadSizes:
+    """Returns how many bytes to read from a storage at a time."""
+    return _FAR_SIZES if storage.is_remote else _SIZES
 
 
 def read_entry(file: DataFileReader, entry: Entry) -> bytearray:
@@ -55,7 +72,7 @@ def damaged_segments(
         progress: called with the bytes of each piece that was read.
         once: whether nobody needs the bytes again soon.
     """
-    step = batch_bytes(file)
+    step = sizes_for(file.storage).batch
     with file.opened(once) as read:
 
         def chunks(begin: int, end: int) -> Iterator[memoryview]:
@@ -71,4 +88,4 @@ def damaged_segments(
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
     """Yields boxes of at most 2 MiB that cover a box's elements in C order."""
-    return cut_in_order(box, _BATCH_BYTES // itemsize)
+    return cut_in_order(box, _SIZES.batch // itemsize)

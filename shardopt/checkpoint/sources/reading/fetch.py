@@ -18,10 +18,10 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.sources.reading.checking import batch_bytes, damaged_segments, threads_for
+from shardopt.checkpoint.sources.reading.checking import damaged_segments, sizes_for, threads_for
 from shardopt.checkpoint.sources.reading.device_scratch import DeviceScratch, is_streamed
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
-from shardopt.checkpoint.sources.reading.read_plan import Batch, SmallReads, batches_of
+from shardopt.checkpoint.sources.reading.read_plan import Batch, LargeRead, SmallReads, batches_of
 from shardopt.checkpoint.sources.reading.scratch import HostScratch, Scratch, Use, copy_into, lost_problem
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.runtime.accelerator import CallersStreams
@@ -156,7 +156,7 @@ class _Batches:
         self.check_first = any(file.checks_first for file in self.files)
         self.threads = max((threads_for(file.storage) for file in self.files), default=1)
         self._lock = world().lock()
-        limit = max(map(batch_bytes, self.files), default=0)
+        limit = max((sizes_for(file.storage).batch for file in self.files), default=0)
         ways: list[tuple[Mapping[OpenFile, list[ReadRequest]], Scratch]] = [
             (by_file, HostScratch(limit + 2 * SEGMENT_BYTES, use))
         ]
@@ -168,11 +168,11 @@ class _Batches:
             for file in self.files
             for of_file, scratch in ways
             if file in of_file
-            for batch in batches_of(sorted(of_file[file], key=lambda each: each.entry.begin), limit, scratch)
+            for batch in batches_of(of_file[file], sizes_for(file.storage), scratch)
         )
         self._stopped = False
 
-    def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
+    def take(self) -> tuple[OpenFile, Batch | LargeRead | SmallReads] | None:
         """Returns the next batch and its file; None after the last."""
         with self._lock, torch.no_grad():  # a thread has a grad mode of its own
             taken = None if self._stopped else next(self._batches, None)

@@ -130,8 +130,11 @@ class OpenFile(ABC):
                 read = stack.enter_context(storage.opened_once(self.name) if once else storage.opened(self.name))
 
             def read_named(spans: Sequence[Span]) -> None:
-                with self.reading():  # and nothing else: the caller's own work may fail in other ways
+                try:
                     read(spans)
+                except Exception:  # a context around each call would take longer than the call
+                    with self.reading():
+                        raise
 
             yield read_named
 

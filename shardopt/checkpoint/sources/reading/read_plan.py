@@ -9,7 +9,7 @@ scratch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from shardopt.checkpoint.format.tensor_bytes import (
     move_bytes,
     tensor_over,
 )
+from shardopt.checkpoint.sources.reading.checking import ReadSizes
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reading.scratch import Scratch, ScratchCopy, room_for
 from shardopt.checkpoint.storage import ReadInto, Span
@@ -110,6 +111,32 @@ class Batch:
         return memoryview(self._buffer)[begin : begin + nbytes]
 
 
+class LargeRead:
+    """Many whole segments that are read straight into memory, each verified while it is in the processor's cache.
+
+    Args:
+        entry: the segments' own.
+        offset: of their bytes in the file.
+        memory: for them.
+        call_bytes: to read in one call, whole segments.
+    """
+
+    def __init__(self, entry: Entry, offset: int, memory: memoryview, call_bytes: int) -> None:
+        self.nbytes = memory.nbytes
+        self._entry, self._offset, self._memory, self._call_bytes = entry, offset, memory, call_bytes
+
+    def read(self, file: OpenFile, read: ReadInto) -> None:
+        """Reads and verifies; call it once."""
+        segment = self._entry.segment + (self._offset - self._entry.begin) // SEGMENT_BYTES
+        for begin in range(0, self.nbytes, self._call_bytes):
+            memory = self._memory[begin : begin + self._call_bytes]
+            read([Span(self._offset + begin, memory)])
+            for at in range(0, memory.nbytes, SEGMENT_BYTES):
+                if not file.is_intact(segment, memory[at : at + SEGMENT_BYTES]):
+                    raise file.segment_error(self._entry, segment)
+                segment += 1
+
+
 class SmallReads:
     """Small whole boxes: many at a time are read into scratch, verified there, and copied.
 
@@ -152,11 +179,14 @@ class SmallReads:
         self._scratch.use(buffer, ())
 
 
-def batches_of(requests: Sequence[ReadRequest], limit: int, scratch: Scratch) -> Iterator[Batch | SmallReads]:
-    """Splits requests into batches of at most `limit` bytes, or of one run."""
+def batches_of(
+    requests: Iterable[ReadRequest], read_sizes: ReadSizes, scratch: Scratch
+) -> Iterator[Batch | LargeRead | SmallReads]:
+    """Splits requests of one file into batches: of several runs, of one large run, or of small boxes."""
+    limit = read_sizes.batch
     batch: Batch | None = None
     small: SmallReads | None = None
-    for request in requests:
+    for request in sorted(requests, key=lambda each: each.entry.begin):
         entry, dtype, sizes, wanted, target = request
         nbytes = entry.end - entry.begin
         if not nbytes:
@@ -169,7 +199,13 @@ def batches_of(requests: Sequence[ReadRequest], limit: int, scratch: Scratch) ->
             small.add(entry, target)
             continue
         is_one = _is_one_run(request)
-        for run in _direct(request, limit) if is_one else _through_scratch(request, limit, 0, sizes, wanted, target):
+        runs = (
+            _direct(request, read_sizes.run) if is_one else _through_scratch(request, limit, 0, sizes, wanted, target)
+        )
+        for run in runs:
+            if run.memory is not None and run.memory.nbytes == run.nbytes > read_sizes.call:
+                yield LargeRead(entry, run.offset, run.memory, read_sizes.call)
+                continue
             if batch is not None and (batch.nbytes + run.nbytes > limit or not batch.takes(run)):
                 yield batch
                 batch = None

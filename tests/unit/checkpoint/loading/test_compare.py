@@ -11,7 +11,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
 from shardopt.checkpoint.saving.planning.describe import describe
-from shardopt.checkpoint.sources.reading.checking import _BATCH_BYTES
+from shardopt.checkpoint.sources.reading.checking import _SIZES
 from shardopt.errors import CorruptionError, MismatchError, PartialLoadError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.state.flatten import flatten
@@ -137,7 +137,7 @@ def test_tied_tensors_are_read_once(tmp_path):
     assert report.bytes_read == report.bytes_wanted == 24
 
 
-@pytest.mark.parametrize("rows", [3, 40, _BATCH_BYTES // 4])
+@pytest.mark.parametrize("rows", [3, 40, _SIZES.batch // 4])
 @pytest.mark.parametrize("where", [0, -1])
 def test_untied_values_do_not_load_into_tied_tensors(tmp_path, rows, where):
     """Neither of the two may win, and the bytes are not corrupt."""

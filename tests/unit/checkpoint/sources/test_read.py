@@ -24,7 +24,7 @@ from shardopt.checkpoint.saving.writing.write import memory_of, write_files
 from shardopt.checkpoint.sources import reader as reader_module
 from shardopt.checkpoint.sources.reading import checking as checking_module
 from shardopt.checkpoint.sources.reading import read_plan as plan_module
-from shardopt.checkpoint.sources.reading.checking import pieces_in_order
+from shardopt.checkpoint.sources.reading.checking import ReadSizes, pieces_in_order
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CorruptionError, LayoutError, MismatchError
@@ -112,8 +112,12 @@ def wanted_boxes(draw, shape):
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), segment=st.sampled_from([16, 64, SEGMENT_BYTES]), batch=st.sampled_from([1, 4, 32]))
-def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
+@given(
+    data=st.data(),
+    segment=st.sampled_from([16, 64, SEGMENT_BYTES]),
+    segments=st.tuples(st.sampled_from([1, 4, 32]), st.sampled_from([1, 4, 32]), st.sampled_from([1, 3, 32])),
+)
+def test_any_part_into_any_memory(tmp_path_factory, data, segment, segments):
     """Against slices of the whole. Segments and batches of a few bytes, so that all their borders are met."""
     patch = pytest.MonkeyPatch()
     # All that take the length of segments.
@@ -121,7 +125,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     for there in [importlib.import_module(f"shardopt.checkpoint.{name}") for name in names]:
         patch.setattr(there, "SEGMENT_BYTES", segment)
     patch.setattr(plan_module, "_SMALL_READ_BYTES", min(segment, plan_module._SMALL_READ_BYTES))
-    patch.setattr(checking_module, "_BATCH_BYTES", segment * batch)
+    patch.setattr(checking_module, "_SIZES", ReadSizes(*[segment * count for count in segments]))
     try:
         tensors, boxes = {}, {}
         for key in data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
@@ -223,7 +227,7 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(checking_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
+    monkeypatch.setattr(checking_module, "_SIZES", ReadSizes(2 * SEGMENT_BYTES, 2 * SEGMENT_BYTES, SEGMENT_BYTES))
     value = numbers((3, 4, SEGMENT_BYTES), "float32")
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)
