@@ -1,0 +1,91 @@
+"""Raw reads and writes of the same bytes as a checkpoint: what a machine can do at best, by one fixed program.
+
+Each peer is one way; `best` is the fastest of them. Peers write one file a rank, and read it again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from benchmarks.peers import calling
+
+REQUEST_MIB = (1, 8, 64)
+PREFIX = "raw "
+_DIRECT_BYTES = 8 << 20
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+def best(times: Mapping[str, float]) -> float | None:
+    """Returns the time of the fastest raw peer; None if there is none."""
+    return min((seconds for name, seconds in times.items() if name.startswith(PREFIX)), default=None)
+
+
+def readers(path: str, memories: Sequence[memoryview]) -> dict[str, Callable[[int], Any]]:
+    """Peers that read a file of this rank, which `write` has written, into memory.
+
+    Args:
+        memories: bytes; the file has as many.
+    """
+    write(path, memories, REQUEST_MIB[-1] << 20, durable=False)
+    return {f"{PREFIX}{mib} MiB": calling(partial(_read, path, memories, mib << 20)) for mib in REQUEST_MIB}
+
+
+def writers(path: str, memories: Sequence[memoryview], durable: bool) -> dict[str, Callable[[int], Any]]:
+    """Peers that write a new file of this rank; durable ones also past the page cache, where the file system can.
+
+    Args:
+        memories: bytes; for direct writes, as many from memory that is aligned for them.
+    """
+    peers = {f"{PREFIX}{mib} MiB": calling(partial(write, path, memories, mib << 20, durable)) for mib in REQUEST_MIB}
+    total = sum(memory.nbytes for memory in memories) // _PAGE_BYTES * _PAGE_BYTES
+    if durable and total and hasattr(os, "O_DIRECT"):
+        aligned = mmap.mmap(-1, total)
+        for begin in range(0, total, _PAGE_BYTES):
+            aligned[begin] = 1  # so that the memory is there
+        with suppress(OSError):
+            _write_directly(path, aligned)
+            peers[f"{PREFIX}direct"] = calling(partial(_write_directly, path, aligned))
+    return peers
+
+
+def write(path: str, memories: Sequence[memoryview], request_bytes: int, durable: bool) -> None:
+    """Writes a new file through the page cache."""
+    with _new_file(path, 0) as fd:
+        for memory in memories:
+            while memory.nbytes:
+                memory = memory[os.write(fd, memory[:request_bytes]) :]
+        if durable:
+            os.fsync(fd)
+
+
+def _write_directly(path: str, aligned: mmap.mmap) -> None:
+    """Writes a new file past the page cache, space reserved first."""
+    with _new_file(path, os.O_DIRECT) as fd, memoryview(aligned) as memory:
+        os.posix_fallocate(fd, 0, len(aligned))
+        at = 0
+        while at < len(aligned):
+            at += os.pwrite(fd, memory[at : at + _DIRECT_BYTES], at)
+        os.fsync(fd)
+
+
+def _read(path: str, memories: Sequence[memoryview], request_bytes: int) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for memory in memories:
+            while memory.nbytes:
+                memory = memory[file.readinto(memory[:request_bytes]) :]
+
+
+@contextmanager
+def _new_file(path: str, flags: int) -> Iterator[int]:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
