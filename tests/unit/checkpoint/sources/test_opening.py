@@ -96,14 +96,26 @@ def test_only_wanted_files_are_opened_and_by_several_threads(of_many_files, monk
         assert len(reader._files) == RANKS
 
 
-def test_a_load_takes_as_many_reads_as_files(of_many_files, monkeypatch):
-    path, state = of_many_files
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the files whose headers are read, in order."""
+    names = []
+    read = open_file.DataFileReader._read
     monkeypatch.setattr(
-        open_file.DataFileReader,
-        "_read",
-        lambda self, head, read=open_file.DataFileReader._read: calls.append(self.name) or read(self, head),
+        open_file.DataFileReader, "_read", lambda self, head: names.append(self.name) or read(self, head)
     )
+    return names
+
+
+def test_reading_tensor_by_tensor_reads_each_header_once(of_many_files, calls):
+    path, state = of_many_files
+    with checkpoint.open(path) as reader:
+        assert all(torch.equal(reader.read(key), tensor) for key, tensor in state.items())
+    assert len(calls) == len(set(calls)) == RANKS
+
+
+def test_a_load_takes_as_many_reads_as_files(of_many_files, calls):
+    path, state = of_many_files
     app = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     checkpoint.load(path, app)
     assert all(torch.equal(app[key], state[key]) for key in state)
