@@ -112,8 +112,6 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
                 checkpoint.load(path, app, select=select, init_state=True, storage_options=options)
         except MismatchError as error:
             raise MismatchError(error.message, [*map(_with_reason, error.problems)], code=error.code) from None
-        if isinstance(app.get(DATA), dict):
-            self._loader.load_state_dict(app[DATA])
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -138,8 +136,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         """Returns the loader itself if all ranks share its state, else its state with a key per data rank."""
         if self._loader is None:
             return {}
-        state = self._loader.state_dict()
-        return {DATA: dict(state) if _RANKS in state else self._loader}
+        return {DATA: _PositionsByRank(self._loader) if _RANKS in self._loader.state_dict() else self._loader}
 
 
 class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]  # torchtitan may be absent
@@ -203,6 +200,26 @@ class _ModelParts:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for part in self._parts:
             part.load_state_dict({name: state_dict[canonical_fqn(name)] for name in part.state_dict()})
+
+
+class _PositionsByRank:
+    """The position of torchtitan's own loader: each data rank has it under a name of its own.
+
+    A plain dict would not do: a load gives it whatever entries are stored, also those of other numbers of ranks.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def held_state_names(self) -> tuple[str, ...]:
+        """No "state" by names of parameters; but each entry has a key of its own."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._loader.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        self._loader.load_state_dict(state_dict)
 
 
 class _TrainState:

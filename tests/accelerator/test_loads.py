@@ -51,7 +51,7 @@ def is_left(name):
 def loaded(standin, fault=None, buffer=BUFFER):
     """Returns for each order of streams what is wrong after a load, and what the host has waited for."""
     kept = []
-    device_scratch.BUFFER_BYTES, checking._SIZES = buffer, checking._SIZES._replace(batch=BATCH)
+    device_scratch.BUFFER_BYTES, checking._DISK_SIZES = buffer, checking._DISK_SIZES._replace(batch=BATCH)
     if fault == "order":
         standin.Stream.wait_stream = lambda self, other: None
     elif fault == "events":
@@ -109,7 +109,7 @@ def test_what_is_left_out_of_the_order_is_seen(fault):
 
 def in_flight(standin):
     """Returns the most bytes of slots that are read into or copied from, what is pinned, and what is left of it."""
-    device_scratch.BUFFER_BYTES, checking._SIZES = BUFFER, checking._SIZES._replace(batch=BATCH)
+    device_scratch.BUFFER_BYTES, checking._DISK_SIZES = BUFFER, checking._DISK_SIZES._replace(batch=BATCH)
     folder = tempfile.mkdtemp()
     tensor = torch.randn(12 << 20)
     checkpoint.save(f"{folder}/1", {"x": tensor})

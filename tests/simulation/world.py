@@ -239,6 +239,7 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ),
         # Buffers of their own size would cost more than all else that is done with so few bytes.
         ("shardopt.checkpoint.sources.reading.checking", "_SIZES", _SMALL_READS),
+        ("shardopt.checkpoint.sources.reading.checking", "_DISK_SIZES", _SMALL_READS),
         ("shardopt.checkpoint.sources.reading.checking", "_FAR_SIZES", _SMALL_READS),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
@@ -266,7 +267,7 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         torch._C._set_grad_enabled(grad_mode)
 
 
-_SMALL_READS = ReadSizes(batch=1 << 12, run=8 << 20, call=512 << 10)
+_SMALL_READS = ReadSizes(batch=1 << 12, run=1 << 12, call=512 << 10)
 _ABSENT = object()
 
 

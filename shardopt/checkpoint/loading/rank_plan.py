@@ -78,7 +78,8 @@ class RankPlan:
     def request(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
         """Makes the reads that fill these pieces of the app's tensors, and opens their files."""
         renamed = self.names.renamed
-        self.requests = self.reader.requests([(renamed.get(key, key), each) for key, each in pieces.items()])
+        wanted = [(renamed.get(key, key), each) for key, each in pieces.items()]
+        self.requests = self.reader.requests(wanted, others_follow=False)
 
     def read_alone(self) -> None:
         """Makes this rank read everything that it holds, and send nothing."""

@@ -69,9 +69,12 @@ class RearrangedReader(CheckpointReader):
             return self._reader.key_in_files(stored)
         return f"{super().key_in_files(key)} (rearranged)"  # no file has it, and it is no other one of that name
 
-    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]]) -> list[tuple[OpenFile, ReadRequest]]:
+    def requests(
+        self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True
+    ) -> list[tuple[OpenFile, ReadRequest]]:
         keys = self._binding.keys
-        requests = self._reader.requests([(keys[key], pieces) for key, pieces in wanted if key in keys])
+        unchanged = [(keys[key], pieces) for key, pieces in wanted if key in keys]
+        requests = self._reader.requests(unchanged, others_follow)
         for key, pieces in wanted:
             if key not in keys:  # the files of rearranged tensors are opened tensor by tensor
                 requests += self._requests_of_made(key, pieces)

@@ -164,14 +164,17 @@ class CheckpointReader(CheckpointContents):
             )
         return box
 
-    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]]) -> list[tuple[OpenFile, ReadRequest]]:
+    def requests(
+        self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True
+    ) -> list[tuple[OpenFile, ReadRequest]]:
         """Returns the reads that fill these pieces of tensors, each with its data file.
 
-        Opens the files, several at a time. Of each it keeps only the entries of these tensors; all of them where one
-        tensor is wanted alone, as others will follow.
+        Opens the files, several at a time.
 
         Args:
             wanted: pieces by the keys of their tensors.
+            others_follow: whether other tensors of these files may be wanted later: keeps all entries of the headers.
+                Otherwise keeps those of these tensors, and would read a header again for others.
 
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
@@ -187,7 +190,7 @@ class CheckpointReader(CheckpointContents):
                     name = entry.key(own_name) if entry.is_patch else own_name
                     names_in[number].add(name)
                     reads.append((overlap, name, dtype, tensor))
-        self._open_all(names_in if len(wanted) > 1 else dict.fromkeys(names_in))
+        self._open_all(dict.fromkeys(names_in) if others_follow else names_in)
         return [
             (file, request)
             for (number, _, form, sizes, stored, part), name, dtype, tensor in reads

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader, OpenFile
-from shardopt.checkpoint.storage import Span, Storage
+from shardopt.checkpoint.storage import LocalStorage, Span, Storage
 from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 
@@ -19,9 +19,10 @@ class ReadSizes(NamedTuple):
     """How many bytes to read at a time.
 
     Args:
-        batch: through scratch, before they are verified and copied.
-        run: straight into memory, by one thread.
-        call: of a run in one call, before they are verified; whole segments.
+        batch: through scratch, before they are verified and copied; of boxes that are read in place, together.
+        run: of one box straight into memory, by one thread.
+        call: of a run of whole segments in one call, before they are verified. Other runs, at the ends of boxes, are
+            read in one call.
     """
 
     batch: int
@@ -29,7 +30,8 @@ class ReadSizes(NamedTuple):
     call: int
 
 
-_SIZES = ReadSizes(2 << 20, 8 << 20, 512 << 10)  # what one call reads is still in the core's cache when it is summed
+_SIZES = ReadSizes(2 << 20, 2 << 20, 2 << 20)
+_DISK_SIZES = ReadSizes(2 << 20, 8 << 20, 512 << 10)  # what a call has read is in the core's cache when it is summed
 _FAR_SIZES = ReadSizes(8 << 20, 8 << 20, 8 << 20)  # each request costs a round trip; see benchmarks/results/remote.md
 
 
@@ -40,7 +42,9 @@ def threads_for(storage: Storage) -> int:
 
 def sizes_for(storage: Storage) -> ReadSizes:
     """Returns how many bytes to read from a storage at a time."""
-    return _FAR_SIZES if storage.is_remote else _SIZES
+    if storage.is_remote:
+        return _FAR_SIZES
+    return _DISK_SIZES if isinstance(storage, LocalStorage) else _SIZES  # others may ask other hosts
 
 
 def read_entry(file: DataFileReader, entry: Entry) -> bytearray:

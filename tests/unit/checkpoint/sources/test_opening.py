@@ -87,7 +87,7 @@ def test_only_wanted_files_are_opened_and_by_several_threads(of_many_files, monk
     with checkpoint.open(path) as reader:
         target = torch.zeros(3, 16)
         piece = Piece(Box((1, 0), (3, 16)), target)
-        reader.requests([("layers.2.weight", [piece]), ("layers.3.weight", [piece])])
+        reader.requests([("layers.2.weight", [piece]), ("layers.3.weight", [piece])], others_follow=False)
         assert len(reader._files) == 3
         assert all(each._kept.keys() == {"layers.2.weight", "layers.3.weight"} for each in reader._files.values())
         reader.read_into("layers.2.weight", target, piece.box)
@@ -112,6 +112,22 @@ def test_reading_tensor_by_tensor_reads_each_header_once(of_many_files, calls):
     with checkpoint.open(path) as reader:
         assert all(torch.equal(reader.read(key), tensor) for key, tensor in state.items())
     assert len(calls) == len(set(calls)) == RANKS
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_load_keeps_the_entries_of_its_own_tensors(of_many_files, monkeypatch, count):
+    path, state = of_many_files
+    kept = []
+    open_all = reader_module.CheckpointReader._open_all
+
+    def opened_all(self, names_in):
+        open_all(self, names_in)
+        kept.extend(each._kept.keys() for each in self._files.values())
+
+    monkeypatch.setattr(reader_module.CheckpointReader, "_open_all", opened_all)
+    app = {key: torch.zeros_like(state[key]) for key in list(state)[:count]}
+    checkpoint.load(path, app, strict=False)
+    assert len(kept) == RANKS and all(keys == app.keys() for keys in kept)
 
 
 def test_a_load_takes_as_many_reads_as_files(of_many_files, calls):

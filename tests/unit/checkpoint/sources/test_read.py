@@ -125,7 +125,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, segments):
     for there in [importlib.import_module(f"shardopt.checkpoint.{name}") for name in names]:
         patch.setattr(there, "SEGMENT_BYTES", segment)
     patch.setattr(plan_module, "_SMALL_READ_BYTES", min(segment, plan_module._SMALL_READ_BYTES))
-    patch.setattr(checking_module, "_SIZES", ReadSizes(*[segment * count for count in segments]))
+    patch.setattr(checking_module, "_DISK_SIZES", ReadSizes(*[segment * count for count in segments]))
     try:
         tensors, boxes = {}, {}
         for key in data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
@@ -227,7 +227,7 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(checking_module, "_SIZES", ReadSizes(2 * SEGMENT_BYTES, 2 * SEGMENT_BYTES, SEGMENT_BYTES))
+    monkeypatch.setattr(checking_module, "_DISK_SIZES", ReadSizes(2 * SEGMENT_BYTES, 2 * SEGMENT_BYTES, SEGMENT_BYTES))
     value = numbers((3, 4, SEGMENT_BYTES), "float32")
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)
