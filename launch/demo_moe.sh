@@ -45,7 +45,7 @@ echo "2/5  Train on 8 ranks: 2 stages of a pipeline, and in each the experts of 
 train 8 resumed 2 2 12
 echo "3/5  Go on on 4 ranks: 4 stages; then SIGTERM."
 train 4 resumed 4 1 24
-echo "4/5  Go on on 2 ranks: no stages, the experts on both."
+echo "4/5  Resume on 2 ranks: no stages, the experts on both."
 train 2 resumed 1 2
 echo "5/5  Compare with the run on one rank."
 "$python" examples/compare_runs.py "$runs/uninterrupted" "$runs/resumed" --tolerance 1e-5
