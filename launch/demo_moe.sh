@@ -43,7 +43,7 @@ echo "1/5  Train on one rank, which holds everything."
 train 1 uninterrupted 1 1
 echo "2/5  Train on 8 ranks: 2 stages of a pipeline, and in each the experts of a layer on 2 ranks; then SIGTERM."
 train 8 resumed 2 2 12
-echo "3/5  Go on on 4 ranks: 4 stages; then SIGTERM."
+echo "3/5  Resume on 4 ranks: 4 stages; then SIGTERM."
 train 4 resumed 4 1 24
 echo "4/5  Resume on 2 ranks: no stages, the experts on both."
 train 2 resumed 1 2
