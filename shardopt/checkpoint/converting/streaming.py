@@ -22,7 +22,6 @@ from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, tensor_over
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import fetch
-from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order, whole
 from shardopt.sharding.pieces import Piece
@@ -125,7 +124,7 @@ def _read_window(
 ) -> list[tuple[int, memoryview]]:
     block = blocks.take()
     before_casts: _Block | None = None  # a tensor to cast is read as stored, to the same offsets of a block beside
-    requests: list[tuple[OpenFile, ReadRequest]] = []
+    wanted: list[tuple[str, list[Piece]]] = []
     casts: list[tuple[str, Tensor, Tensor]] = []
     chunks = []
     view = memoryview(block).cast("B")
@@ -136,9 +135,9 @@ def _read_window(
             before_casts = before_casts or blocks.take()
             source = _tensor_over(before_casts, begin, stored, box)
             casts.append((part.stored, target, source))
-        requests += reader.requests([(part.stored, [Piece(box, source)])])
+        wanted.append((part.stored, [Piece(box, source)]))
         chunks.append((number, view[begin : begin + box.numel * part.dtype.itemsize]))
-    fetch(requests)
+    fetch(reader.requests(wanted))
     with torch.no_grad():  # a thread has a grad mode of its own
         for key, target, source in casts:
             _cast(key, target, source)

@@ -127,13 +127,7 @@ class RearrangedReader(CheckpointReader):
             for _, keys in self._binding.equal
             for key in keys
         }
-        fetch(
-            [
-                read
-                for key, target in targets.items()
-                for read in self._reader.requests([(key, [Piece(Box((), ()), target)])])
-            ]
-        )
+        fetch(self._reader.requests([(key, [Piece(Box((), ()), target)]) for key, target in targets.items()]))
         problems = [
             unequal(key, keys[0], rule)
             for rule, keys in self._binding.equal

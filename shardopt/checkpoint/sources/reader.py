@@ -191,14 +191,11 @@ class CheckpointReader(CheckpointContents):
                     names_in[number].add(name)
                     reads.append((overlap, name, dtype, tensor))
         self._open_all(dict.fromkeys(names_in) if others_follow else names_in)
-        return [
-            (file, request)
-            for (number, _, form, sizes, stored, part), name, dtype, tensor in reads
-            for file in (self._files[number],)
-            for request in file.requests(
-                name, form, dtype, sizes, stored, tensor if part is None else narrowed(tensor, part)
-            )
-        ]
+        requests = []
+        for (number, _, form, sizes, stored, part), name, dtype, tensor in reads:
+            file, target = self._files[number], tensor if part is None else narrowed(tensor, part)
+            requests += [(file, each) for each in file.requests(name, form, dtype, sizes, stored, target)]
+        return requests
 
     def close(self) -> None:
         """Forgets the files, none of which is kept open between reads."""

@@ -78,7 +78,7 @@ def fetch(
     """
     batches = _Batches(requests, use)
     done = None if progress is None else Counter(batches.wanted_bytes, progress)
-    to_check = [each for each in requests if each[0].checks_first] if batches.check_first else []
+    to_check = [each for each in requests if each[0].checks_first]
     try:
         if len(batches.files) <= 1 and batches.wanted_bytes <= _FEW_BYTES and not to_check:
             batches.read_all(done)
@@ -153,7 +153,6 @@ class _Batches:
                 (on_devices if streams else by_file)[file].append(request)
                 self.targets_elsewhere.append(request.target)
         self.files, self.nbytes = {**by_file, **on_devices}.keys(), 0
-        self.check_first = any(file.checks_first for file in self.files)
         self.threads = max((threads_for(file.storage) for file in self.files), default=1)
         self._lock = world().lock()
         limit = max((sizes_for(file.storage).batch for file in self.files), default=0)
