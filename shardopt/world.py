@@ -153,14 +153,16 @@ class World:
         """Returns a thread that is not started; at its end the program waits for threads that are no daemons."""
         return threading.Thread(target=target, name=name, daemon=daemon)
 
-    def lower_priority(self) -> None:
+    def lower_priority(self, niceness: int) -> None:
         """Lowers the priority of the calling thread, and of threads that it starts, below training, if possible.
 
-        Beside one thread of the training it still gets a thirtieth of a core: it may hold what the training waits for.
+        Args:
+            niceness: 10 leaves it a tenth of a core that the training keeps busy, 15 a thirtieth. Not less: it may hold
+                what the training waits for.
         """
         if sys.platform == "linux":  # where a thread has a priority of its own, and 0 is the calling one
             with suppress(OSError):  # a sandbox may forbid it
-                os.setpriority(os.PRIO_PROCESS, 0, max(15, os.getpriority(os.PRIO_PROCESS, 0)))
+                os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> Thread:
         """Returns a daemon thread that calls a function a number of seconds after its start."""

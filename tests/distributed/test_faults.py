@@ -139,7 +139,7 @@ def test_short_writes_are_continued(calls, tmp_path):
 @pytest.fixture(scope="module")
 def direct_calls(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("direct") / "root")
-    return sound_calls(root, save_past_the_page_cache, ("os:pwrite", "os:posix_fallocate", "os:ftruncate"))
+    return sound_calls(root, save_past_the_page_cache, ("os:pwritev", "os:posix_fallocate", "os:ftruncate"))
 
 
 DIRECT_ACTIONS = ("kill", "EIO", "ENOSPC", "EINVAL", "short")
@@ -147,7 +147,7 @@ DIRECT_ACTIONS = ("kill", "EIO", "ENOSPC", "EINVAL", "short")
 
 @pytest.mark.parametrize("action", DIRECT_ACTIONS[:4])
 def test_a_sample_past_the_page_cache(direct_calls, tmp_path, action):
-    faults = [fault for fault in each_operation(direct_calls, action) if fault.operation == "os:pwrite"]
+    faults = [fault for fault in each_operation(direct_calls, action) if fault.operation == "os:pwritev"]
     assert len(faults) > 3 * RANKS
     step = survive(tmp_path, sample(faults, 1)[0], save_past_the_page_cache)
     assert step == (2 if action == "EINVAL" else 1)
@@ -159,7 +159,7 @@ def test_a_sample_past_the_page_cache(direct_calls, tmp_path, action):
 def test_everything_past_the_page_cache(direct_calls, tmp_path_factory, action):
     steps = Counter()
     for fault in each_operation(direct_calls, action):
-        if action != "short" or fault.operation == "os:pwrite":
+        if action != "short" or fault.operation == "os:pwritev":
             steps[survive(tmp_path_factory.mktemp("direct"), fault, save_past_the_page_cache)] += 1
     print(f"{action}: {sum(steps.values())}, of which {steps[2]} left the new checkpoint")
 

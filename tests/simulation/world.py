@@ -82,7 +82,7 @@ class SimulatedWorld(World):
     def thread(self, target: Callable[[], object], name: str | None = None, daemon: bool = False) -> SimulatedThread:
         return SimulatedThread(self._process(), target, name or "thread", daemon)
 
-    def lower_priority(self) -> None:
+    def lower_priority(self, niceness: int) -> None:
         pass  # whose turn it is follows from the seed
 
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> SimulatedThread:

@@ -112,7 +112,7 @@ class Turns(Generic[J]):
 
     def _work(self) -> None:
         if self._low_priority:
-            world().lower_priority()
+            world().lower_priority(15)
         while True:
             with self._changed:
                 if not self._jobs:

@@ -43,7 +43,7 @@ class BackgroundSave:
         afterwards: Callable[[SaveReport], None],
     ) -> None:
         self._ranks, self._plans, self._begin = ranks, plans, begin
-        self._options, self._afterwards = options, afterwards
+        self._options, self._afterwards = replace(options, in_background=True), afterwards
         self._running = world().lock()  # acquired for good by the thread that runs it
         self._handed_over = world().event()
         self._staged: Staged | BaseException | None = None

@@ -30,6 +30,7 @@ from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, ref
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
 from shardopt.checkpoint.saving.refer import Unchanged
 from shardopt.checkpoint.saving.writing.base import FoundBase, find_base, open_found
+from shardopt.checkpoint.saving.writing.low_priority import write_beside_training
 from shardopt.checkpoint.saving.writing.pending import raise_failures
 from shardopt.checkpoint.saving.writing.unchanged import cut_by_changes, pack_parts
 from shardopt.checkpoint.saving.writing.write import memory_of, write_files
@@ -93,6 +94,7 @@ class SaveTerms(SaveOptions):
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
     or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
     rules of `rename` that the names have been through since the run began; None where that is not known.
+    `in_background` is whether training continues meanwhile.
     """
 
     process_group: Group | None = None
@@ -100,6 +102,7 @@ class SaveTerms(SaveOptions):
     base_required: bool = True
     fallback_urls: tuple[str, ...] = ()
     renamed: RenameRules | None = None
+    in_background: bool = False
 
 
 DEFAULT_OPTIONS = SaveTerms()
@@ -268,7 +271,8 @@ def save_described(
             target.base = open_found(FoundBase(*decision["base"]), section, target.storage)
         if ranks.rank:
             target.wait(save_id)
-        return _write(target, save_id, planning, writes, options.progress)
+        work = partial(_write, target, save_id, planning, writes, options.progress)
+        return write_beside_training(writes, work) if options.in_background else work()
 
     try:
         error = planning.plan(Comparison(*decision["comparison"]))

@@ -197,6 +197,15 @@ def contiguous_runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryvie
         start = stop
 
 
+def skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Returns the buffers without their first `nbytes` bytes."""
+    for i, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            return [buffer[nbytes:], *buffers[i + 1 :]]
+        nbytes -= buffer.nbytes
+    return []
+
+
 def unreadable(path: str, error: OSError) -> UnreadableError:
     """Returns the error for a file that its disk fails to read."""
     problem = Problem(path, str(error.strerror or error), "its bytes", "restore from another checkpoint")

@@ -22,6 +22,7 @@ from shardopt.checkpoint.storage.base import (
     Span,
     Storage,
     contiguous_runs,
+    skip,
     too_short,
     unreadable,
 )
@@ -151,7 +152,7 @@ class LocalStorage(Storage):
                     if got == 0 and any(buffer.nbytes for buffer in buffers):
                         raise too_short(self._path(name), offset)
                     offset += got
-                    buffers = _skip(buffers, got)
+                    buffers = skip(buffers, got)
         except OSError:
             with _reading(self._path(name)):
                 raise
@@ -190,7 +191,7 @@ class LocalStorage(Storage):
     def _write_batch(self, fd: int, offset: int, buffers: list[memoryview], nbytes: int) -> None:
         buffers = [buffer for buffer in buffers if buffer.nbytes]
         while buffers:
-            buffers = _skip(buffers, os.writev(fd, buffers))
+            buffers = skip(buffers, os.writev(fd, buffers))
         if self._durable and _sync_file_range is not None and nbytes:
             # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes them durable,
             # and reports errors.
@@ -364,12 +365,3 @@ def _link_exclusively(temporary: str, path: str) -> bool:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     os.replace(temporary, path)
     return False
-
-
-def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Drops the first `nbytes` bytes from the buffers."""
-    for i, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[i + 1 :]]
-        nbytes -= buffer.nbytes
-    return []

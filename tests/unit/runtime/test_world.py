@@ -160,7 +160,7 @@ def in_a_thread(function):
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 def test_a_thread_that_gives_way_takes_no_other_with_it():
     def lower_priority():
-        world().lower_priority()
+        world().lower_priority(15)
         return os.getpriority(os.PRIO_PROCESS, 0), in_a_thread(lambda: os.getpriority(os.PRIO_PROCESS, 0))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)

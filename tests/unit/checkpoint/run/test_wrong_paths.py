@@ -118,12 +118,12 @@ def test_what_is_no_path_stays_pythons_own_error():
 
 @pytest.mark.parametrize(
     ("operation", "at", "written"),
-    [("os:writev", 1, 0), ("os:writev", 2, 16 << 20), ("os:pwrite", 1, 0), ("os:pwrite", 3, 16 << 20)],
+    [("os:writev", 1, 0), ("os:writev", 2, 16 << 20), ("os:pwritev", 1, 0), ("os:pwritev", 3, 16 << 20)],
 )
 @pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT"])
 def test_a_full_disk(tmp_path, monkeypatch, kind, operation, at, written):
     """Writes have 16 MiB and the rest; or past the page cache twice 8 MiB at one time, and the rest."""
-    monkeypatch.setitem(direct._types, os.stat(tmp_path).st_dev, "ext4" if operation == "os:pwrite" else "other")
+    monkeypatch.setitem(direct._types, os.stat(tmp_path).st_dev, "ext4" if operation == "os:pwritev" else "other")
     monkeypatch.setattr(direct, "_WRITERS", 1)  # so that the first call is of the first block
     app = {"x": torch.zeros(5 << 20), "mine": checkpoint.PerRank("mine")}
     nbytes = checkpoint.save(tmp_path / "whole", app).bytes_written
