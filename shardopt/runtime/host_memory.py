@@ -49,24 +49,34 @@ class HostMemory:
     def __init__(self) -> None:
         self._plain, self._pinned = Block(0), Block(0)
         self._wanted: list[Wanted] = []
+        self._offsets: list[int | None] = []
         self._tensors: list[Tensor] = []
         self._streams: dict[torch.device, Any] = {}
         _memories.add(self)
 
-    def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns an uninitialized contiguous host tensor for each of `tensors`; the same ones for the same shapes."""
-        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors])
+    def tensors_like(self, tensors: Sequence[Tensor], offsets: Sequence[int | None] = ()) -> list[Tensor]:
+        """Returns an uninitialized contiguous host tensor for each of `tensors`; the same ones for the same arguments.
 
-    def tensors_of(self, wanted: list[Wanted]) -> list[Tensor]:
+        Args:
+            offsets: where the bytes of each go in a file, if that is known and they are many. They get the same place
+                within a page here, so that the disk can take them without a copy. Empty: of none.
+        """
+        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors], offsets)
+
+    def tensors_of(self, wanted: list[Wanted], offsets: Sequence[int | None] = ()) -> list[Tensor]:
         """Returns such tensors for given dtypes, shapes and source devices."""
-        if wanted != self._wanted:
+        offsets = [*offsets] or [None] * len(wanted)
+        if wanted != self._wanted or offsets != self._offsets:
             places: list[tuple[bool, int, int]] = []
             totals = {False: 0, True: 0}
             devices: dict[bool, torch.device] = {}
-            for dtype, shape, device in wanted:
+            for (dtype, shape, device), offset in zip(wanted, offsets, strict=True):
                 nbytes, pinned = shape.numel() * dtype.itemsize, copies_from_pinned(device)
-                places.append((pinned, totals[pinned], totals[pinned] + nbytes))
-                totals[pinned] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                begin = -(-totals[pinned] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                if offset is not None:
+                    begin += (offset - begin) % mmap.PAGESIZE
+                places.append((pinned, begin, begin + nbytes))
+                totals[pinned] = begin + nbytes
                 devices.setdefault(pinned, device)
             self._wanted, self._tensors = [], []
             self._plain = self._plain.at_least(totals[False])
@@ -75,7 +85,7 @@ class HostMemory:
                 (self._pinned if pinned else self._plain).memory[begin:end].view(dtype).view(shape)
                 for (dtype, shape, _), (pinned, begin, end) in zip(wanted, places, strict=True)
             ]
-            self._wanted = wanted
+            self._wanted, self._offsets = wanted, offsets
         return self._tensors
 
     @cached_property

@@ -29,7 +29,7 @@ from shardopt.checkpoint.saving.background_save import BackgroundSave, Staged
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps
-from shardopt.checkpoint.saving.writing.staging import Shares, Staging
+from shardopt.checkpoint.saving.writing.staging import Offsets, Shares, Staging
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.ranks import (
@@ -69,6 +69,7 @@ class AsyncSaver:
         self._memory = HostMemory()
         self._shares = Shares(HostMemory(), HostMemory())
         self._plans: PlanCache = {}
+        self._offsets: Offsets = {}
         self._ranks: Ranks | None = None  # of the last save, apart from those of the program
         self._group: Group | None = None  # of the last save
         self._pending: PendingSave | None = None
@@ -224,7 +225,8 @@ class AsyncSaver:
                 tied, select, lazily = options.tied, options.select, stage == "lazy"
                 check_replicas = options.check_replicas if ranks.size > 1 else "none"
                 shares = self._shares if ranks.size > 1 else None
-                staging = Staging(app, self._memory, lazily, ranks.job_numbers, tied, select, shares, check_replicas)
+                memory, offsets, members = self._memory, self._offsets, ranks.job_numbers
+                staging = Staging(app, memory, lazily, members, tied, select, shares, check_replicas, offsets)
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)

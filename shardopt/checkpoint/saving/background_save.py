@@ -88,6 +88,8 @@ class BackgroundSave:
         try:
             with self._ranks.beating():
                 report = save_described(self._ranks, self.pending.url, self._described, self._plans, options)
+                if isinstance(self._staged, Staged) and self._writes is not None:
+                    self._staged.state.learn(self._writes)
                 seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 emit_report("save", self.pending.result(), for_all=self._ranks.rank == 0)
@@ -111,11 +113,16 @@ class BackgroundSave:
             )
         staged.state.finish()
         self._end_staging()
-        return Described(self._state_of(staged), staged.metrics)
+        state = self._state_of(staged)
+        return Described(state, staged.metrics, lambda writes: (state, self._plan(writes)))
 
-    def _by_plan(self, staged: Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
+    def _plan(self, writes: RankWrites) -> RankWrites:
         self._writes = writes
         self._planned.set()
+        return writes
+
+    def _by_plan(self, staged: Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
+        self._plan(writes)
         if staged.state.waits_for_plan:
             self._copied.wait()
             if self._copy_error is not None:

@@ -93,8 +93,7 @@ class SaveTerms(SaveOptions):
 
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
     or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
-    rules of `rename` that the names have been through since the run began; None where that is not known.
-    `in_background` is whether training continues meanwhile.
+    rules of `rename` that the names had since the run began, if known. `in_background`: training continues meanwhile.
     """
 
     process_group: Group | None = None
@@ -333,10 +332,7 @@ class _Written(NamedTuple):
 def _begin(
     target: SaveTarget, reports: Sequence[Any], options: SaveTerms, size: int
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Compares the ranks' descriptions, and begins the save; on rank 0.
-
-    Returns what all ranks get, and the section of it that those need which open the base by it.
-    """
+    """Begins the save on rank 0. Returns what all ranks get, and the section of it that opens the base."""
     comparison, save_id = compare_reports(reports), world().random_name(6)
     found: FoundBase | None = None
     sections: list[bytes] = []

@@ -17,6 +17,8 @@ from shardopt.checkpoint.saving.planning.describe import Geometry
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import View
 
+_LARGE_BYTES = 64 * 1024  # from here on a box is worth being at the place within a page that it has in its file
+
 
 class WriteRequest(NamedTuple):
     """One box of a tensor that this rank writes: a `piece` of its view, narrowed to `inner` unless that is None.
@@ -36,6 +38,11 @@ class WriteRequest(NamedTuple):
     def name(self) -> str:
         """The key in the data file."""
         return patch_key(self.key, self.box.offsets[0]) if self.is_patch else self.key
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the box."""
+        return self.box.numel * self.dtype.itemsize
 
 
 class SavePlan:
@@ -100,6 +107,7 @@ class RankWrites:
         for requests in self.slots.values():  # as `SavePlan.boxes_in_order`
             requests.sort(key=_place_in_file)
         self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: `per_rank_bytes`, and the header for it
+        self._tensor_bytes: dict[int, int] = {}
 
     def only(self, slots: Mapping[int, Sequence[WriteRequest]]) -> RankWrites:
         """Returns the writes with fewer requests, or patches of them. Slots without requests have no file."""
@@ -108,7 +116,7 @@ class RankWrites:
         for slot, requests in slots.items():
             if requests:
                 writes.slots[slot] = sorted(requests, key=_place_in_file)
-        writes._headers = {}
+        writes._headers, writes._tensor_bytes = {}, {}
         return writes
 
     def replaced(self, other: Callable[[WriteRequest], WriteRequest]) -> RankWrites:
@@ -131,11 +139,24 @@ class RankWrites:
 
     def tensor_bytes(self, slot: int) -> int:
         """Returns the number of tensor bytes in one of this rank's data files."""
-        return sum(request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ()))
+        if slot not in self._tensor_bytes:
+            self._tensor_bytes[slot] = sum(request.nbytes for request in self.slots.get(slot, ()))
+        return self._tensor_bytes[slot]
+
+    def large_offsets(self) -> dict[tuple[str, Box], int]:
+        """Returns the offsets of large boxes in their files, by key and box; of files whose header was made already."""
+        offsets = {}
+        for slot, (_, header) in self._headers.items():
+            requests, offset = self.slots.get(slot, ()), len(header)
+            for request in requests if self.tensor_bytes(slot) >= _LARGE_BYTES * len(requests) else ():
+                if request.nbytes >= _LARGE_BYTES:
+                    offsets[request.key, request.box] = offset
+                offset += request.nbytes
+        return offsets
 
     def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
         """Returns the size of one of this rank's data files in bytes."""
-        bodies = [request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ())] + [per_rank_bytes]
+        bodies = [*(request.nbytes for request in self.slots.get(slot, ())), per_rank_bytes]
         checksums = 8 * sum(map(segment_count, bodies))
         return len(self.header(slot, per_rank_bytes)) + sum(bodies) + checksums
 

@@ -46,6 +46,9 @@ _LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copi
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
 
 
+Offsets = dict[tuple[str, Box], int]  # of boxes in their files, by key and box
+
+
 class Copy(NamedTuple):
     """A tensor, the host memory for its copy, and its version counter at the time of the call."""
 
@@ -82,13 +85,13 @@ class Staging:
         tied, select: as for `save`.
         shares: memory for what is copied by the plan; None to copy all that this rank holds.
         check_replicas: the replicas that will be compared: of "all" of them all bytes are needed, and so are copied.
+        offsets: of large boxes in their files at earlier saves, by key and box. `learn` updates it.
 
     Attributes:
         optimizers: those in `app`, which have to wait with their steps for `finish`.
         is_by_plan: whether some tensors are copied once it is known what this rank writes of them.
 
-    Raises:
-        StateError, LayoutError: something in `app` cannot be stored.
+    Raises StateError, LayoutError: something in `app` cannot be stored.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Staging:
         select: str | None = None,
         shares: Shares | None = None,
         check_replicas: CheckReplicas = "none",
+        offsets: Offsets | None = None,
     ) -> None:
         with taking_state() as self._checks:
             flat = flatten(app, tied).selected(select)
@@ -119,8 +123,9 @@ class Staging:
         self.is_by_plan = bool(self._held)
         held_pieces = [piece for view in self._held.values() for piece in view.pieces]
         pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
-        hosts = _hosts_of({key: view for key, view in own.items() if key not in self._held}, later, memory)
+        self._offsets: Offsets = {} if offsets is None else offsets
         self._memory = memory
+        hosts = self._hosts_of({key: view for key, view in own.items() if key not in self._held}, later)
         self._later: list[Copy] = []
         now: list[Copy] = []
         views: dict[str, View] = {}
@@ -230,7 +235,10 @@ class Staging:
                 boxes[request.key].append((request.box, source, version))
         memory = self._shares.parts
         in_order = [(key, *each) for key, of_key in boxes.items() for each in of_key]
-        hosts = memory.tensors_like([source for _, _, source, _ in in_order])
+        if writes is not None:
+            self.learn(writes)
+        offsets = [self._offsets.get((key, box)) for key, box, *_ in in_order]
+        hosts = memory.tensors_like([source for _, _, source, _ in in_order], offsets)
         memory.populate()
         staged: dict[str, list[Piece]] = {key: [] for key in self._held}
         for (key, box, source, version), host in zip(in_order, hosts, strict=True):
@@ -269,6 +277,26 @@ class Staging:
                     begin += piece.numel()
         self._samples = samples
 
+    def _hosts_of(self, views: Mapping[str, View], later: Collection[str]) -> dict[bool, Iterator[Tensor]]:
+        """Returns host memory for the pieces of tensors in their order, apart for those that are copied later."""
+        sources: dict[bool, list[Tensor]] = {False: [], True: []}
+        offsets: dict[bool, list[int | None]] = {False: [], True: []}
+        for key, view in views.items():
+            sources[key in later] += [piece.tensor for piece in view.pieces]
+            if self._offsets:
+                offsets[key in later] += [self._offsets.get((key, piece.box)) for piece in view.pieces]
+        hosts = {False: iter(self._memory.tensors_like(sources[False], offsets[False]))}
+        if sources[True]:
+            hosts[True] = iter(self._memory.later.tensors_like(sources[True], offsets[True]))
+        return hosts
+
+    def learn(self, writes: RankWrites) -> None:
+        """Notes where large boxes are in files that these writes have made, for the memory of the next copies."""
+        offsets = writes.large_offsets()
+        if offsets:
+            self._offsets.clear()
+            self._offsets.update(offsets)
+
     def placed(self, writes: RankWrites) -> RankWrites:
         """Returns the writes with the copies as their memory; valid after `finish`."""
         places = self._places
@@ -285,17 +313,6 @@ class Staging:
         for key, by_box in self._samples.items():
             contents[key] = {box: hash_of(sample) for box, sample in by_box.items()}
         return replace(self._description, contents=contents, check_replicas=check_replicas)
-
-
-def _hosts_of(views: Mapping[str, View], later: Collection[str], memory: HostMemory) -> dict[bool, Iterator[Tensor]]:
-    """Returns host memory for the pieces of tensors in their order, apart for those that are copied later."""
-    sources: dict[bool, list[Tensor]] = {False: [], True: []}
-    for key, view in views.items():
-        sources[key in later] += [piece.tensor for piece in view.pieces]
-    hosts = {False: iter(memory.tensors_like(sources[False]))}
-    if sources[True]:
-        hosts[True] = iter(memory.later.tensors_like(sources[True]))
-    return hosts
 
 
 def _held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:
