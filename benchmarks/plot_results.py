@@ -93,7 +93,7 @@ def table_of(cases: Sequence[Case]) -> str:
 
 
 def _text(value: float, unit: str) -> str:
-    return f"{value:.3g} {unit}"
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
 def draw(cases: Sequence[Case], picture: Path) -> None:

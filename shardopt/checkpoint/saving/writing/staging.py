@@ -235,8 +235,6 @@ class Staging:
                 boxes[request.key].append((request.box, source, version))
         memory = self._shares.parts
         in_order = [(key, *each) for key, of_key in boxes.items() for each in of_key]
-        if writes is not None:
-            self.learn(writes)
         offsets = [self._offsets.get((key, box)) for key, box, *_ in in_order]
         hosts = memory.tensors_like([source for _, _, source, _ in in_order], offsets)
         memory.populate()
