@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import chain
 
 import xxhash
@@ -97,16 +97,14 @@ class _File:
         for memory in self._memories():
             if memory is FLUSH:
                 yield memory
-            for begin in range(0, memory.nbytes, _CHUNK_BYTES):
-                chunk = memory[begin : begin + _CHUNK_BYTES]
-                for segment in range(0, chunk.nbytes, SEGMENT_BYTES):
-                    sums.append(xxhash.xxh3_64_digest(chunk[segment : segment + SEGMENT_BYTES]))
+            for chunk in _cut(memory, _CHUNK_BYTES):
+                sums += map(xxhash.xxh3_64_digest, _cut(chunk, SEGMENT_BYTES))
                 yield chunk
                 if self._done is not None:
                     self._done.add(chunk.nbytes)
         if self._per_rank:
             values = memoryview(self._per_rank)
-            sums += [xxhash.xxh3_64_digest(values[i : i + SEGMENT_BYTES]) for i in range(0, len(values), SEGMENT_BYTES)]
+            sums += map(xxhash.xxh3_64_digest, _cut(values, SEGMENT_BYTES))
             yield values
         checksums = b"".join(sums)
         self.digest = xxhash.xxh3_64_hexdigest(self._header + checksums)
@@ -121,3 +119,10 @@ class _File:
             else:
                 self._streaming = streamed(chain([tensor], tensors), self._nbytes)
                 yield from self._streaming
+
+
+def _cut(memory: memoryview, nbytes: int) -> Iterable[memoryview]:
+    """Cuts memory into parts of at most so many bytes; of thousands of small tensors none is sliced."""
+    if memory.nbytes <= nbytes:
+        return (memory,) if memory.nbytes else ()
+    return [memory[begin : begin + nbytes] for begin in range(0, memory.nbytes, nbytes)]
