@@ -26,6 +26,7 @@ from torch import Tensor
 from shardopt.errors import CheckpointError
 from shardopt.runtime.accelerator import copies_from_pinned, pin, unpin
 
+LARGE_BYTES = 16 * mmap.PAGESIZE  # from here on a tensor is worth having the place within a page that it has in a file
 _ALIGNMENT_BYTES = 64
 _MOST_SPARE_BYTES = 64 << 20  # that are kept beside what is used, and as much as that
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
@@ -68,19 +69,21 @@ class HostMemory:
         offsets = [*offsets] or [None] * len(wanted)
         if wanted != self._wanted or offsets != self._offsets:
             places: list[tuple[bool, int, int]] = []
-            totals = {False: 0, True: 0}
+            totals, spare = {False: 0, True: 0}, {False: 0, True: 0}
             devices: dict[bool, torch.device] = {}
             for (dtype, shape, device), offset in zip(wanted, offsets, strict=True):
                 nbytes, pinned = shape.numel() * dtype.itemsize, copies_from_pinned(device)
                 begin = -(-totals[pinned] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                if offset is not None:
+                if offset is not None and offset % dtype.itemsize == 0:  # else it was of another dtype
                     begin += (offset - begin) % mmap.PAGESIZE
+                elif nbytes >= LARGE_BYTES:  # for a place that is known next time: then the block is large enough
+                    spare[pinned] += mmap.PAGESIZE
                 places.append((pinned, begin, begin + nbytes))
                 totals[pinned] = begin + nbytes
                 devices.setdefault(pinned, device)
             self._wanted, self._tensors = [], []
-            self._plain = self._plain.at_least(totals[False])
-            self._pinned = self._pinned.at_least(totals[True], devices.get(True))
+            self._plain = self._plain.at_least(totals[False] + spare[False])
+            self._pinned = self._pinned.at_least(totals[True] + spare[True], devices.get(True))
             self._tensors = [
                 (self._pinned if pinned else self._plain).memory[begin:end].view(dtype).view(shape)
                 for (dtype, shape, _), (pinned, begin, end) in zip(wanted, places, strict=True)

@@ -10,9 +10,11 @@ import sys
 
 import pytest
 
+from shardopt.checkpoint.saving.writing import low_priority
 from tests.simulation.schedule import DEADLINE_SECONDS, Fault, Job, Schedule, draw
 from tests.simulation.shrink import shrink
 from tests.simulation.simulate import simulate
+from tests.simulation.world import SimulatedWorld
 from tests.support.source import ROOT
 
 DEFAULT, PART = 200, 50  # in parts, for as many workers as there are
@@ -33,6 +35,21 @@ def run_seeds(first, count):
 @pytest.mark.parametrize("first", range(0, DEFAULT, PART))
 def test_schedules_hold_what_is_promised(first):
     assert run_seeds(first, PART) > 0.9 * PART
+
+
+def test_so_does_what_is_written_in_a_thread_of_its_own(monkeypatch):
+    """As large tensors are, beside training."""
+    for name in ("_LEAST_BYTES", "_LEAST_MEAN_BYTES"):
+        monkeypatch.setattr(low_priority, name, 0)
+    started, thread = [], SimulatedWorld.thread
+
+    def noting(world, target, name=None, daemon=False):
+        started.append(name)
+        return thread(world, target, name, daemon)
+
+    monkeypatch.setattr(SimulatedWorld, "thread", noting)
+    assert run_seeds(7000, PART) > 0.9 * PART
+    assert started.count("shardopt-write") > PART
 
 
 @pytest.mark.exhaustive

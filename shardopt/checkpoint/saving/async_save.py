@@ -173,6 +173,7 @@ class AsyncSaver:
             self._shares.free()
             self._side.forget()
             self._ranks = None
+            self._offsets.clear()
 
     def finish(self) -> None:
         """Waits until no save is in flight and no step waits for one; keeps a failure to be raised later. Local."""

@@ -88,8 +88,6 @@ class BackgroundSave:
         try:
             with self._ranks.beating():
                 report = save_described(self._ranks, self.pending.url, self._described, self._plans, options)
-                if isinstance(self._staged, Staged) and self._writes is not None:
-                    self._staged.state.learn(self._writes)
                 seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 emit_report("save", self.pending.result(), for_all=self._ranks.rank == 0)
@@ -108,21 +106,15 @@ class BackgroundSave:
             assert staged is not None
             raise staged
         if staged.state.is_by_plan:
-            return Described(
-                staged.state.describe_before(), staged.metrics, lambda writes: self._by_plan(staged, writes)
-            )
+            state = staged.state.describe_before()
+            return Described(state, staged.metrics, lambda writes: self._by_plan(staged, writes), staged.state.learn)
         staged.state.finish()
         self._end_staging()
-        state = self._state_of(staged)
-        return Described(state, staged.metrics, lambda writes: (state, self._plan(writes)))
-
-    def _plan(self, writes: RankWrites) -> RankWrites:
-        self._writes = writes
-        self._planned.set()
-        return writes
+        return Described(self._state_of(staged), staged.metrics, None, staged.state.learn)
 
     def _by_plan(self, staged: Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
-        self._plan(writes)
+        self._writes = writes
+        self._planned.set()
         if staged.state.waits_for_plan:
             self._copied.wait()
             if self._copy_error is not None:

@@ -59,9 +59,7 @@ class SaveOptions:
             too.
         tied: as for `save`; in restores too.
 
-    Raises:
-        ValueError: `check_replicas` is none of its values.
-        OptionError: another argument is none; all of them are listed.
+    Raises ValueError: `check_replicas` is none of its values. OptionError lists all other invalid arguments.
     """
 
     durable: bool = True
@@ -212,15 +210,15 @@ def save_now(
 
 
 class Described(NamedTuple):
-    """The described state of a rank to save, and the metrics.
+    """The described state of a rank to save, and the metrics. `note` is called with the writes that were made.
 
-    `copied`, where there is one, waits until what this rank writes is copied, and returns the state and the writes
-    as they are to be taken from the copies.
+    `copied`, where there is one, waits until what this rank writes is copied, and returns state and writes of copies.
     """
 
     state: Description
     metrics: Mapping[str, float] | None
     copied: Callable[[RankWrites], tuple[Description, RankWrites]] | None = None
+    note: Callable[[RankWrites], None] = lambda _: None
 
 
 def save_described(
@@ -270,7 +268,7 @@ def save_described(
             target.base = open_found(FoundBase(*decision["base"]), section, target.storage)
         if ranks.rank:
             target.wait(save_id)
-        work = partial(_write, target, save_id, planning, writes, options.progress)
+        work = partial(_write, target, save_id, planning, writes, here, options)
         return write_beside_training(writes, work) if options.in_background else work()
 
     try:
@@ -345,7 +343,7 @@ def _begin(
 
 
 def _write(
-    target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, progress: Progress | None
+    target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, here: Described, options: SaveTerms
 ) -> _Written:
     """Writes this rank's files, without what the base has."""
     storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
@@ -355,7 +353,8 @@ def _write(
         if target.base is not None:
             writes, found, unchanged_bytes = cut_by_changes(target.base, writes, views)
             parts = pack_parts(found)
-        files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, progress)
+        files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, options.progress)
+        here.note(writes)
     as_json = [[file.name, file.nbytes, file.digest] for file in files]
     return _Written(as_json, parts, sum(file.nbytes for file in files), unchanged_bytes)
 

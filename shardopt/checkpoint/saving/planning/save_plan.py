@@ -14,10 +14,9 @@ from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype,
 from shardopt.checkpoint.format.data_file import build_header
 from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.checkpoint.saving.planning.describe import Geometry
+from shardopt.runtime.host_memory import LARGE_BYTES
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import View
-
-_LARGE_BYTES = 64 * 1024  # from here on a box is worth being at the place within a page that it has in its file
 
 
 class WriteRequest(NamedTuple):
@@ -148,8 +147,8 @@ class RankWrites:
         offsets = {}
         for slot, (_, header) in self._headers.items():
             requests, offset = self.slots.get(slot, ()), len(header)
-            for request in requests if self.tensor_bytes(slot) >= _LARGE_BYTES * len(requests) else ():
-                if request.nbytes >= _LARGE_BYTES:
+            for request in requests if self.tensor_bytes(slot) >= LARGE_BYTES * len(requests) else ():
+                if request.nbytes >= LARGE_BYTES:
                     offsets[request.key, request.box] = offset
                 offset += request.nbytes
         return offsets

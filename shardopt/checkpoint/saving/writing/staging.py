@@ -289,7 +289,7 @@ class Staging:
         return hosts
 
     def learn(self, writes: RankWrites) -> None:
-        """Notes where large boxes are in files that these writes have made, for the memory of the next copies."""
+        """Notes where large boxes are in the files that these writes have made, for the memory of the next copies."""
         offsets = writes.large_offsets()
         if offsets:
             self._offsets.clear()

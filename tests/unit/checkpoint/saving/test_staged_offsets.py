@@ -98,6 +98,51 @@ def test_other_shapes_get_other_places(tmp_path, copies):
     saver.close()
 
 
+NARROW = {"first": torch.ones(3, dtype=torch.bfloat16), "weight": torch.randn(512, 512).bfloat16()}
+BYTES = {"codes": torch.ones(5, dtype=torch.uint8), "weight": torch.ones(301, 997, dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize(("before", "after"), [(NARROW, torch.float32), (BYTES, torch.float32), (BYTES, torch.float64)])
+@pytest.mark.parametrize("stage", ["now", "lazy"])
+def test_another_dtype_at_an_odd_place(tmp_path, copies, before, after, stage):
+    """A place of the narrower dtype is none for the wider one: 4102 is no multiple of 4."""
+    saver = AsyncSaver()
+    for number, app in enumerate((before, {key: each.to(after) for key, each in before.items()}) * 2):
+        saver.save(str(tmp_path / f"{number}"), app, stage=stage).result()
+        with checkpoint.open(tmp_path / f"{number}") as reader:
+            assert all(torch.equal(reader.read(key), app[key]) for key in app)
+    saver.close()
+
+
+def test_files_of_what_has_changed_have_places_too(tmp_path, copies):
+    """What does not change comes first in the order of files, so that what does is elsewhere in a file of its own."""
+    saver = AsyncSaver()
+    app = {"a": torch.randn(1001, 513), "b": torch.randn(777, 333), "c": torch.randn(123, 1001)}
+    copied = []
+    for number in range(4):
+        options = SaveTerms(base=str(tmp_path / f"{number - 1}") if number else None)
+        saver.save(str(tmp_path / f"{number}"), app, options).result()
+        copied.append(taken(copies))
+        with checkpoint.open(tmp_path / f"{number}") as reader:
+            assert all(torch.equal(reader.read(key), app[key]) for key in app)
+        app["b"] += 1
+        app["c"] += 1
+    assert max(copied[2:]) < 5 * PAGE
+    saver.close()
+
+
+def test_memory_is_allocated_once(tmp_path, copies):
+    """It has room for the places that are known only after the first save."""
+    saver = AsyncSaver()
+    app = {f"{i}": torch.randn(20_011) for i in range(50)}
+    blocks = []
+    for number in range(4):
+        saver.save(str(tmp_path / f"{number}"), app).result()
+        blocks.append(saver._memory._plain)
+    assert taken(copies) and all(block is blocks[0] for block in blocks)
+    saver.close()
+
+
 def save_shares(folder):
     copies = counted_copies()
     copied = []
