@@ -33,6 +33,7 @@ def small_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(direct, "_LEAST_RESERVED_BYTES", 2 * BLOCK)
     monkeypatch.setattr(direct, "_MOST_RESERVED_BYTES", 4 * BLOCK)
     monkeypatch.setattr(direct, "_types", {os.stat(tmp_path).st_dev: "ext4"})
+    monkeypatch.setattr(direct, "direct_alignment", lambda fd: mounts.Alignment(512, 512))
     monkeypatch.setattr(local, "_DIRECT_BYTES", 1)
     monkeypatch.setattr(local, "_BATCH_BYTES", 2 * PAGE)
 
@@ -223,8 +224,8 @@ def test_a_file_system_that_would_write_through_its_cache(tmp_path, monkeypatch,
 
 def test_what_direct_writes_need_is_asked_of_the_kernel(tmp_path, monkeypatch):
     with open(tmp_path / "a", "wb") as file:
-        memory, offset = mounts.direct_alignment(file.fileno())
-        assert memory.bit_count() == offset.bit_count() == 1 and max(memory, offset) <= PAGE
+        for needed in mounts.direct_alignment(file.fileno()) or ():
+            assert needed.bit_count() == 1 and needed <= PAGE
         monkeypatch.setattr(mounts, "_statx", lambda *_: -1)  # an older kernel
         assert mounts.direct_alignment(file.fileno()) == (PAGE, PAGE)
     about = {mounts._MASK: mounts._STATX_DIOALIGN, mounts._MEMORY_ALIGNMENT: 4, mounts._OFFSET_ALIGNMENT: 512}
