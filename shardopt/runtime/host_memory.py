@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -62,11 +63,19 @@ class HostMemory:
             offsets: where the bytes of each go in a file, if that is known and they are many. They get the same place
                 within a page here, so that the disk can take them without a copy. Empty: of none.
         """
-        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors], offsets)
+        wanted = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
+        return self.tensors_of(wanted, [*offsets] or [None] * len(wanted), LARGE_BYTES)
 
-    def tensors_of(self, wanted: list[Wanted], offsets: Sequence[int | None] = ()) -> list[Tensor]:
-        """Returns such tensors for given dtypes, shapes and source devices."""
-        offsets = [*offsets] or [None] * len(wanted)
+    def tensors_of(
+        self, wanted: list[Wanted], offsets: list[int | None] | None = None, placed_bytes: int = sys.maxsize
+    ) -> list[Tensor]:
+        """Returns such tensors for given dtypes, shapes and source devices.
+
+        Args:
+            placed_bytes: from how many bytes on a tensor has room for a place that is known only next time, so that its
+                block is large enough then.
+        """
+        offsets = offsets or [None] * len(wanted)
         if wanted != self._wanted or offsets != self._offsets:
             places: list[tuple[bool, int, int]] = []
             totals, spare = {False: 0, True: 0}, {False: 0, True: 0}
@@ -76,7 +85,7 @@ class HostMemory:
                 begin = -(-totals[pinned] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
                 if offset is not None and offset % dtype.itemsize == 0:  # else it was of another dtype
                     begin += (offset - begin) % mmap.PAGESIZE
-                elif nbytes >= LARGE_BYTES:  # for a place that is known next time: then the block is large enough
+                elif nbytes >= placed_bytes:
                     spare[pinned] += mmap.PAGESIZE
                 places.append((pinned, begin, begin + nbytes))
                 totals[pinned] = begin + nbytes
