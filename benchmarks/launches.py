@@ -1,4 +1,4 @@
-"""Launches and host waits of a step on an accelerator, of each algorithm: for each parameter, and beside them.
+"""Launches and host waits of a step on an accelerator, of each algorithm: for each parameter, and fixed ones.
 
     python -m benchmarks.launches [--device standin]
 
@@ -69,7 +69,7 @@ def main() -> None:
         raise SystemExit(lacking(kind))
     rows = apart(measure, kind, list(PEERS), COUNTS)
     notes = " ".join((__doc__ or "").split("\n\n")[2].split())
-    header = ["algorithm", "host waits a step", "launches for each parameter", "launches beside them"]
+    header = ["algorithm", "host waits a step", "launches for each parameter", "fixed launches of a step"]
     print(write_table("launches", f"Launches of a step on {kind}", header, rows, notes))
 
 

@@ -153,8 +153,8 @@ def clipped(optimizer: Any) -> Any:
 
 
 def count_launches(at: Place) -> Rows:
-    """How many kernels and copies does a step launch, for each parameter and beside them?"""
-    yield "algorithm", "host waits", "launches for each parameter", "beside them"
+    """How many kernels and copies does a step launch, for each parameter, and how many whatever their number?"""
+    yield "algorithm", "host waits", "launches for each parameter", "fixed launches of a step"
     names = list(launches.PEERS)[:: 8 if at.small else 1]
     yield from map(tuple, launches.measure(at.kind, names, (2, 4) if at.small else launches.COUNTS))
 
