@@ -58,7 +58,10 @@ def test_its_errors_are_those_of_the_save(tmp_path, operation):
         pending.done.wait()
     with pytest.raises(CheckpointError, match="Input/output error"):
         pending.result()
-    assert "shardopt-write" not in {thread.name for thread in threading.enumerate()}
+    writing = [thread for thread in threading.enumerate() if thread.name == "shardopt-write"]
+    for thread in writing:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in writing)
 
 
 def test_where_no_thread_can_be_had_the_save_writes_itself(tmp_path, monkeypatch, writers):
