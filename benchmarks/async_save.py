@@ -217,7 +217,8 @@ def main() -> None:
     notes = (
         f"{results['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
         f"written without fsync but where it says durable; a step without a save takes {1000 * quiet:.0f} ms. The "
-        "stall is the call and what steps waited for. *Whole* is from the call to the commit, with training beside it. "
+        "stall is the call and what steps waited for. *Whole* is from the call to the end of the step in which the "
+        "save ended, with training beside it. "
         "The next step begins right after the call; its time is divided by that of a step without a save, with "
         f"{arguments.ranks} ranks, and with one rank, which leaves the other cores free. DCP saves with a process "
         "group of its own. Medians of interleaved saves, of the slowest rank each."

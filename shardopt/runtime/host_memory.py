@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,7 +50,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._plain, self._pinned = Block(0), Block(0)
         self._wanted: list[Wanted] = []
-        self._offsets: list[int | None] = []
+        self._offsets: list[int | None] | None = None
         self._tensors: list[Tensor] = []
         self._streams: dict[torch.device, Any] = {}
         _memories.add(self)
@@ -64,28 +63,23 @@ class HostMemory:
                 within a page here, so that the disk can take them without a copy. Empty: of none.
         """
         wanted = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
-        return self.tensors_of(wanted, [*offsets] or [None] * len(wanted), LARGE_BYTES)
+        return self.tensors_of(wanted, [*offsets] or [None] * len(wanted))
 
-    def tensors_of(
-        self, wanted: list[Wanted], offsets: list[int | None] | None = None, placed_bytes: int = sys.maxsize
-    ) -> list[Tensor]:
+    def tensors_of(self, wanted: list[Wanted], offsets: list[int | None] | None = None) -> list[Tensor]:
         """Returns such tensors for given dtypes, shapes and source devices.
 
-        Args:
-            placed_bytes: from how many bytes on a tensor has room for a place that is known only next time, so that its
-                block is large enough then.
+        With `offsets`, even unknown ones, blocks have room for places that are known only next time.
         """
-        offsets = offsets or [None] * len(wanted)
         if wanted != self._wanted or offsets != self._offsets:
             places: list[tuple[bool, int, int]] = []
             totals, spare = {False: 0, True: 0}, {False: 0, True: 0}
             devices: dict[bool, torch.device] = {}
-            for (dtype, shape, device), offset in zip(wanted, offsets, strict=True):
+            for (dtype, shape, device), offset in zip(wanted, offsets or [None] * len(wanted), strict=True):
                 nbytes, pinned = shape.numel() * dtype.itemsize, copies_from_pinned(device)
                 begin = -(-totals[pinned] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
                 if offset is not None and offset % dtype.itemsize == 0:  # else it was of another dtype
                     begin += (offset - begin) % mmap.PAGESIZE
-                elif nbytes >= placed_bytes:
+                elif offsets is not None and nbytes >= LARGE_BYTES:
                     spare[pinned] += mmap.PAGESIZE
                 places.append((pinned, begin, begin + nbytes))
                 totals[pinned] = begin + nbytes

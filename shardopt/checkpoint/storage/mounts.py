@@ -1,4 +1,4 @@
-"""What the kernel tells about the file system below a file: its type, and what direct I/O needs."""
+"""The kernel's answers about the file system below a file: its type, and what direct I/O needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if _statx is not None:
 
 
 class Alignment(NamedTuple):
-    """What direct I/O of a file needs, in bytes: memory, and offsets in the file, begin at multiples of these."""
+    """Alignments that direct I/O of a file needs, in bytes: memory, and offsets in the file, begin at multiples."""
 
     memory: int
     offset: int
