@@ -6,6 +6,7 @@ python -m benchmarks.checkpoint [--only NAME …] [--repetitions 5] [--folder /t
 from __future__ import annotations
 
 import argparse
+import glob
 import shutil
 import tempfile
 import warnings
@@ -113,7 +114,9 @@ def time_loads(
     peers = load_peers(state, f"{folder}/ours-saved", f"{folder}/dcp-saved")
     if make is large:
         whole = state if args == (0,) else large(0)  # by columns, memory is the same bytes in other places
-        peers |= raw_io.readers(f"{folder}/raw-{dist.get_rank()}", _memories(whole))
+        memories = _memories(whole)
+        begin = 16 * ROWS * COLUMNS * 4 * dist.get_rank() // dist.get_world_size()
+        peers |= raw_io.readers(sorted(glob.glob(f"{folder}/ours-saved/*.safetensors")), begin, memories)
     times = interleaved(peers, repetitions)
     report = checkpoint.load(f"{folder}/ours-saved", state)
     return times | {"read": report.bytes_read, "wanted": report.bytes_wanted}

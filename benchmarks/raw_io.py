@@ -1,6 +1,6 @@
 """Raw reads and writes of the same bytes as a checkpoint: what a machine can do at best, by one fixed program.
 
-Each peer is one way; `best` is the fastest of them. Peers write one file a rank, and read it again.
+Each peer is one way; `best` is the fastest of them. Peers write one file a rank.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,15 @@ def best(times: Mapping[str, float]) -> float | None:
     return min((seconds for name, seconds in times.items() if name.startswith(PREFIX)), default=None)
 
 
-def readers(path: str, memories: Sequence[memoryview]) -> dict[str, Callable[[int], Any]]:
-    """Peers that read a file of this rank, which `write` has written, into memory.
+def readers(paths: Sequence[str], begin: int, memories: Sequence[memoryview]) -> dict[str, Callable[[int], Any]]:
+    """Peers that read files into memory: those that a checkpoint has, so that both find the same pages in the cache.
 
     Args:
-        memories: bytes; the file has as many.
+        paths: read one after the other, as if they were one file.
+        begin: of the bytes to read, in that file.
+        memories: for the bytes.
     """
-    write(path, memories, REQUEST_MIB[-1] << 20, durable=False)
-    return {f"{PREFIX}{mib} MiB": calling(partial(_read, path, memories, mib << 20)) for mib in REQUEST_MIB}
+    return {f"{PREFIX}{mib} MiB": calling(partial(_read, paths, begin, memories, mib << 20)) for mib in REQUEST_MIB}
 
 
 def writers(path: str, memories: Sequence[memoryview], durable: bool) -> dict[str, Callable[[int], Any]]:
@@ -73,11 +74,18 @@ def _write_directly(path: str, aligned: mmap.mmap) -> None:
         os.fsync(fd)
 
 
-def _read(path: str, memories: Sequence[memoryview], request_bytes: int) -> None:
-    with open(path, "rb", buffering=0) as file:
+def _read(paths: Sequence[str], begin: int, memories: Sequence[memoryview], request_bytes: int) -> None:
+    with ExitStack() as stack:
+        left = [stack.enter_context(open(path, "rb", buffering=0)) for path in paths]
+        while begin >= os.fstat(left[0].fileno()).st_size:
+            begin -= os.fstat(left.pop(0).fileno()).st_size
+        left[0].seek(begin)
         for memory in memories:
             while memory.nbytes:
-                memory = memory[file.readinto(memory[:request_bytes]) :]
+                got = left[0].readinto(memory[:request_bytes])
+                memory = memory[got:]
+                if not got:
+                    left.pop(0)
 
 
 @contextmanager

@@ -146,6 +146,14 @@ class LocalStorage(Storage):
 
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
         try:
+            if len(spans) == 1:  # of large reads, where each line runs after its own code has left the core's cache
+                offset, memory = spans[0]
+                while memory.nbytes:
+                    got = os.preadv(fd, (memory,), offset)
+                    if got == 0:
+                        raise too_short(self._path(name), offset)
+                    offset, memory = offset + got, memory[got:]
+                return
             for offset, buffers in contiguous_runs(spans):
                 while buffers:
                     got = os.preadv(fd, buffers, offset)

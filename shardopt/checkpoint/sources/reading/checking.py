@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from shardopt.checkpoint.storage import LocalStorage, Span, Storage
 from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 
-_THREADS = 4
+_THREADS = min(4, os.cpu_count() or 4)  # more than cores: each read pushes another's bytes out of the core's cache
 _FAR_THREADS = 8
 
 

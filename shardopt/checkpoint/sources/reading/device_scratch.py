@@ -93,7 +93,7 @@ class DeviceScratch:
             by_device[copy.target.device].append(copy)
         for device, own in by_device.items():
             stream = self._streams[device]
-            with torch.no_grad(), on_stream(stream):  # a thread has a grad mode of its own
+            with on_stream(stream):
                 for copy in own:
                     check_cast(*copy)
                 sources = [_on_device(copy) for copy in own]

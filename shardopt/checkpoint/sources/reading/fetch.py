@@ -173,7 +173,7 @@ class _Batches:
 
     def take(self) -> tuple[OpenFile, Batch | LargeRead | SmallReads] | None:
         """Returns the next batch and its file; None after the last."""
-        with self._lock, torch.no_grad():  # a thread has a grad mode of its own
+        with self._lock:
             taken = None if self._stopped else next(self._batches, None)
             self.nbytes += taken[1].nbytes if taken else 0
             return taken
@@ -194,7 +194,8 @@ class _Batches:
             streams: of the caller, in whose place another thread reads; None where it is the caller's own.
         """
         try:
-            with nullcontext() if streams is None else streams.entered():
+            # A thread has a grad mode of its own.
+            with torch.no_grad(), nullcontext() if streams is None else streams.entered():
                 taken = self.take()
                 while taken is not None:
                     file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)

@@ -91,6 +91,14 @@ class OpenFile(ABC):
         """
         return True
 
+    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
+        """Returns the numbers of failed segments among those in `memory`, from `segment` on.
+
+        Args:
+            memory: whole segments, one after the other; the last one may be the end of an entry.
+        """
+        return []
+
     def summed_with(self, entry: Entry) -> int | None:
         """Returns a number for the byte range that shares one checksum with an entry, if there is one."""
         return None
@@ -245,15 +253,15 @@ class DataFileReader(OpenFile):
                 yield from self.segment_error(entry, failed).problems
             segment += segment_count(chunk.nbytes)
 
-    def failed_segments(self, segment: int, memory: memoryview) -> Iterator[int]:
-        """Yields the numbers of failed segments among those in `memory`, from `segment` on.
-
-        Args:
-            memory: whole segments, one after the other; the last one may be the end of an entry.
-        """
-        for i, begin in enumerate(range(0, memory.nbytes, SEGMENT_BYTES), segment):
-            if not self.is_intact(i, memory[begin : begin + SEGMENT_BYTES]):
-                yield i
+    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
+        begins = range(0, memory.nbytes, SEGMENT_BYTES)
+        # The last one first: it was just read, and is in the core's cache.
+        digests = [xxhash.xxh3_64_digest(memory[begin : begin + SEGMENT_BYTES]) for begin in reversed(begins)]
+        digests.reverse()
+        stored = self.sums[8 * segment : 8 * (segment + len(digests))]
+        if b"".join(digests) == stored:
+            return []
+        return [segment + i for i, digest in enumerate(digests) if digest != stored[8 * i : 8 * i + 8]]
 
     def checksums(self, entry: Entry) -> bytes:
         return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]

@@ -131,10 +131,9 @@ class LargeRead:
         for begin in range(0, self.nbytes, self._call_bytes):
             memory = self._memory[begin : begin + self._call_bytes]
             read([Span(self._offset + begin, memory)])
-            for at in range(0, memory.nbytes, SEGMENT_BYTES):
-                if not file.is_intact(segment, memory[at : at + SEGMENT_BYTES]):
-                    raise file.segment_error(self._entry, segment)
-                segment += 1
+            for failed in file.failed_segments(segment, memory):
+                raise file.segment_error(self._entry, failed)
+            segment += self._call_bytes // SEGMENT_BYTES
 
 
 class SmallReads:

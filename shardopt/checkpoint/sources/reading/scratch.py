@@ -67,10 +67,8 @@ class HostScratch:
             return bytearray(self.nbytes)
 
     def use(self, memory: bytearray | memoryview, copies: Sequence[ScratchCopy]) -> None:
-        if copies:
-            with torch.no_grad():  # a thread has a grad mode of its own
-                for copy in copies:
-                    self._use(*copy)
+        for copy in copies:
+            self._use(*copy)
         assert isinstance(memory, bytearray)
         self._spare.append(memory)
 
