@@ -82,10 +82,24 @@ class ResumableSampler:
             yield filled[self.rank :: self.ranks].tolist()
 
     def through(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded."""
-        for batch in loader:
+        """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded.
+
+        A loader draws the seed of its workers as it is opened: from seed, epoch, position and rank alone, so that
+        torch's generator is the same whether an epoch was opened once or, by a resumed job, again.
+
+        Raises:
+            MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(mixed(self.seed, self.epoch, self.position, self.rank))
+            batches = iter(loader)
+        here = self.epoch, self.position
+        for batch in batches:
+            self._refuse_another(here)
             self.position = min(self.position + self.batch_size, self.size)
+            here = self.epoch, self.position
             yield batch
+        self._refuse_another(here)
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,14 +119,25 @@ class ResumableSampler:
         self.check_state_dict(state_dict)
         self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
 
+    def _refuse_another(self, here: tuple[int, int]) -> None:
+        """Raises MismatchError if epoch and position are no longer those at which a loader has come."""
+        if (self.epoch, self.position) != here:
+            found = f"epoch {self.epoch}, sample {self.position}, which was loaded in the middle of a loop"
+            required = f"epoch {here[0]}, sample {here[1]}, where the loop's loader is"
+            problem = Problem("position", found, required, "leave the loop after a load, and call through() again")
+            raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
+
     def _order(self) -> Tensor:
         """Returns the samples of this epoch in order, int64 [size]."""
         return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
 
 
+def mixed(*seeds: int) -> int:
+    """Returns one seed of 32 bits for several: torch's generator on the CPU looks at no more of its seed."""
+    return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
 def permutation(size: int, *seeds: int) -> Tensor:
     """Returns the numbers 0 … size − 1, int64 [size], in an order that depends on non-negative seeds."""
-    # Mixed, as torch's generator on the CPU looks at 32 bits of its seed and no more.
-    mixed = np.random.SeedSequence(seeds).generate_state(1)
-    generator = torch.Generator("cpu").manual_seed(int(mixed[0]))
+    generator = torch.Generator("cpu").manual_seed(mixed(*seeds))
     return torch.randperm(size, generator=generator, device="cpu")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from functools import cache, partial
+from functools import partial
 from operator import setitem
 from typing import Any, TypeGuard
 
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.traceable import is_composite, parts_of
@@ -42,9 +43,21 @@ from shardopt.state.param_groups import (
     options_by_member,
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
-from shardopt.state.state import FlatState, Leaf, PerRank, RestoreTarget, Stateful, Tied, refuse_chains
+from shardopt.state.state import (
+    CheckedStateful,
+    FlatState,
+    Leaf,
+    PartialStateful,
+    PerRank,
+    RestoreTarget,
+    Stateful,
+    Tied,
+    refuse_chains,
+)
+from shardopt.state.trainer_optimizers import is_constructed, unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 
+_EXTRA_STATE = "_extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
@@ -67,15 +80,15 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
     if tied:
         refuse_chains(tied)
     try:
-        _descend(app, (), lambda _: None, False, flat)  # the root is no leaf, and nothing replaces it
+        _descend(app, (), lambda _: None, None, flat)  # the root is no leaf, and nothing replaces it
     except RecursionError:
         problem = Problem("app", "containers nested without end", "a tree", "take out what contains itself")
         raise StateError("state cannot be walked through", [problem]) from None
     return flat
 
 
-def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
-    """Adds the leaves of a node; `within` a `state_dict()`, a container without tensors is one leaf."""
+def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: Stateful | None, flat: FlatState) -> None:
+    """Adds the leaves of a node; `within` an object's `state_dict()`, a container without tensors is one leaf."""
     if type(node) is torch.Tensor or type(node) is Parameter:  # as nearly all
         _add(flat, path, node, replace)
     elif isinstance(node, torch.Tensor):
@@ -92,11 +105,13 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         _descend_container(node, path, replace, within, flat)
 
 
-def _descend_container(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
+def _descend_container(
+    node: Any, path: Path, replace: Callable[[Any], None], within: Stateful | None, flat: FlatState
+) -> None:
     """Adds the leaves of a container, or one leaf for a plain value or a value per rank."""
     has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
-    if path and not (within or has_places or isinstance(node, PerRank)):
-        flat.plain[_named(path, flat) if flat.tied else path] = node, replace
+    if path and not (has_places or isinstance(node, PerRank)):
+        _add_plain(flat, path, node, replace, within)
     if isinstance(node, Mapping) and (has_places or not path or (not (within or isinstance(node, Counter)) and node)):
         _check_mapping(node, path)
         for part, child in node.items():
@@ -154,13 +169,35 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
             elif is_partial and part == STATE and isinstance(child, MutableMapping):
                 _check_mapping(child, (*path, part))
                 for name, entries in child.items():  # one by one: other ranks may have others
-                    _descend(entries, (*path, part, name), partial(setitem, child, name), True, flat)
+                    _descend(entries, (*path, part, name), partial(setitem, child, name), node, flat)
             else:
                 at = (*path, plain.get(part, part))
-                _descend(child, at, partial(setitem, target.state, part), True, flat)
+                _descend(child, at, partial(setitem, target.state, part), node, flat)
+                if plain_module and part.endswith(_EXTRA_STATE):
+                    _add_plain(flat, at, None, partial(setitem, target.state, part), None)
     else:
+        _add_plain(flat, path, target.state, target.replace_state, node)
         _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, target.replace_state)
     flat.targets.append(target)  # after those within: an object gets its state back whole
+
+
+def _takes_any_state(node: Stateful) -> bool:
+    """Whether an object that is none of torch's may have more in its state than it has now.
+
+    Not if it holds an optimizer that has a say in it: one of this package, or one whose state is sharded.
+    """
+    if isinstance(node, torch.nn.Module | Optimizer | LRScheduler | CheckedStateful | PartialStateful):
+        return False
+    held = list(vars(node).values()) if hasattr(node, "__dict__") else []
+    optimizers = [each for each in held if isinstance(each, Optimizer)]
+    params = (param for each in optimizers for group in each.param_groups for param in group[PARAMS])
+    is_plain = all(type(param) is torch.Tensor or type(param) is Parameter for param in params)
+    return is_plain and not any(isinstance(each, CheckedStateful | PartialStateful) for each in held)
+
+
+def _add_plain(flat: FlatState, path: Path, node: Any, replace: Callable[[Any], None], within: Stateful | None) -> None:
+    if within is None or _takes_any_state(within):
+        flat.plain[_named(path, flat) if flat.tied else path] = node, replace
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames) -> Numbered | None:
@@ -204,39 +241,6 @@ def _plain_option(value: Any) -> Any:
         items = [*map(_plain_option, value)]
         return _like_tuple(value, items) if isinstance(value, tuple) else items
     return value
-
-
-def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
-    """Returns the optimizer inside the class that another library's trainer has put around it.
-
-    Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
-    run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
-
-    Raises:
-        StateError: it is not one optimizer that it wraps.
-    """
-    while isinstance(node, Optimizer) and not is_constructed(node):
-        inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
-        if len(inner) != 1:
-            actual = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
-            required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
-            remedy = "pass the optimizer itself, or save it by its library"
-            problem = Problem(join(path) or "app", actual, required, remedy)
-            raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
-        node = inner[0]
-    return node
-
-
-def is_constructed(optimizer: Optimizer) -> bool:
-    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks."""
-    return not _hooks_of_optimizers().isdisjoint(vars(optimizer))
-
-
-@cache
-def _hooks_of_optimizers() -> frozenset[str]:
-    """Returns the names of the attributes in which torch's optimizers keep their hooks."""
-    some = torch.optim.SGD([torch.empty(0, device="cpu")])
-    return frozenset(name for name in vars(some) if name.endswith("hooks"))
 
 
 def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:

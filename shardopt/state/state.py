@@ -172,7 +172,8 @@ class FlatState:
     `tied` has the names that stand for others, as declared, and `aliases` the key that a leaf would have under such a
     name → the key that it has, and its path under that name. `twins` has the tensors that stand under both on this
     rank: the key under the other name → the key, and the tensor. `names` gives parameters their names. `plain` has the
-    values and containers outside of objects that hold no place for a tensor, by path, with what replaces them.
+    values and containers that hold no place for a tensor, by path, with what replaces them: outside of objects, and in
+    the state of those that take any.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)

@@ -5,19 +5,20 @@ Each check takes `make`, which returns a storage of a directory that is new on e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.storage import FLUSH, Span, Storage, storage_of
+from shardopt.checkpoint.storage import FLUSH, Span, Storage, storage_of, use_options
 from shardopt.errors import CorruptionError
 from shardopt.world import world
 
+T = TypeVar("T")
 MakeStorage = Callable[[], Storage]
 Check = Callable[[MakeStorage], None]
 
@@ -27,19 +28,26 @@ _ODD_NAME = "lr=1e-3, 'a' #2 %41 + ä"
 _LARGE_BYTES = 20 << 20  # more than one part, or one buffer, of any storage that cuts files
 
 
-def check_storage(make: MakeStorage) -> None:
+def check_storage(make: MakeStorage, storage_options: Mapping[str, Any] | None = None) -> None:
     """Runs all checks over a storage; takes some seconds. In one process.
 
     Args:
         make: returns a storage of a directory that is new on each call.
+        storage_options: arguments of the class by name, with which its URLs are opened again, such as credentials.
 
     Raises:
         AssertionError: has a line for each check that failed: its name, and what was found.
     """
+
+    def with_options() -> Storage:
+        storage = make()
+        use_options(storage.url, storage_options)
+        return storage
+
     failed = []
     for check in CHECKS:
         try:
-            check(make)
+            check(with_options)
         except Exception as error:
             found = str(error) if type(error) is AssertionError else f"{type(error).__name__}: {error}"
             failed.append(f"  {check.__name__}: {found}")
@@ -98,7 +106,7 @@ def large_files(make: MakeStorage) -> None:
     with storage.opened("a") as read_into, world().thread_pool(_THREADS, "contract") as pool:
         spans = [[Span(at, whole[at : at + step])] for at in range(0, len(data), step)]
         for each in [pool.submit(read_into, span) for span in spans]:
-            each.result()
+            _gives(f"a read in {_THREADS} threads at once", each.result)
     _same("what threads have read", bytes(read), data)
     with storage.opened_once("a") as read_into:
         last = bytearray(5)
@@ -205,10 +213,10 @@ def published_over_what_was_there(make: MakeStorage) -> None:
         looking = pool.submit(look)
         try:
             for version in versions:
-                storage.publish("manifest.json", version)
+                _gives("publish while another thread reads", partial(storage.publish, "manifest.json", version))
         finally:
             ended.append(True)
-        looking.result()
+        _gives("read while another thread publishes", looking.result)
     _same("readers that found something else", len([each for each in seen if each not in versions]), 0)
     _same("read", storage.read("manifest.json"), versions[-1])
     storage.write_atomically("manifest.json", _views(b"1", b"2"))
@@ -223,12 +231,13 @@ def published_only_where_nothing_is(make: MakeStorage) -> None:
     _same("type of publish_new", type(exclusive), bool)
     for other in (b"2", b"1" * 4999, b"1" * 5001):
         _raises(FileExistsError, "publish_new", partial(storage.publish_new, "manifest.json", other))
-    storage.publish_new("manifest.json", data)
+    _gives("publish_new of the same bytes again", partial(storage.publish_new, "manifest.json", data))
     _same("read", storage.read("manifest.json"), data)
     _same("names: nothing else is left", storage.names(), ["manifest.json"])
     _same("may_appear", storage.may_appear("manifest.json"), False)
     storage.remove("manifest.json")
-    _same("publish_new after a removal", storage.publish_new("manifest.json", b"3"), exclusive)
+    published = _gives("publish_new after a removal", partial(storage.publish_new, "manifest.json", b"3"))
+    _same("publish_new after a removal", published, exclusive)
     _same("read of what is new", storage.read("manifest.json"), b"3")
 
 
@@ -317,6 +326,13 @@ def _large() -> bytes:
 def _same(what: str, found: object, required: object) -> None:
     if found != required:
         raise AssertionError(f"{what}: found {_short(found)}, required {_short(required)}")
+
+
+def _gives(what: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except Exception as error:
+        raise AssertionError(f"{what}: found {type(error).__name__}: {error}, required no error") from error
 
 
 def _raises(kind: type[Exception], what: str, call: Callable[[], object]) -> None:

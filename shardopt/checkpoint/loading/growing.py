@@ -1,5 +1,6 @@
 """Replaces plain containers of an app by stored ones, if they have no place for a stored tensor.
 
+So are those in the state of an object that is neither torch's nor checks its state, and the extra state of modules.
 A record that is empty when a program begins, and is filled as it goes, has other entries in a checkpoint than in the
 app, maybe with tensors. No place of the app says what these have to be: they are made as they are stored, on the CPU.
 A rank that has tensors of its own there keeps them, as places for what is stored: then nothing grows on any rank.
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardopt.checkpoint.format.manifest import StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
@@ -68,6 +70,7 @@ def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
         join(root)
         for root in roots
         if there[root]
+        and not _fits(flat.leaves.get(join(root)), manifest.tensors.get(join(root)))
         and (set(there[root]) != set(here[root]) or any(key in manifest.tensors for key in there[root]))
         and not any(key in manifest.per_rank or kinds_differ(stored[key][: len(root)], root) for key in there[root])
         and _is_one_tree(_below(root, stored), manifest.values)
@@ -151,6 +154,17 @@ def _outermost(flat: FlatState, select: str | None) -> list[Path]:
         if is_open and wanted(join(path)) and not any(path[:length] in found for length in range(1, len(path))):
             found.add(path)
     return [*found]
+
+
+def _fits(leaf: Leaf | None, stored: StoredTensor | None) -> bool:
+    """Whether a tensor of the app is a place for the stored one, such as a module's extra state of the same length."""
+    value = None if leaf is None else leaf.value
+    return (
+        stored is not None
+        and isinstance(value, torch.Tensor)
+        and tuple(value.shape) == tuple(stored.layout.shape)
+        and value.dtype == torch_dtype(stored.dtype)
+    )
 
 
 def _below(root: Path, paths: Mapping[str, Path]) -> dict[str, Path]:

@@ -34,6 +34,7 @@ from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
 from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
 from shardopt.checkpoint.loading.strictness import STRICT, Strictness, log_passed_over, strictness_of
+from shardopt.checkpoint.loading.torchs_own import warn_of_other_options
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
@@ -240,8 +241,10 @@ def _load_into(
         warn_of_other_rates(each for each in schedules if each[0].path in paths)
         for line in arguments:
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
-    if plan.growing and ranks.rank == 0:
-        warn_of_gone(plan.growing)
+    if ranks.rank == 0:
+        warn_of_other_options(plan.flat, match.values)
+        if plan.growing:
+            warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
     if rules is not None and ranks.rank == 0:
         announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")

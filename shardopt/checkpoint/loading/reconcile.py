@@ -36,6 +36,10 @@ _UNEXPECTED = (
     "give its new name with rename={...}, add it to the app, leave it out with "
     'strict=Strictness(unexpected="ignore"), or load only some keys by select='
 )
+_IN_OBJECT = (
+    "if an object of the app holds an optimizer, give the app the optimizer too, in the object's place or beside it, "
+    "or make its state before loading (init_state(), or a step); otherwise "
+)
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
@@ -159,13 +163,23 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
     if choice == "ignore":
         return []
     problems = [
-        Problem(key, f"{kind_of_stored(names.manifest, key)} in the checkpoint", "nothing under this key", _UNEXPECTED)
+        Problem(
+            key,
+            f"{kind_of_stored(names.manifest, key)} in the checkpoint",
+            "nothing under this key",
+            f"{_IN_OBJECT if _is_below(key, names.chosen) else ''}{_UNEXPECTED}",
+        )
         for key in match.unexpected
     ]
     if choice == "raise":
         return problems
     match.warnings += problems
     return []
+
+
+def _is_below(key: str, leaves: Collection[str]) -> bool:
+    """Whether the app has one value where the checkpoint has several, of which this key is one."""
+    return any(key[:end] in leaves for end, each in enumerate(key) if each == ".")
 
 
 def _on(having: Sequence[int], size: int, problem: Problem, is_whole: bool) -> Problem:

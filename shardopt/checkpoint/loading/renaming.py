@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
-from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of
 from shardopt.checkpoint.loading.positional_params import names_in
 from shardopt.errors import MismatchError, Problem
@@ -37,7 +37,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
-        values = regroup_values(flat, _spread(manifest.values, flat))
+        values = regroup_values(flat, _spread(manifest.values, flat), manifest.tensors.values())
         return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
     wanted = re.compile(select or "")
     roots = [each.path for each in flat.targets if each.groups is not None]
@@ -64,12 +64,13 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
     renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
-    values = regroup_values(flat, _spread(renamed_values, flat))
+    tensors = StoredTensors(
+        (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
+    )
+    values = regroup_values(flat, _spread(renamed_values, flat), tensors.values())
     renamed_manifest = replace(
         manifest,
-        tensors=StoredTensors(
-            (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
-        ),
+        tensors=tensors,
         values={key: entry for key, entry in values.items() if wanted.search(key)},
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
@@ -236,7 +237,7 @@ def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
         raise MismatchError("the rules of rename give two keys one name", problems, code="bad-rules")
 
 
-def regroup_values(flat: FlatState, values: Values) -> Values:
+def regroup_values(flat: FlatState, values: Values, tensors: Iterable[StoredTensor]) -> Values:
     """Returns stored values; joins those that the app holds in one container to that container.
 
     torch.distributed.checkpoint takes containers apart to the last value: what it has saved of a schedule whose state
@@ -245,13 +246,21 @@ def regroup_values(flat: FlatState, values: Values) -> Values:
     Only where nothing is stored under the container's own key, and it is not empty: an empty one may be that of a rank
     which has nothing of what others have there. An empty container within one of which other parts are stored stays
     as the app has it, for it has no parts that could be. Nor are entries by name put together for a list, or elements
-    of a list for a dict: these are differences, as any.
+    of a list for a dict: these are differences, as any. Nor is joined what will replace the container (`growing.py`),
+    with the stored tensors among it.
+
+    Args:
+        tensors: that are stored.
     """
     whole = {
         leaf.path: key
         for key, leaf in flat.leaves.items()
         if isinstance(leaf.value, Mapping | list) and leaf.value and key not in values
     }
+    grow = [path for path in whole if path in flat.plain]
+    for path in grow and {tensor.path[:length] for tensor in tensors for length in range(1, len(tensor.path))}:
+        if path in flat.plain:
+            whole.pop(path, None)
     if not whole:
         return values
     parts: defaultdict[str, dict[Path, Any]] = defaultdict(dict)

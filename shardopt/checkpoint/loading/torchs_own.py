@@ -39,6 +39,7 @@ from shardopt.state.values import canonical, encode_value
 
 _log = logging.getLogger("shardopt.checkpoint")
 
+_OF_SCHEDULES = ("lr", "momentum", "betas", "weight_decay")
 _NO_NAMES = (
     "put the module whose parameters these are into the app, where it is saved and where it is loaded, or make the "
     "optimizer of model.named_parameters()"
@@ -110,6 +111,42 @@ def _problems_of_groups(
             found = f"other options of {first} than of {next(names[0] for names in [*alike.values()][1:])}"
             remedy = f"make these groups of them, as they were saved: {'; '.join(map(listed, alike.values()))}"
             yield Problem(keys[first], found, "the same in one group", remedy)
+
+
+def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
+    """Logs which options of torch's optimizers a load has taken from the checkpoint in contradiction to the code.
+
+    Not those that a schedule changes, where there is one.
+
+    Args:
+        values: that were loaded, by key.
+    """
+    lines: dict[str, None] = {}
+    for target in flat.targets:
+        optimizer, numbered = target.object, target.numbered
+        if numbered is None or not isinstance(optimizer, Optimizer):
+            continue
+        scheduled = _OF_SCHEDULES if any("initial_lr" in group for group in optimizer.param_groups) else ()
+        for members in filter(None, numbered.members()):
+            key = join((*target.path, PARAM_GROUPS, flat.tied.get(members[0], members[0])))
+            here, stored = (flat.leaves[key].value, values.get(key)) if key in flat.leaves else ({}, None)
+            if not isinstance(stored, Mapping):
+                continue
+            for option in optimizer.defaults.keys() - IMPLEMENTATION_OPTIONS - {*scheduled}:
+                if option in here and option in stored and not _is_same(here[option], stored[option]):
+                    lines[f"{join(target.path)}: {option}: {here[option]} in the code, {stored[option]} stored"] = None
+    if lines:
+        _log.warning(
+            "options of the checkpoint replace those that the code gives [optimizer-state]:\n  %s\n"
+            "to resume with the code's own, set them in param_groups after loading",
+            "\n  ".join(lines),
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if all(isinstance(each, float | torch.Tensor) for each in (one, other)):
+        return torch.equal(*(torch.as_tensor(each, dtype=torch.float32) for each in (one, other)))
+    return canonical(encode_value(one)) == canonical(encode_value(other))
 
 
 def _distinct(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

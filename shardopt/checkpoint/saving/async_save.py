@@ -48,8 +48,8 @@ from shardopt.runtime.host_memory import HostMemory
 from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
 from shardopt.runtime.staging_fence import copying_until
 from shardopt.runtime.torch_private import out_of_inference_mode
-from shardopt.state.flatten import is_constructed
 from shardopt.state.state import Tied
+from shardopt.state.trainer_optimizers import is_constructed
 from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]

@@ -168,3 +168,60 @@ def test_a_mixture_resumes_on_other_ranks_and_is_refused_with_other_weights():
 def test_wrong_mixtures(wrong):
     with pytest.raises(ValueError, match=r"found .*; required .*; "):
         shardopt.data.MixtureSampler([30, 30], batch_size=4, **wrong)
+
+
+def drawn_in(steps, state, save_at, workers):
+    """Returns torch's random numbers in a loop over epochs of 8 batches, and the state at one step."""
+    torch.manual_seed(3)
+    data = shardopt.ResumableSampler(64, batch_size=8, seed=0)
+    app = {"data": data, "random": shardopt.RandomState(on_resize="raise"), "step": 0}
+    if state is not None:
+        checkpoint.load(state, app)
+    loader = DataLoader(TensorDataset(torch.zeros(64, 1)), batch_sampler=data, num_workers=workers)
+    numbers = []
+    while app["step"] < steps:
+        for _ in data.through(loader):
+            app["step"] += 1
+            numbers.append(torch.rand(()).item())
+            if save_at is not None and app["step"] == save_at[0]:
+                checkpoint.save(save_at[1], app)
+            if app["step"] == steps:
+                break
+    return numbers
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("at", [3, 8, 9])
+def test_random_numbers_of_a_resumed_epoch_are_those_of_an_unbroken_one(tmp_path, at, workers):
+    """Each loader draws a seed for its workers as it is opened; an epoch that is resumed is opened twice."""
+    unbroken = drawn_in(12, None, None, workers)
+    drawn_in(at, None, (at, tmp_path / "c"), workers)
+    assert drawn_in(12, tmp_path / "c", None, workers) == unbroken[at:]
+
+
+def test_seeds_of_workers_differ_by_epoch_and_rank():
+    class Opened:
+        def __iter__(self):
+            seeds.append(torch.initial_seed())
+            return iter([])
+
+    seeds = []
+    for sampler in samplers(64, 2, batch_size=8):
+        for _ in range(3):
+            assert list(sampler.through(Opened())) == []
+    assert len(set(seeds)) == 6
+
+
+@pytest.mark.parametrize("at", [2, 8], ids=["within", "at the end"])
+def test_a_loop_that_goes_on_after_a_load_is_refused(at):
+    (sampler,) = samplers(64, 1, batch_size=8)
+    loop = sampler.through(sampler)
+    next(loop)
+    state = sampler.state_dict()
+    for _ in range(at - 1):
+        next(loop)
+    sampler.load_state_dict(state)
+    with pytest.raises(MismatchError, match=r"sample 8, which was loaded.*call through\(\) again"):
+        next(loop)
+    assert sampler.state_dict() == state
+    assert len(list(sampler.through(sampler))) == 7 and sampler.epoch == 1

@@ -9,7 +9,8 @@ from torch import nn
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import CorruptionError, PartialLoadError, StateError
-from shardopt.state.flatten import flatten, is_constructed, unwrapped
+from shardopt.state.flatten import flatten
+from shardopt.state.trainer_optimizers import is_constructed, unwrapped
 
 
 class Delegating(torch.optim.Optimizer):

@@ -277,6 +277,32 @@ def test_every_check_finds_a_storage_that_breaks_its_promise():
     assert {check for _, check in parameters.args[1]} == {*contract.CHECKS}
 
 
+class HasAKey(Held):
+    def __init__(self, url, key=None):
+        super().__init__(url)
+        self.key = key
+
+    def child(self, name):
+        return HasAKey(f"{self.url}/{name}", self.key)
+
+    def parent(self):
+        above, _, name = self.url.rpartition("/")
+        return HasAKey(above, self.key), name
+
+    def names(self):
+        if self.key != "secret":
+            raise PermissionError("no key")
+        return super().names()
+
+
+def test_options_reach_what_opens_it_again():
+    register_storage("held", HasAKey)
+    make = lambda: HasAKey(f"held://{next(NUMBERS)}", "secret")  # noqa: E731
+    contract.check_storage(make, storage_options={"key": "secret"})
+    with pytest.raises(AssertionError, match=r"its_url_opens_it: PermissionError: no key"):
+        contract.check_storage(make)
+
+
 def test_all_that_fails_is_named_with_what_was_found():
     register_storage("held", FillsTheFirst)
     with pytest.raises(AssertionError) as caught:

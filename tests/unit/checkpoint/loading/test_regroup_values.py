@@ -95,7 +95,7 @@ def test_parts_are_put_together_as_the_app_has_them(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     here = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
     saved = dict(in_parts(("s",), here.state_dict())) | {("s", "milestones", "7"): 1, ("s", "last_epoch"): 4}
-    values = regroup_values(flatten({"s": here}), values_of(saved))
+    values = regroup_values(flatten({"s": here}), values_of(saved), ())
     assert values.keys() == {"s"}
     assert values["s"][1]["milestones"] == Counter([2, 5, 7]) and type(values["s"][1]["milestones"]) is Counter
     assert values["s"][1]["last_epoch"] == 4
@@ -108,5 +108,5 @@ def test_parts_are_put_together_as_the_app_has_them(tmp_path):
 def test_empty_containers_are_left_to_other_ranks_and_to_the_app():
     app = {"a": {}, "s": [{"x": 1, "empty": {}}]}
     values = values_of({("a", "b"): 1, ("s", Index(0), "x"): 2, ("t",): 3})
-    result = regroup_values(flatten(app), values)
+    result = regroup_values(flatten(app), values, ())
     assert {key: value for key, (_, value) in result.items()} == {"a.b": 1, "s": [{"x": 2, "empty": {}}], "t": 3}

@@ -35,6 +35,29 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_options_that_the_code_has_changed_are_told(tmp_path, caplog, scheduled):
+    def app_of(**options):
+        model = Layers()
+        app = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), **options)}
+        if scheduled:
+            app["schedule"] = torch.optim.lr_scheduler.ExponentialLR(app["optimizer"], 0.5)
+        return app
+
+    app = stepped(app_of(lr=0.1))
+    if scheduled:
+        app["schedule"].step()
+    checkpoint.save(tmp_path / "c", app)
+    checkpoint.load(tmp_path / "c", app_of(lr=0.1 if scheduled else torch.tensor(0.1), foreach=False), init_state=True)
+    assert not caplog.messages
+    other = app_of(lr=0.001, eps=1e-4)
+    checkpoint.load(tmp_path / "c", other, init_state=True)
+    assert other["optimizer"].param_groups[0]["eps"] == 1e-8
+    (told,) = [line for line in caplog.messages if "options of the checkpoint replace" in line]
+    assert "optimizer: eps: 0.0001 in the code, 1e-08 stored" in told and "betas" not in told
+    assert ("optimizer: lr: 0.001 in the code, 0.1 stored" in told) == ("lr:" in told) == (not scheduled)
+
+
 def stepped(app, steps=2, seed=0):
     """Steps the optimizers of an app by gradients that go by the names of the model's parameters."""
     model = app["model"]
