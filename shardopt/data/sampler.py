@@ -85,13 +85,15 @@ class ResumableSampler:
         """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded.
 
         A loader draws the seed of its workers as it is opened: from seed, epoch, position and rank alone, so that
-        torch's generator is the same whether an epoch was opened once or, by a resumed job, again.
+        torch's generator is the same whether an epoch was opened once or, by a resumed job, again. What workers draw
+        themselves, such as augmentations, begins anew in an epoch that is resumed in its middle.
 
         Raises:
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
+        seed = mixed(self.seed, self.epoch, self.position, self.rank)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mixed(self.seed, self.epoch, self.position, self.rank))
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of devices too
             batches = iter(loader)
         here = self.epoch, self.position
         for batch in batches:
