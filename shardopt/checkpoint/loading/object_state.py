@@ -63,7 +63,10 @@ class StateOfObject:
             )
         else:
             found, required = "state in the checkpoint", "none: it was never initialized in the app"
-            remedy = "load with init_state=True, or call init_state() before loading (where there is none, take a step)"
+            remedy = (
+                "load with init_state=True, or call init_state() before loading (where there is none, take a step; in "
+                "place of an optimizer around another, give the app the inner one)"
+            )
         return Problem(target.state_key, found, required, remedy)
 
     def refused(self, strictness: Strictness) -> Iterator[Problem]:

@@ -149,11 +149,15 @@ class Keeper(Task):
             keep = reasons_to_keep(measured, rules, measured, pinned)
         if self._saved is not None and newest > self._saved.step and not self._warned:
             self._warned = True
+            is_resumed = self._resumed is not None and self._resumed.step == newest
             _log.warning(
-                "step %d was saved below step %d of another job: a restart would resume from that one. "
+                "step %d was saved below step %d %s: a restart would resume from that one. "
                 "restore(app, step=...) rewinds a run to an earlier step [run-root]",
                 self._saved.step,
                 newest,
+                "that this job was restored from (restore returns the step to continue at)"
+                if is_resumed
+                else "of another job",
             )
         # Oldest first, and only below the newest: what is above it may be a save that another process of this job,
         # not dead yet, is about to give up.

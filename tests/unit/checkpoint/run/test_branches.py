@@ -259,6 +259,17 @@ def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, 
         save(manager, 300)
 
 
+def test_a_loop_that_does_not_continue_where_it_was_restored_is_told(tmp_path, caplog):
+    for last in (3, 1):
+        model = torch.nn.Linear(2, 2)
+        with checkpoint.Manager(tmp_path, keep=1) as manager:
+            manager.restore({"model": model, "step": 0})  # the step goes into a dict that nobody has
+            for step in range(1, last + 1):
+                manager.save(step, {"model": model, "step": step})
+    (line,) = [line for line in caplog.messages if "saved below" in line]
+    assert "step 1 was saved below step 3 that this job was restored from (restore returns the step" in line
+
+
 def test_a_step_that_is_not_there(tmp_path):
     three_steps(tmp_path)
     manager = checkpoint.Manager(tmp_path)
