@@ -84,22 +84,16 @@ class ResumableSampler:
     def through(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded.
 
-        A loader draws the seed of its workers as it is opened: from seed, epoch, position and rank alone, so that
-        torch's generator is the same whether an epoch was opened once or, by a resumed job, again. What workers draw
-        themselves, such as augmentations, begins anew in an epoch that is resumed in its middle.
+        What workers draw themselves, such as augmentations, begins anew in an epoch that is resumed in its middle.
 
         Raises:
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
-        seed = mixed(self.seed, self.epoch, self.position, self.rank)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of devices too
-            batches = iter(loader)
-        here = self.epoch, self.position
+        batches, here = opened(loader, self), self.state_dict()
         for batch in batches:
             self._refuse_another(here)
             self.position = min(self.position + self.batch_size, self.size)
-            here = self.epoch, self.position
+            here = self.state_dict()
             yield batch
         self._refuse_another(here)
         self.epoch, self.position = self.epoch + 1, 0
@@ -121,17 +115,29 @@ class ResumableSampler:
         self.check_state_dict(state_dict)
         self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
 
-    def _refuse_another(self, here: tuple[int, int]) -> None:
-        """Raises MismatchError if epoch and position are no longer those at which a loader has come."""
-        if (self.epoch, self.position) != here:
+    def _refuse_another(self, here: dict[str, Any]) -> None:
+        """Raises MismatchError if the position is no longer that at which a loader has come."""
+        if self.state_dict() != here:
             found = f"epoch {self.epoch}, sample {self.position}, which was loaded in the middle of a loop"
-            required = f"epoch {here[0]}, sample {here[1]}, where the loop's loader is"
+            required = f"epoch {here['epoch']}, sample {here['position']}, where the loop's loader is"
             problem = Problem("position", found, required, "leave the loop after a load, and call through() again")
             raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
 
     def _order(self) -> Tensor:
         """Returns the samples of this epoch in order, int64 [size]."""
         return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
+
+
+def opened(loader: Iterable[T], at: ResumableSampler) -> Iterator[T]:
+    """Returns an iterator over a loader, which leaves torch's random numbers on the CPU as they were.
+
+    A DataLoader draws a seed for its workers as it is opened, and is opened again where an epoch is resumed. This seed
+    is drawn from seed, epoch, position and rank.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would change the generators of devices too.
+        torch.default_generator.manual_seed(mixed(at.seed, at.epoch, at.position, at.rank))
+        return iter(loader)
 
 
 def mixed(*seeds: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.utils.data import ConcatDataset, DataLoader
 
 from shardopt.data.mixture import MixtureSampler
-from shardopt.data.sampler import ResumableSampler
+from shardopt.data.sampler import ResumableSampler, opened
 from shardopt.errors import OptionError, Problem
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
     So a loop that saves after each batch, and is not asked for one more, saves no position at the end of an epoch.
     """
     left = len(at)
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(opened(batches, at)):
         if number >= left - 1:
             at.epoch, at.position = at.epoch + 1, 0
         else:

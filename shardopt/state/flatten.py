@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.traceable import is_composite, parts_of
@@ -44,20 +43,19 @@ from shardopt.state.param_groups import (
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
 from shardopt.state.state import (
-    CheckedStateful,
     FlatState,
     Leaf,
-    PartialStateful,
     PerRank,
     RestoreTarget,
     Stateful,
     Tied,
     refuse_chains,
+    takes_any_state,
 )
 from shardopt.state.trainer_optimizers import is_constructed, unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 
-_EXTRA_STATE = "_extra_state"  # of a module's own making, such as bytes in a tensor of any length
+_EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
@@ -87,8 +85,13 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
     return flat
 
 
-def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: Stateful | None, flat: FlatState) -> None:
-    """Adds the leaves of a node; `within` an object's `state_dict()`, a container without tensors is one leaf."""
+def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool | None, flat: FlatState) -> None:
+    """Adds the leaves of a node.
+
+    Args:
+        within: None outside of objects. In what an object's `state_dict()` gave, where a container without tensors is
+            one leaf: whether that object takes any state.
+    """
     if type(node) is torch.Tensor or type(node) is Parameter:  # as nearly all
         _add(flat, path, node, replace)
     elif isinstance(node, torch.Tensor):
@@ -106,17 +109,18 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: Stat
 
 
 def _descend_container(
-    node: Any, path: Path, replace: Callable[[Any], None], within: Stateful | None, flat: FlatState
+    node: Any, path: Path, replace: Callable[[Any], None], within: bool | None, flat: FlatState
 ) -> None:
     """Adds the leaves of a container, or one leaf for a plain value or a value per rank."""
     has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
     if path and not (has_places or isinstance(node, PerRank)):
         _add_plain(flat, path, node, replace, within)
-    if isinstance(node, Mapping) and (has_places or not path or (not (within or isinstance(node, Counter)) and node)):
+    is_of_app = within is None and not isinstance(node, Counter) and node
+    if isinstance(node, Mapping) and (has_places or not path or is_of_app):
         _check_mapping(node, path)
         for part, child in node.items():
             _descend(child, (*path, part), partial(setitem, node, part), within, flat)
-    elif isinstance(node, MutableMapping) and not (node or within or type(node) in (dict, Counter)):
+    elif isinstance(node, MutableMapping) and within is None and not (node or type(node) in (dict, Counter)):
         _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
     elif isinstance(node, list) and has_places:
         for i, child in enumerate(node):
@@ -158,6 +162,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
 
     is_partial = target.held_names() is not None
+    takes_any = takes_any_state(node, target.state)
     groups = target.state.get(PARAM_GROUPS)
     if are_named(groups) and (is_partial or any(group[PARAMS] for group in groups)):
         target.groups = groups
@@ -169,34 +174,22 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
             elif is_partial and part == STATE and isinstance(child, MutableMapping):
                 _check_mapping(child, (*path, part))
                 for name, entries in child.items():  # one by one: other ranks may have others
-                    _descend(entries, (*path, part, name), partial(setitem, child, name), node, flat)
+                    _descend(entries, (*path, part, name), partial(setitem, child, name), takes_any, flat)
             else:
                 at = (*path, plain.get(part, part))
-                _descend(child, at, partial(setitem, target.state, part), node, flat)
-                if plain_module and part.endswith(_EXTRA_STATE):
-                    _add_plain(flat, at, None, partial(setitem, target.state, part), None)
+                _descend(child, at, partial(setitem, target.state, part), takes_any, flat)
+                if plain_module and f".{part}".endswith(_EXTRA_STATE):
+                    _add_plain(flat, at, None, partial(setitem, target.state, part))
     else:
-        _add_plain(flat, path, target.state, target.replace_state, node)
+        _add_plain(flat, path, target.state, target.replace_state, takes_any)
         _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, target.replace_state)
     flat.targets.append(target)  # after those within: an object gets its state back whole
 
 
-def _takes_any_state(node: Stateful) -> bool:
-    """Whether an object that is none of torch's may have more in its state than it has now.
-
-    Not if it holds an optimizer that has a say in it: one of this package, or one whose state is sharded.
-    """
-    if isinstance(node, torch.nn.Module | Optimizer | LRScheduler | CheckedStateful | PartialStateful):
-        return False
-    held = list(vars(node).values()) if hasattr(node, "__dict__") else []
-    optimizers = [each for each in held if isinstance(each, Optimizer)]
-    params = (param for each in optimizers for group in each.param_groups for param in group[PARAMS])
-    is_plain = all(type(param) is torch.Tensor or type(param) is Parameter for param in params)
-    return is_plain and not any(isinstance(each, CheckedStateful | PartialStateful) for each in held)
-
-
-def _add_plain(flat: FlatState, path: Path, node: Any, replace: Callable[[Any], None], within: Stateful | None) -> None:
-    if within is None or _takes_any_state(within):
+def _add_plain(
+    flat: FlatState, path: Path, node: Any, replace: Callable[[Any], None], within: bool | None = None
+) -> None:
+    if within is not False:
         flat.plain[_named(path, flat) if flat.tied else path] = node, replace
 
 

@@ -81,6 +81,21 @@ class GroupedStateful(Stateful, Protocol):
     def unmatched_patterns(self) -> list[Problem]: ...
 
 
+def takes_any_state(node: Stateful, state: Any) -> bool:
+    """Whether an object that is none of torch's may have more in its state than it has now.
+
+    Not if an optimizer's state is within: its parameters would have to be compared with those of the stored one.
+    """
+    known = torch.nn.Module | torch.optim.Optimizer | LRScheduler | CheckedStateful | PartialStateful
+    return not isinstance(node, known) and not _has_optimizer(state)
+
+
+def _has_optimizer(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return (PARAM_GROUPS in state and STATE in state) or any(map(_has_optimizer, state.values()))
+    return isinstance(state, list | tuple) and any(map(_has_optimizer, state))
+
+
 @dataclass(frozen=True, slots=True)
 class PerRank:
     """A plain value that differs between ranks by intent, such as a random state; each rank gets its own back.

@@ -319,8 +319,7 @@ def _views(*parts: bytes) -> list[memoryview]:
 
 
 def _large() -> bytes:
-    block = torch.arange(1 << 18, dtype=torch.int32).numpy().tobytes()
-    return (block * (_LARGE_BYTES // len(block) + 1))[:_LARGE_BYTES]
+    return torch.arange(_LARGE_BYTES // 4, dtype=torch.int32).numpy().tobytes()
 
 
 def _same(what: str, found: object, required: object) -> None:

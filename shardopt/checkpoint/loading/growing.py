@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.format.manifest import StoredTensor
+from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
@@ -70,10 +70,9 @@ def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
         join(root)
         for root in roots
         if there[root]
-        and not _fits(flat.leaves.get(join(root)), manifest.tensors.get(join(root)))
-        and (set(there[root]) != set(here[root]) or any(key in manifest.tensors for key in there[root]))
+        and not (set(there[root]) == set(here[root]) and _fit(there[root], flat, manifest))
         and not any(key in manifest.per_rank or kinds_differ(stored[key][: len(root)], root) for key in there[root])
-        and _is_one_tree(_below(root, stored), manifest.values)
+        and _is_one_tree({key: stored[key][len(root) :] for key in there[root]}, manifest.values)
     ]
 
 
@@ -108,9 +107,11 @@ def with_places(
     manifest, stored = names.manifest, stored_paths(names.manifest)
     paths_here = {key: leaf.path for key, leaf in flat.leaves.items()}
     leaves, chosen, growing = dict(flat.leaves), set(names.chosen), list[Growing]()
-    for root in [path for path in flat.plain if join(path) in keys]:
+    roots = [path for path in flat.plain if join(path) in keys]
+    all_there, all_here = _below(roots, stored), _below(roots, paths_here)
+    for root in roots:
         parts: dict[Path, Any] = {}
-        there, here = _below(root, stored), _below(root, paths_here)
+        there, here = all_there[root], all_here[root]
         ends = [path for key, path in there.items() if manifest.values.get(key, ((), None))[1] != {}]
         gone = [key for key, path in here.items() if not any(is_below(other, path) for other in there.values())]
         for key, path in here.items():
@@ -156,20 +157,16 @@ def _outermost(flat: FlatState, select: str | None) -> list[Path]:
     return [*found]
 
 
-def _fits(leaf: Leaf | None, stored: StoredTensor | None) -> bool:
-    """Whether a tensor of the app is a place for the stored one, such as a module's extra state of the same length."""
-    value = None if leaf is None else leaf.value
-    return (
-        stored is not None
-        and isinstance(value, torch.Tensor)
-        and tuple(value.shape) == tuple(stored.layout.shape)
-        and value.dtype == torch_dtype(stored.dtype)
-    )
+def _fit(keys: Iterable[str], flat: FlatState, manifest: Manifest) -> bool:
+    """Whether the app has a place of its shape for each stored tensor, as in the extra state of a module."""
+    places = ((flat.leaves[key].value, manifest.tensors[key].layout.shape) for key in keys if key in manifest.tensors)
+    return all(isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) for value, shape in places)
 
 
-def _below(root: Path, paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Returns the keys at or below a container, and their paths within it."""
-    return {key: path[len(root) :] for key, path in paths.items() if path[: len(root)] == root}
+def _below(roots: Collection[Path], paths: Mapping[str, Path]) -> dict[Path, dict[str, Path]]:
+    """Returns root → the keys at or below it, and their paths within it."""
+    below = keys_below(paths, roots)
+    return {root: {key: paths[key][len(root) :] for key in keys} for root, keys in below.items()}
 
 
 def _is_one_tree(parts: Mapping[str, Path], values: Mapping[str, tuple[Path, Any]]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, owner_of
 from shardopt.checkpoint.loading.positional_params import listed
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.errors import Problem
+from shardopt.errors import Problem, StateError
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
@@ -134,19 +135,23 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
                 continue
             for option in optimizer.defaults.keys() - IMPLEMENTATION_OPTIONS - {*scheduled}:
                 if option in here and option in stored and not _is_same(here[option], stored[option]):
-                    lines[f"{join(target.path)}: {option}: {here[option]} in the code, {stored[option]} stored"] = None
+                    lines[f"{join(target.path)}: {option}: {here[option]} here, {stored[option]} stored"] = None
     if lines:
         _log.warning(
-            "options of the checkpoint replace those that the code gives [optimizer-state]:\n  %s\n"
-            "to resume with the code's own, set them in param_groups after loading",
+            "options of the checkpoint replace those that an optimizer has [optimizer-state]:\n  %s\n"
+            "to resume with other ones, set them in param_groups after loading",
             "\n  ".join(lines),
         )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if all(isinstance(each, float | torch.Tensor) for each in (one, other)):
-        return torch.equal(*(torch.as_tensor(each, dtype=torch.float32) for each in (one, other)))
-    return canonical(encode_value(one)) == canonical(encode_value(other))
+def _is_same(*options: Any) -> bool:
+    plain = [each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in options]
+    if all(isinstance(each, int | float) for each in plain):
+        return math.isclose(*plain, rel_tol=1e-6)  # in a tensor of fp32 a number has fewer digits
+    try:
+        return len({canonical(encode_value(each)) for each in plain}) == 1
+    except StateError:  # no plain value here, as a function
+        return False
 
 
 def _distinct(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

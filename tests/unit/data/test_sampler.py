@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError
+from shardopt.integrations.loader import ResumableLoader
 
 
 def samplers(size, ranks, **options):
@@ -170,17 +171,20 @@ def test_wrong_mixtures(wrong):
         shardopt.data.MixtureSampler([30, 30], batch_size=4, **wrong)
 
 
-def drawn_in(steps, state, save_at, workers):
+def drawn_in(steps, state, save_at, workers, resumable):
     """Returns torch's random numbers in a loop over epochs of 8 batches, and the state at one step."""
     torch.manual_seed(3)
     data = shardopt.ResumableSampler(64, batch_size=8, seed=0)
+    samples = TensorDataset(torch.zeros(64, 1))
+    loader = DataLoader(samples, batch_sampler=data, num_workers=workers)
+    if resumable:
+        data = loader = ResumableLoader(samples, batch_size=8, num_workers=workers)
     app = {"data": data, "random": shardopt.RandomState(on_resize="raise"), "step": 0}
     if state is not None:
         checkpoint.load(state, app)
-    loader = DataLoader(TensorDataset(torch.zeros(64, 1)), batch_sampler=data, num_workers=workers)
     numbers = []
     while app["step"] < steps:
-        for _ in data.through(loader):
+        for _ in loader if resumable else data.through(loader):
             app["step"] += 1
             numbers.append(torch.rand(()).item())
             if save_at is not None and app["step"] == save_at[0]:
@@ -190,13 +194,13 @@ def drawn_in(steps, state, save_at, workers):
     return numbers
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "resumable"), [(0, False), (1, False), (0, True)])
 @pytest.mark.parametrize("at", [3, 8, 9])
-def test_random_numbers_of_a_resumed_epoch_are_those_of_an_unbroken_one(tmp_path, at, workers):
+def test_random_numbers_of_a_resumed_epoch_are_those_of_an_unbroken_one(tmp_path, at, workers, resumable):
     """Each loader draws a seed for its workers as it is opened; an epoch that is resumed is opened twice."""
-    unbroken = drawn_in(12, None, None, workers)
-    drawn_in(at, None, (at, tmp_path / "c"), workers)
-    assert drawn_in(12, tmp_path / "c", None, workers) == unbroken[at:]
+    unbroken = drawn_in(12, None, None, workers, resumable)
+    drawn_in(at, None, (at, tmp_path / "c"), workers, resumable)
+    assert drawn_in(12, tmp_path / "c", None, workers, resumable) == unbroken[at:]
 
 
 def test_seeds_of_workers_differ_by_epoch_and_rank():

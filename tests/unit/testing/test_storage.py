@@ -113,6 +113,12 @@ class EndsAtABlock(Held):
         super().publish(name, data[: 16 << 20])
 
 
+class SwapsParts(Held):
+    def publish(self, name, data):
+        part = 5 << 20
+        super().publish(name, data if len(data) < 3 * part else data[part : 2 * part] + data[:part] + data[2 * part :])
+
+
 class ReadsByOneAtATime(Held):
     def fill(self, name, spans):
         self.busy = not getattr(self, "busy", False)
@@ -246,6 +252,7 @@ class IsElsewhere(Held):
         (LosesEmptyFiles, contract.empty_files_and_many_buffers),
         (KeepsBuffers, contract.memory_of_buffers_is_used_again),
         (EndsAtABlock, contract.large_files),
+        (SwapsParts, contract.large_files),
         (ReadsByOneAtATime, contract.large_files),
         (FillsTheFirst, contract.spans_are_filled),
         (ReadsPastTheEnd, contract.a_file_that_ends_too_soon_is_corrupt),

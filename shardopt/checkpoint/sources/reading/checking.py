@@ -12,7 +12,8 @@ from shardopt.checkpoint.storage import LocalStorage, Span, Storage
 from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 
-_THREADS = min(4, os.cpu_count() or 4)  # more than cores: each read pushes another's bytes out of the core's cache
+# More threads than cores push one another's bytes out of the core's cache.
+_THREADS = min(4, max(2, os.cpu_count() or 4))
 _FAR_THREADS = 8
 
 

@@ -97,7 +97,8 @@ class OpenFile(ABC):
         Args:
             memory: whole segments, one after the other; the last one may be the end of an entry.
         """
-        return []
+        pieces = (memory[begin : begin + SEGMENT_BYTES] for begin in range(0, memory.nbytes, SEGMENT_BYTES))
+        return [i for i, piece in enumerate(pieces, segment) if not self.is_intact(i, piece)]
 
     def summed_with(self, entry: Entry) -> int | None:
         """Returns a number for the byte range that shares one checksum with an entry, if there is one."""

@@ -35,6 +35,23 @@ KINDS = {
 }
 
 
+def test_options_of_any_kind_are_compared(tmp_path, caplog):
+    class Odd(torch.optim.SGD):
+        def __init__(self, params, **options):
+            super().__init__(params)
+            self.defaults |= options
+            self.param_groups[0].update(options)
+
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": Odd(model.parameters(), decay=0, kind="x", lr=1)})
+    app = {"model": model, "optimizer": Odd(model.parameters(), decay=0.0, kind=len, lr=torch.tensor([1.0]))}
+    checkpoint.load(tmp_path / "c", app)
+    (told,) = caplog.messages
+    assert (
+        "optimizer: kind: <built-in function len> here, x stored" in told and "decay" not in told and "lr:" not in told
+    )
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_options_that_the_code_has_changed_are_told(tmp_path, caplog, scheduled):
     def app_of(**options):
@@ -54,8 +71,8 @@ def test_options_that_the_code_has_changed_are_told(tmp_path, caplog, scheduled)
     checkpoint.load(tmp_path / "c", other, init_state=True)
     assert other["optimizer"].param_groups[0]["eps"] == 1e-8
     (told,) = [line for line in caplog.messages if "options of the checkpoint replace" in line]
-    assert "optimizer: eps: 0.0001 in the code, 1e-08 stored" in told and "betas" not in told
-    assert ("optimizer: lr: 0.001 in the code, 0.1 stored" in told) == ("lr:" in told) == (not scheduled)
+    assert "optimizer: eps: 0.0001 here, 1e-08 stored" in told and "betas" not in told
+    assert ("optimizer: lr: 0.001 here, 0.1 stored" in told) == ("lr:" in told) == (not scheduled)
 
 
 def stepped(app, steps=2, seed=0):
