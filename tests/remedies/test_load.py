@@ -63,7 +63,10 @@ def test_tied_values_that_differ_load_untied(url):
 @pytest.mark.parametrize("form", ["keyed", "torch"])
 def test_state_for_an_optimizer_without_is_made_by_the_load_by_a_call_or_a_step(url, form):
     app = saved(url, app_of(form, 2))
-    load = "load with init_state=True, or call init_state() before loading (where there is none, take a step)"
+    load = (
+        "load with init_state=True, or call init_state() before loading (where there is none, take a step; in place of"
+        " an optimizer around another, give the app the inner one)"
+    )
     refused(load, checkpoint.load, url, app_of(form))
     loaded = app_of(form)
     checkpoint.load(url, loaded, init_state=True)
@@ -72,6 +75,57 @@ def test_state_for_an_optimizer_without_is_made_by_the_load_by_a_call_or_a_step(
     checkpoint.load(url, other)
     assert_same(loaded, other)
     assert_same(stepped(app, 1), other)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, whose state it gives as its own."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+
+def test_of_an_optimizer_around_another_the_inner_one_is_loaded(url):
+    app = app_of("torch", 2)
+    checkpoint.save(url, {**app, "optimizer": Around(app["optimizer"])})
+    fresh = app_of("torch")
+    around = {**fresh, "optimizer": Around(fresh["optimizer"])}
+    inner = "in place of an optimizer around another, give the app the inner one"
+    refused(inner, checkpoint.load, url, around, init_state=True)
+    checkpoint.load(url, fresh, init_state=True)
+    assert_same(fresh, app)
+
+
+class Holder:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@pytest.mark.parametrize("form", ["keyed", "torch"])
+def test_an_optimizer_that_an_object_holds_gets_its_state_first_or_is_saved_too(url, form):
+    def held(app, too=False):
+        return {"model": app["model"], "holder": Holder(app["optimizer"]), **({"too": app["optimizer"]} if too else {})}
+
+    app, fresh = app_of(form, 2), app_of(form)
+    checkpoint.save(url, held(app))
+    remedy = (
+        "if an object of the app holds an optimizer, make its state before loading (init_state(), or a step), or save"
+        " and load the optimizer itself too; otherwise "
+    )
+    refused(remedy, checkpoint.load, url, held(fresh))
+    fresh["optimizer"].init_state() if form == "keyed" else stepped(fresh, 1)
+    checkpoint.load(url, held(fresh))
+    assert_same(fresh, app)
+    checkpoint.save(f"{url}-too", held(app, too=True))
+    other = app_of(form)
+    checkpoint.load(f"{url}-too", held(other, too=True), init_state=True)
+    assert_same(other, app)
 
 
 @pytest.mark.parametrize("form", ["keyed", "torch"])

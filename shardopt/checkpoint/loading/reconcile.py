@@ -37,8 +37,8 @@ _UNEXPECTED = (
     'strict=Strictness(unexpected="ignore"), or load only some keys by select='
 )
 _IN_OBJECT = (
-    "if an object of the app holds an optimizer, give the app the optimizer too, in the object's place or beside it, "
-    "or make its state before loading (init_state(), or a step); otherwise "
+    "if an object of the app holds an optimizer, make its state before loading (init_state(), or a step), or save and "
+    "load the optimizer itself too; otherwise "
 )
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")

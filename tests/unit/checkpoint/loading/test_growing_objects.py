@@ -78,7 +78,7 @@ def test_an_optimizer_within_an_object_is_refused_before_anything_changed(tmp_pa
             app["warming"] = Kept({"steps": 3, "of": [{"optimizer": app["warming"].optimizer.state_dict()}]})
             checkpoint.save(tmp_path / "hidden", app)
         before = fresh["model"].weight.clone()
-        with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)give the app the optimizer too") as caught:
+        with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)load the optimizer itself too") as caught:
             checkpoint.load(tmp_path / ("hidden" if hidden else "c"), fresh)
         assert "optimizer.state." in str(caught.value) and torch.equal(fresh["model"].weight, before)
 
@@ -177,7 +177,7 @@ def _sharded(root):
     app = app_of(True)
     train(app, 0, 2)
     checkpoint.save(f"{root}/c", app)
-    with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)give the app the optimizer too"):
+    with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)load the optimizer itself too"):
         checkpoint.load(f"{root}/c", app_of(True))
     fresh = app_of(True)
     train(fresh, 0, 1)
