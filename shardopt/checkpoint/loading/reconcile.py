@@ -167,7 +167,7 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
             key,
             f"{kind_of_stored(names.manifest, key)} in the checkpoint",
             "nothing under this key",
-            f"{_IN_OBJECT if _is_below(key, names.chosen) else ''}{_UNEXPECTED}",
+            f"{_IN_OBJECT if _is_within_leaf(key, names.chosen) else ''}{_UNEXPECTED}",
         )
         for key in match.unexpected
     ]
@@ -177,7 +177,7 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
     return []
 
 
-def _is_below(key: str, leaves: Collection[str]) -> bool:
+def _is_within_leaf(key: str, leaves: Collection[str]) -> bool:
     """Whether the app has one value where the checkpoint has several, of which this key is one."""
     return any(key[:end] in leaves for end, each in enumerate(key) if each == ".")
 

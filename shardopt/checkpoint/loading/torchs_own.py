@@ -40,7 +40,7 @@ from shardopt.state.values import canonical, encode_value
 
 _log = logging.getLogger("shardopt.checkpoint")
 
-_OF_SCHEDULES = ("lr", "momentum", "betas", "weight_decay")
+_OF_SCHEDULES = ("lr", "momentum", "betas")  # torch's change these
 _NO_NAMES = (
     "put the module whose parameters these are into the app, where it is saved and where it is loaded, or make the "
     "optimizer of model.named_parameters()"
@@ -133,7 +133,7 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
             here, stored = (flat.leaves[key].value, values.get(key)) if key in flat.leaves else ({}, None)
             if not isinstance(stored, Mapping):
                 continue
-            for option in optimizer.defaults.keys() - IMPLEMENTATION_OPTIONS - {*scheduled}:
+            for option in sorted(optimizer.defaults.keys() - IMPLEMENTATION_OPTIONS - {*scheduled}):
                 if option in here and option in stored and not _is_same(here[option], stored[option]):
                     lines[f"{join(target.path)}: {option}: {here[option]} here, {stored[option]} stored"] = None
     if lines:

@@ -303,8 +303,10 @@ class HasAKey(Held):
 
 
 def test_options_reach_what_opens_it_again():
+    def make():
+        return HasAKey(f"held://{next(NUMBERS)}", "secret")
+
     register_storage("held", HasAKey)
-    make = lambda: HasAKey(f"held://{next(NUMBERS)}", "secret")  # noqa: E731
     contract.check_storage(make, storage_options={"key": "secret"})
     with pytest.raises(AssertionError, match=r"its_url_opens_it: PermissionError: no key"):
         contract.check_storage(make)

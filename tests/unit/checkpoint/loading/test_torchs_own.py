@@ -67,11 +67,12 @@ def test_options_that_the_code_has_changed_are_told(tmp_path, caplog, scheduled)
     checkpoint.save(tmp_path / "c", app)
     checkpoint.load(tmp_path / "c", app_of(lr=0.1 if scheduled else torch.tensor(0.1), foreach=False), init_state=True)
     assert not caplog.messages
-    other = app_of(lr=0.001, eps=1e-4)
+    other = app_of(lr=0.001, eps=1e-4, weight_decay=0.5)
     checkpoint.load(tmp_path / "c", other, init_state=True)
     assert other["optimizer"].param_groups[0]["eps"] == 1e-8
     (told,) = [line for line in caplog.messages if "options of the checkpoint replace" in line]
     assert "optimizer: eps: 0.0001 here, 1e-08 stored" in told and "betas" not in told
+    assert "optimizer: weight_decay: 0.5 here, 0.01 stored" in told
     assert ("optimizer: lr: 0.001 here, 0.1 stored" in told) == ("lr:" in told) == (not scheduled)
 
 
