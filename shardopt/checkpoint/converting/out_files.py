@@ -73,6 +73,7 @@ class _Body:
         self, file: OutFile, reader: CheckpointReader, shapes: dict[str, tuple[int, ...]], progress: AddBytes
     ) -> None:
         self._file, self._reader, self._shapes, self._progress = file, reader, shapes, progress
+        self.nbytes = file.nbytes
         self.digest, self.digests = "", dict[str, str]()
 
     def __iter__(self) -> Iterator[memoryview]:

@@ -162,8 +162,8 @@ class _FileChunks:
     """The bytes of a file, in chunks. Can be iterated again."""
 
     def __init__(self, storage: Storage, name: str, nbytes: int) -> None:
-        self._storage, self._name, self._nbytes = storage, name, nbytes
+        self._storage, self._name, self.nbytes = storage, name, nbytes
 
     def __iter__(self) -> Iterator[memoryview]:
-        for begin in range(0, self._nbytes, _CHUNK_BYTES):
-            yield memoryview(self._storage.read(self._name, begin, min(begin + _CHUNK_BYTES, self._nbytes)))
+        for begin in range(0, self.nbytes, _CHUNK_BYTES):
+            yield memoryview(self._storage.read(self._name, begin, min(begin + _CHUNK_BYTES, self.nbytes)))

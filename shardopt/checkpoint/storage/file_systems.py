@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 from fsspec.archive import AbstractArchiveFileSystem  # type: ignore[import-untyped]  # as above
@@ -15,9 +16,16 @@ from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.checkpoint.storage.open import LINK
 from shardopt.checkpoint.storage.remote import RemoteStorage
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import CheckpointError, Problem, ShardoptError
 from shardopt.redaction import without_secrets
+from shardopt.runtime.late import late
 
+if TYPE_CHECKING:
+    from shardopt.checkpoint.storage import buckets
+else:
+    buckets = late("shardopt.checkpoint.storage.buckets")
+
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 _NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
 
 
@@ -39,9 +47,14 @@ def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:
 
     Raises:
         CheckpointError: fsspec does not know the protocol, or the package that it needs for it is not there.
+        OptionError: obstore, through which object stores are reached where it is installed, has no such option.
     """
     try:
+        if url.partition("://")[0] in _BUCKETS and find_spec("obstore") is not None:
+            return RemoteStorage(*buckets.open_bucket(url, options))
         fs, path = _file_system(url, options)
+    except ShardoptError:
+        raise
     except (ImportError, ValueError, TypeError, OSError) as error:
         problem = _unopened(url, error)
         if problem is None:

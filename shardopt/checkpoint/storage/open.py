@@ -105,6 +105,8 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
         _options.pop(text)
         if before is not None:
             _options[text] = before
+        if isinstance(error, ShardoptError):
+            raise
         found = f"{', '.join(names)}, at which it raises {type(error).__name__}"
         problem = Problem("storage_options", found, _OPTIONS, "see its fsspec class, or the one that was registered")
         raise OptionError("invalid arguments", [problem]) from None  # which may have them in its text

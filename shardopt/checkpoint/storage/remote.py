@@ -1,8 +1,8 @@
 """Storage on object stores, and on any other file system of fsspec.
 
 A PUT is atomic and durable there, so the one of the manifest is the commit: nothing is renamed. Every request has a
-deadline and is repeated (`retry.py`); large files go in parts, several at a time (`multipart.py`, for S3), or through
-the file system's own way of writing large files.
+deadline and is repeated (`retry.py`). Large files go through the file system's own file objects; obstore's
+(`object_store.py`) send several parts at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no 
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # as above
 
 from shardopt.checkpoint.storage.base import ReadInto, Span, Storage, contiguous_runs, too_short
-from shardopt.checkpoint.storage.multipart import PART_BYTES, has_multipart, upload
 from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import CheckpointError
+
+PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
+_MOST_PARTS = 5000  # some stores take fewer than S3
 
 
 class RemoteStorage(Storage):
@@ -147,16 +149,14 @@ class RemoteStorage(Storage):
         return self._requests.repeat(doing, lambda: self._write_once(name, buffers))
 
     def _write_once(self, name: str, buffers: Iterable[memoryview]) -> int:
-        path, parts = self._path(name), _parts(iter(buffers))
+        part_bytes = _part_bytes(getattr(buffers, "nbytes", 0))
+        path, parts = self._path(name), _parts(iter(buffers), part_bytes)
         head = list(islice(parts, 2))
         if len(head) < 2:
             whole = bytes(head[0]) if head else b""
             self._request("write", "pipe_file", name, whole)
             return len(whole)
-        if has_multipart(self._fs):
-            total = upload(self._fs, self._requests, path, _chain_releasing(head, parts))
-        else:
-            total = self._stream(path, _chain_releasing(head, parts))
+        total = self._stream(path, part_bytes, _chain_releasing(head, parts))
         try:
             stored_bytes = self.size(name)
         except FileNotFoundError:
@@ -165,15 +165,16 @@ class RemoteStorage(Storage):
             raise ConnectionError(f"the store has {stored_bytes} bytes where {total} were sent")
         return total
 
-    def _stream(self, path: str, parts: Iterable[bytearray]) -> int:
-        """Writes a large file through the file system's own file object, which holds one part at a time."""
-        file = self._requests.within_deadline(lambda: self._fs.open(path, "wb", block_size=PART_BYTES))
+    def _stream(self, path: str, part_bytes: int, parts: Iterable[bytearray]) -> int:
+        """Writes a large file through the file system's own file object, which holds one part at a time or a few."""
+        file = self._requests.within_deadline(lambda: self._fs.open(path, "wb", block_size=part_bytes))
+        seconds = getattr(file, "deadline_seconds", None)
         total = 0
         try:
             for part in parts:
-                self._requests.within_deadline(partial(file.write, part))
+                self._requests.within_deadline(partial(file.write, part), seconds)
                 total += len(part)
-            self._requests.within_deadline(file.close)
+            self._requests.within_deadline(file.close, seconds)
         except BaseException:
             # Closing would make a file of the bytes so far; so would the destruction of the object.
             with suppress(Exception):
@@ -274,18 +275,22 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EINVAL
 
 
-def _parts(buffers: Iterator[memoryview]) -> Iterator[bytearray]:
-    """Joins buffers into parts of `PART_BYTES`; the size doubles every 2,500 parts, as S3 accepts at most 10,000."""
-    part, number, limit = bytearray(), 0, PART_BYTES
+def _part_bytes(nbytes: int) -> int:
+    """Returns the size of the parts of a file: S3 accepts at most 10,000."""
+    return PART_BYTES * max(1, -(-nbytes // (_MOST_PARTS * PART_BYTES)))
+
+
+def _parts(buffers: Iterator[memoryview], part_bytes: int) -> Iterator[bytearray]:
+    """Joins buffers into parts of equal size, but for the last, each in memory of its own."""
+    part = bytearray()
     for buffer in buffers:
         while buffer.nbytes:
-            head = buffer[: limit - len(part)]
+            head = buffer[: part_bytes - len(part)]
             part += head
             buffer = buffer[head.nbytes :]
-            if len(part) == limit:
+            if len(part) == part_bytes:
                 yield part
-                number += 1
-                part, limit = bytearray(), PART_BYTES << number // 2500
+                part = bytearray()
     if part:
         yield part
 

@@ -128,13 +128,16 @@ class Requests:
             function = partial(AbstractFileSystem.cat_ranges, self._fs)
         return self.within_deadline(lambda: function(*args, **kwargs))
 
-    def within_deadline(self, function: Callable[[], T]) -> T:
+    def within_deadline(self, function: Callable[[], T], seconds: float | None = None) -> T:
         """Returns the result of a blocking call; abandons one that takes too long in its thread.
+
+        Args:
+            seconds: it may take; None for those of a request.
 
         Raises:
             TimeoutError: it took too long.
         """
-        seconds = self._policy.request_seconds
+        seconds = self._policy.request_seconds if seconds is None else seconds
         try:
             return run_in_thread(function).result(seconds)
         except TimeoutError as error:

@@ -82,7 +82,7 @@ class _File:
     ) -> None:
         self._header = writes.header(slot, len(per_rank))
         self._requests, self._tensor_of = writes.slots.get(slot, ()), tensor_of
-        self._per_rank, self._done, self._nbytes = per_rank, done, writes.tensor_bytes(slot)
+        self._per_rank, self._done, self.nbytes = per_rank, done, writes.tensor_bytes(slot)
         self.digest = ""  # of header and checksums; known after an iteration
         self._streaming: Generator[memoryview] | None = None
 
@@ -117,7 +117,7 @@ class _File:
             if tensor.is_cpu:
                 yield bytes_of(tensor if tensor.is_contiguous() else to_host(tensor))
             else:
-                self._streaming = streamed(chain([tensor], tensors), self._nbytes)
+                self._streaming = streamed(chain([tensor], tensors), self.nbytes)
                 yield from self._streaming
 
 

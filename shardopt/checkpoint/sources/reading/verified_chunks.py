@@ -20,7 +20,7 @@ class VerifiedChunks:
     """The bytes of a data file; yields each byte only after its checksum was verified. Can be iterated again."""
 
     def __init__(self, file: DataFileReader) -> None:
-        self._file = file
+        self._file, self.nbytes = file, file.file.nbytes
 
     def __iter__(self) -> Iterator[memoryview]:
         return _chunks(self._file, _CHUNK_BYTES, _new_memory)

@@ -1,0 +1,183 @@
+"""Buckets of object stores by obstore, with the methods of fsspec's file systems that `RemoteStorage` calls.
+
+obstore is object_store of Rust: it signs, sends and receives without Python. Single requests have no attempts of its
+own, so that `retry.py` alone decides on them; the parts of large files, which Python does not see, have.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Literal
+
+import obstore
+
+from shardopt.checkpoint.storage import retry
+from shardopt.checkpoint.storage.object_errors import translated
+
+_log = logging.getLogger("shardopt.checkpoint")
+PARTS_AT_ONCE = 8  # no more of a file are on their way
+_ATTEMPTS_OF_PART_SECONDS = 180.0  # its signature is valid for 5 minutes
+
+
+class ObjectStore:
+    """A bucket (a container, on Azure); thread-safe. Paths begin with its name.
+
+    Args:
+        protocol: of its URLs, such as "s3".
+        make: makes obstore's store of the bucket, given its `client_options` and its `retry_config`.
+        may_lack_conditions: whether it may ignore the condition of a write, as some compatible stores do.
+    """
+
+    async_impl = False
+
+    def __init__(self, protocol: str, make: Callable[..., Any], may_lack_conditions: bool) -> None:
+        self._protocol, self._make, self._policy = protocol, make, retry.RETRY_POLICY
+        self._has_conditions = None if may_lack_conditions else True
+
+    @cached_property
+    def _once(self) -> Any:
+        """The store for single requests."""
+        return self._store({"max_retries": 0})
+
+    @cached_property
+    def _in_parts(self) -> Any:
+        """The store for the parts of large files."""
+        pauses = (self._policy.pause_seconds, self._policy.longest_pause_seconds)
+        first, longest = (timedelta(seconds=seconds) for seconds in pauses)
+        return self._store(
+            {
+                "max_retries": self._policy.attempts - 1,
+                "retry_timeout": timedelta(seconds=_ATTEMPTS_OF_PART_SECONDS),
+                "backoff": {"init_backoff": first, "max_backoff": longest},
+            }
+        )
+
+    def _store(self, retry_config: Mapping[str, Any]) -> Any:
+        timeout = timedelta(seconds=self._policy.request_seconds)
+        client_options = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=15))}
+        return translated(lambda: self._make(client_options=client_options, retry_config=retry_config))
+
+    def unstrip_protocol(self, path: str) -> str:
+        return f"{self._protocol}://{path}"
+
+    def invalidate_cache(self) -> None:
+        """Does nothing: no listing is kept."""
+
+    def makedirs(self, path: str, exist_ok: bool) -> None:
+        """Does nothing: there are no directories."""
+
+    def rmdir(self, path: str) -> None:
+        """Does nothing, as `makedirs`."""
+
+    def ls(self, path: str, detail: bool) -> list[str]:
+        found = translated(lambda: self._once.list_with_delimiter(_key(path) or None))
+        names = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        return [f"{path}/{name.rpartition('/')[2]}" for name in names]
+
+    def info(self, path: str) -> dict[str, Any]:
+        return {"type": "file", "size": translated(lambda: self._once.head(_key(path)))["size"]}
+
+    def cat_file(self, path: str, start: int = 0, end: int | None = None) -> memoryview:
+        if end is None:
+            options = {"range": {"offset": start}} if start else {}
+            return memoryview(translated(lambda: self._once.get(_key(path), options=options).bytes()))
+        return memoryview(translated(lambda: self._once.get_range(_key(path), start=start, end=end)))
+
+    def cat_ranges(
+        self, paths: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: Literal["return"]
+    ) -> Sequence[memoryview | Exception]:
+        """Returns ranges of one file; in place of each the error, if one has failed."""
+        try:
+            if len(paths) == 1:
+                return [self.cat_file(paths[0], starts[0], ends[0])]
+            # obstore is not to join ranges: those that are worth it have been joined, and it panics past a file's end.
+            found = translated(lambda: self._once.get_ranges(_key(paths[0]), starts=starts, ends=ends, coalesce=0))
+        except Exception as error:
+            return [error] * len(paths)
+        return [memoryview(each) for each in found]
+
+    def pipe_file(self, path: str, data: bytes, mode: Literal["overwrite", "create"] = "overwrite") -> None:
+        """Writes a file in one request.
+
+        Raises:
+            FileExistsError: there is one, with `mode="create"`.
+            OSError: ENOSYS, as the store has no such condition, with `mode="create"`.
+        """
+        if mode == "overwrite":
+            translated(lambda: self._once.put(_key(path), data, use_multipart=False))
+        elif self._has_conditions is None:
+            self._find_conditions(path, data)
+        elif self._has_conditions:
+            self._create(path, data)
+        else:
+            raise OSError(errno.ENOSYS, "the store ignores conditions of writes")
+
+    def _create(self, path: str, data: bytes) -> None:
+        try:
+            translated(lambda: self._once.put(_key(path), data, mode="create", use_multipart=False), creates=True)
+        except FileExistsError as error:
+            try:
+                self.info(path)
+            except FileNotFoundError:
+                raise ConnectionError(f"a conflict with another write, which has failed: {error}") from None
+            raise
+
+    def _find_conditions(self, path: str, data: bytes) -> None:
+        """Creates a file, and sees whether the store refuses to create it again."""
+        with suppress(FileNotFoundError):
+            self.info(path)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._create(path, data)
+        try:
+            self._create(path, data)
+        except FileExistsError:
+            self._has_conditions = True
+            return
+        self._has_conditions = False
+        bucket = self.unstrip_protocol(path.partition("/")[0])
+        _log.warning("%s ignores conditions: two jobs that commit to one path at one time may both succeed", bucket)
+        self.pipe_file(path, data, "create")
+
+    def rm_file(self, path: str) -> None:
+        translated(lambda: self._once.delete([_key(path)]))
+
+    def open(self, path: str, mode: Literal["wb"], block_size: int) -> Upload:
+        """Begins to write a large file in parts of `block_size` bytes."""
+        seconds = 2 * (_ATTEMPTS_OF_PART_SECONDS + self._policy.request_seconds)
+        return Upload(self._in_parts, _key(path), block_size, seconds)
+
+
+class Upload:
+    """A large file that is sent in parts, several at a time. It exists once `close` has returned.
+
+    After an error obstore aborts the upload, and drops the parts. One that was on its way may stay.
+
+    Args:
+        deadline_seconds: of each call, which may wait for all attempts of a part and of the last request.
+    """
+
+    def __init__(self, store: Any, key: str, part_bytes: int, deadline_seconds: float) -> None:
+        self.deadline_seconds = deadline_seconds
+        self._writer = obstore.open_writer(store, key, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+
+    def write(self, part: bytearray) -> None:
+        """Sends bytes, whose memory must stay as it is until the upload ends; waits while many are on their way."""
+        translated(lambda: self._writer.write(part))
+
+    def close(self) -> None:
+        translated(self._writer.close)
+
+    def discard(self) -> None:
+        """Aborts the upload, if it has not ended."""
+        reason = InterruptedError("the file is given up")
+        translated(lambda: self._writer.__exit__(type(reason), reason, None))
+
+
+def _key(path: str) -> str:
+    return path.partition("/")[2]
