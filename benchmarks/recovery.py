@@ -48,7 +48,7 @@ from shardopt.checkpoint import Tier
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME, writer_of
 from shardopt.checkpoint.run.root import LABEL_NAME, RUN_NAME, RunIdentity
 from shardopt.state.flatten import flatten
-from tests.harness.s3 import reached
+from tests.harness.object_stores import reached
 
 STORE_BYTES_PER_SECOND = 200e6
 WIDTH = 2048

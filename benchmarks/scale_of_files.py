@@ -41,7 +41,7 @@ from shardopt.errors import MismatchError, Problem, ShardoptError
 from shardopt.ranks.failures import describe, merge
 from shardopt.sharding.box import whole
 from shardopt.sharding.pieces import Piece
-from tests.harness.s3 import reached, s3_server
+from tests.harness.object_stores import object_server, reached
 
 RANKS, TENSORS, PROBLEMS, KEPT = 16_384, 100, 1000, 100
 
@@ -107,7 +107,7 @@ def put_files(folder: str, endpoint: str, prefix: str) -> None:
 
 
 def remote(ranks: int = RANKS) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder, s3_server() as server, reached(server.options()):
+    with tempfile.TemporaryDirectory() as folder, object_server() as server, reached(server.options()):
         write_many(f"{folder}/c", ranks)
         root = server.new_root()
         put_files(f"{folder}/c", server.endpoint, root.removeprefix("s3://"))

@@ -1,5 +1,6 @@
 """The contract of every storage, wherever the bytes lie."""
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -37,12 +38,14 @@ from shardopt.testing.storage import CHECKS
 from tests.docs.blocks import ROOT, blocks_of
 from tests.harness import Fault
 from tests.harness.faults import watched
+from tests.harness.object_stores import object_server, reached, require_server
 from tests.harness.planned_fs import PlannedFileSystem
-from tests.harness.s3 import reached, s3_server
 
-KINDS = ["local", "memory", "directory", "generic local", "failing", "short", "recorded", "s3", "own"]
+SERVED = ["s3", "gs", "az", "s3fs"]
+KINDS = ["local", "memory", "directory", "generic local", "failing", "short", "recorded", *SERVED, "own"]
 NOT_OF = {
-    "its_url_opens_it": ["directory", "generic local", "failing", "short"],  # file systems without a URL of their own
+    # File systems without a URL of their own, and one whose URL is obstore's where that is installed.
+    "its_url_opens_it": ["directory", "generic local", "failing", "short", "s3fs"],
     "published_over_what_was_there": ["directory", "generic local"],  # fsspec writes local files in place
 }
 """Checks of the contract → what they do not hold for."""
@@ -50,14 +53,31 @@ FAULTS = {"failing": OSError(errno.EBUSY, "SlowDown"), "short": "short"}
 
 
 @pytest.fixture(scope="module")
-def server():
-    with s3_server() as s3, reached(s3.options()):
-        yield s3
+def servers():
+    """Servers of object stores by protocol, each begun when it is asked for."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def server(protocol):
+            begun = stack.enter_context(object_server(protocol))
+            stack.enter_context(reached(begun.options(), protocol))
+            return begun
+
+        yield server
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(pause_seconds=0.001))
+
+
+def served(kind, request):
+    """The storage of a new bucket."""
+    require_server(kind)
+    server = request.getfixturevalue("servers")("s3" if kind == "s3fs" else kind)
+    if kind != "s3fs":
+        return storage_of(server.new_root())
+    return RemoteStorage(fsspec.filesystem("s3", **server.options()), server.new_root().removeprefix("s3://"))
 
 
 @functools.cache
@@ -89,10 +109,8 @@ def make(kind, folder):
 
 @pytest.fixture(params=KINDS)
 def storage(request, tmp_path):
-    if request.param == "s3":
-        made = storage_of(request.getfixturevalue("server").new_root())
-    else:
-        made = make(request.param, tmp_path)
+    kind = request.param
+    made = served(kind, request) if kind in SERVED else make(kind, tmp_path)
     made.make()
     return made
 
@@ -108,9 +126,8 @@ def test_the_contract(check, kind, tmp_path, request):
     if kind in NOT_OF.get(check.__name__, ()):
         return
     roots = map(str, itertools.count())
-    if kind == "s3":
-        server = request.getfixturevalue("server")
-        check(lambda: storage_of(server.new_root()))
+    if kind in SERVED:
+        check(lambda: served(kind, request))
     else:
         check(lambda: make(kind, tmp_path / next(roots)))
 
@@ -285,12 +302,16 @@ def test_what_is_made_only_to_be_written_is_not_held_on_to(tmp_path):
     assert peak < 20 << 20
 
 
-def test_a_file_of_any_size_has_fewer_parts_than_s3_takes(monkeypatch):
+@pytest.mark.parametrize(
+    ("nbytes", "part_bytes"), [(0, 2), (9_999, 2), (10_000, 2), (10_001, 4), (15_000, 4), (30_001, 8)]
+)
+def test_a_file_of_any_size_has_fewer_parts_than_s3_takes(monkeypatch, nbytes, part_bytes):
     monkeypatch.setattr(remote, "PART_BYTES", 2)
-    data = bytes(range(250)) * 60
-    parts = list(remote._parts(iter(views(data[:1001], b"", data[1001:]))))
-    assert b"".join(parts) == data
-    assert [len(part) for part in parts] == [2] * 2500 + [4] * 2500
+    assert remote._part_bytes(nbytes) == part_bytes
+    data = os.urandom(nbytes)
+    parts = list(remote._parts(iter(views(data[:1001], b"", data[1001:])), part_bytes))
+    assert b"".join(parts) == data and len(parts) <= 5001
+    assert all(len(part) == part_bytes for part in parts[:-1])
 
 
 def flushed(tmp_path, durable):

@@ -26,7 +26,7 @@ import yaml
 
 from tests.docs.blocks import ROOT, Block, Program, blocks_of, programs_of
 from tests.harness import RanksFailed, run_ranks
-from tests.harness.s3 import s3_server
+from tests.harness.object_stores import object_server
 
 DEADLINE_SECONDS = 100.0
 
@@ -56,7 +56,7 @@ def run_page(page: Path, folder: Path, in_full: bool = False) -> None:
     programs = [program for program in programs_of(blocks_of(page)) if not missing_modules(program)]
     programs = [program for program in programs if in_full or not program.has("exhaustive")]
     with ExitStack() as stack:
-        s3 = stack.enter_context(s3_server()).endpoint if any(program.has("s3") for program in programs) else ""
+        s3 = stack.enter_context(object_server()).endpoint if any(program.has("s3") for program in programs) else ""
         for program in programs:
             for bucket in filter(None, program.first.words.get("s3", "").split(",")):
                 urlopen(Request(f"{s3}/{bucket}", method="PUT")).close()

@@ -28,11 +28,16 @@ T = TypeVar("T")
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _KIND = re.compile(r"\bkind: (\w+)")
 _DETAIL = re.compile(r'"([^"\n]*error|[^"\n]* [^"\n]*)"')
-_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
+_TRANSIENT_STATUS = {408, 425, 429}  # below 500
 _LOST_PARTS = ("InvalidPart", "NoSuchUpload", "InvalidBlockList")
+_PERMANENT = ("redirect", "Wanted range starting", "non-partial")
 _METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
 _MOST_CHARACTERS = 400  # of a store's answer in an error
 _users: set[int] = set()  # the process that has used obstore
+
+
+class LostPartsError(ConnectionError):
+    """A store lacks parts that it had taken; the file may be sent again."""
 
 
 def translated(call: Callable[[], T], creates: bool = False) -> T:
@@ -76,22 +81,23 @@ def _os_error(error: Exception, creates: bool) -> OSError:
     status = int(found[1]) if found else None
     if not found and (details := _DETAIL.findall(debug)):
         text += f" ({', '.join(dict.fromkeys(details))})"
+    is_lost = any(code in text for code in _LOST_PARTS)
     said = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"
+    if is_lost:
+        return LostPartsError(said)
     if isinstance(error, FileNotFoundError) or status == 404:
-        lost = any(code in text for code in _LOST_PARTS)
-        return ConnectionError(said) if lost else FileNotFoundError(errno.ENOENT, said)
+        return FileNotFoundError(errno.ENOENT, said)
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
         return PermissionError(errno.EACCES, said)
     if isinstance(error, AlreadyExistsError) or status == 409:
         return FileExistsError(errno.EEXIST, said) if creates else ConnectionError(said)
-    if any(code in text for code in _LOST_PARTS):
-        return ConnectionError(f"the store has lost parts of an upload: {said}")
     if isinstance(error, NotSupportedError) or status == 501:
         return OSError(errno.ENOSYS, said)
     if status == 507:
         return OSError(errno.ENOSPC, said)
-    if isinstance(error, PreconditionError) or "redirect" in text or (status or 0) // 100 in (3, 4):
-        return ConnectionError(said) if status in _TRANSIENT_STATUS else OSError(errno.EINVAL, said)
+    is_refusal = isinstance(error, PreconditionError) or any(words in text for words in _PERMANENT)
+    if is_refusal or (status is not None and status < 500 and status not in _TRANSIENT_STATUS):
+        return OSError(errno.EINVAL, said)
     if any(server in text for server in _METADATA_SERVERS):
         return PermissionError(errno.EACCES, f"no credentials were found: {said}")
     kind = _KIND.search(debug)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import obstore
 
 from shardopt.checkpoint.storage import retry
-from shardopt.checkpoint.storage.object_errors import translated
+from shardopt.checkpoint.storage.object_errors import LostPartsError, translated
 
 _log = logging.getLogger("shardopt.checkpoint")
 PARTS_AT_ONCE = 8  # no more of a file are on their way
@@ -150,28 +150,37 @@ class ObjectStore:
     def open(self, path: str, mode: Literal["wb"], block_size: int) -> Upload:
         """Begins to write a large file in parts of `block_size` bytes."""
         seconds = 2 * (_ATTEMPTS_OF_PART_SECONDS + self._policy.request_seconds)
-        return Upload(self._in_parts, _key(path), block_size, seconds)
+        return Upload(self._in_parts, self.unstrip_protocol(path), _key(path), block_size, seconds)
 
 
 class Upload:
     """A large file that is sent in parts, several at a time. It exists once `close` has returned.
 
-    After an error obstore aborts the upload, and drops the parts. One that was on its way may stay.
+    After an error obstore aborts the upload, and the store drops the parts, but for one that was still on its way.
 
     Args:
         deadline_seconds: of each call, which may wait for all attempts of a part and of the last request.
     """
 
-    def __init__(self, store: Any, key: str, part_bytes: int, deadline_seconds: float) -> None:
-        self.deadline_seconds = deadline_seconds
+    def __init__(self, store: Any, url: str, key: str, part_bytes: int, deadline_seconds: float) -> None:
+        self._url, self.deadline_seconds = url, deadline_seconds
         self._writer = obstore.open_writer(store, key, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
 
     def write(self, part: bytearray) -> None:
         """Sends bytes, whose memory must stay as it is until the upload ends; waits while many are on their way."""
-        translated(lambda: self._writer.write(part))
+        self._once(lambda: self._writer.write(part))
 
     def close(self) -> None:
-        translated(self._writer.close)
+        self._once(self._writer.close)
+
+    def _once(self, call: Callable[[], object]) -> None:
+        """Calls obstore, whose attempts are all that there are, unless the store has lost parts."""
+        try:
+            translated(call)
+        except LostPartsError:
+            raise
+        except (ConnectionError, TimeoutError) as error:
+            raise retry.exhausted(f"write {self._url}", f"attempts that failed, the last with {error}") from None
 
     def discard(self) -> None:
         """Aborts the upload, if it has not ended."""

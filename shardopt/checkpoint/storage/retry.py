@@ -171,13 +171,19 @@ def _permanent_error(doing: str, error: Exception) -> Exception:
         return error
     remedy = "look at the store's answer; see docs/remote.md for what is expected of a store"
     if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        remedy = "give fsspec credentials that may list, read, write and delete there (docs/remote.md)"
+        remedy = "give credentials that may list, read, write and delete there (docs/remote.md)"
     problem = Problem(doing, _describe(error), "a request that the store grants", remedy)
     return CheckpointError(f"cannot {doing}", [problem])
 
 
 def _exhausted_error(doing: str, error: Exception, attempts: int, seconds: float) -> CheckpointError:
-    failures = f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_describe(error)}"
+    return exhausted(
+        doing, f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_describe(error)}"
+    )
+
+
+def exhausted(doing: str, failures: str) -> CheckpointError:
+    """Returns the error for a request that no attempt has had an answer to."""
     remedy = "see whether the store can be reached from this host and is well, then try again"
     if not world().main_thread_lives():  # clients have pools of threads, which take no more work by then
         remedy = "wait for background work before the program ends: it cannot be finished after that"

@@ -75,7 +75,7 @@ def test_what_will_not_pass_is_told_at_once(error):
         Requests(PlannedFileSystem(), QUICK).repeat("read s3://b/a", never)
     assert len(calls) == 1
     if isinstance(error, PermissionError):
-        assert "cannot read s3://b/a" in str(caught.value) and "give fsspec credentials" in str(caught.value)
+        assert "cannot read s3://b/a" in str(caught.value) and "give credentials that" in str(caught.value)
     if isinstance(error, FileNotFoundError | FileExistsError | CorruptionError):
         assert caught.value is error
 

@@ -1,6 +1,7 @@
-"""An S3 server on loopback for tests, with faults given as data: moto's, behind a middleware that breaks requests.
+"""An object store on loopback for tests, with faults given as data: a server behind a middleware that breaks requests.
 
-Run as a program it serves on a free port, which it prints. It is controlled over HTTP:
+Run as a program with "s3" (moto's), "gs" (`gcs_app.py`) or "az" (`azurite_app.py`), it serves on a free port, which it
+prints. It is controlled over HTTP:
 
     PUT /-/plan    JSON, the faults from here on: [{"kind": "503", "match": "^PUT .*partNumber", "times": 1, …}, …]
     GET /-/log     JSON, the requests since the plan: {"requests": ["PUT /bucket/key", …], "most_at_once": 3}
@@ -23,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 Fault = dict[str, Any]
@@ -56,6 +56,29 @@ class _Plan:
         with self.lock:
             self.at_once[method] += by
             self.at_once[f"most {method}"] = max(self.at_once[f"most {method}"], self.at_once[method])
+
+
+def _app_of(kind: str) -> Callable[..., Iterable[bytes]]:
+    if kind == "gs":
+        from gcs_app import Gcs
+
+        return Gcs()
+    if kind == "az":
+        from azurite_app import Azurite
+
+        return Azurite()
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
+    moto = DomainDispatcherApplication(create_backend_app)
+    one_at_a_time = threading.Lock()  # moto looks, and then writes: of two at one time both would find nothing
+
+    def atomic(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        if "HTTP_IF_NONE_MATCH" not in environ:
+            return list(moto(environ, start_response))
+        with one_at_a_time:
+            return list(moto(environ, start_response))
+
+    return atomic
 
 
 class Middleware:
@@ -130,7 +153,7 @@ def main() -> None:
     server = make_server(
         "127.0.0.1",
         0,
-        Middleware(DomainDispatcherApplication(create_backend_app)),
+        Middleware(_app_of(sys.argv[1])),
         threaded=True,
         request_handler=_Quiet,
     )

@@ -23,12 +23,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import SEAL_BYTES, seal
-from shardopt.checkpoint.storage import multipart, remote, retry, storage_of
+from shardopt.checkpoint.storage import object_store, remote, retry, storage_of
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, FormatError, RankError
 from shardopt.ranks import Ranks
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
-from tests.harness.s3 import reached, s3_server
+from tests.harness.object_stores import object_server, reached
 
 # Of aiohttp: parts are handed over as bytes, as s3fs does; of a stream a second attempt might send only the rest.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
@@ -41,7 +41,7 @@ ROWS = 4099  # no multiple of the ranks
 
 @pytest.fixture(scope="module")
 def s3():
-    with s3_server() as server:
+    with object_server() as server:
         yield server
 
 
@@ -78,7 +78,7 @@ def uploads_left(root):
 
 
 def test_parts_go_several_at_a_time_and_few_are_in_memory(here, monkeypatch):
-    monkeypatch.setattr(multipart, "PARTS_AT_ONCE", 2)
+    monkeypatch.setattr(object_store, "PARTS_AT_ONCE", 2)
     root = here.new_root() + "/c"
     app = {"x": torch.arange(5 << 20, dtype=torch.float32)}  # 20 MiB: 21 parts
     checkpoint.save(root, app_of())  # what the client makes only once, more than these parts, is not counted
