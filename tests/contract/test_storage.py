@@ -1,6 +1,5 @@
 """The contract of every storage, wherever the bytes lie."""
 
-import contextlib
 import errno
 import functools
 import importlib
@@ -30,6 +29,7 @@ from shardopt.checkpoint.storage import (
     remote,
     retry,
     storage_of,
+    use_options,
     wrap_os_errors,
 )
 from shardopt.checkpoint.storage.remote import RemoteStorage
@@ -38,7 +38,7 @@ from shardopt.testing.storage import CHECKS
 from tests.docs.blocks import ROOT, blocks_of
 from tests.harness import Fault
 from tests.harness.faults import watched
-from tests.harness.object_stores import object_server, reached, require_server
+from tests.harness.object_stores import object_servers
 from tests.harness.planned_fs import PlannedFileSystem
 
 SERVED = ["s3", "gs", "az", "s3fs"]
@@ -55,14 +55,7 @@ FAULTS = {"failing": OSError(errno.EBUSY, "SlowDown"), "short": "short"}
 @pytest.fixture(scope="module")
 def servers():
     """Servers of object stores by protocol, each begun when it is asked for."""
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def server(protocol):
-            begun = stack.enter_context(object_server(protocol))
-            stack.enter_context(reached(begun.options(), protocol))
-            return begun
-
+    with object_servers() as server:
         yield server
 
 
@@ -73,10 +66,11 @@ def impatient(monkeypatch):
 
 def served(kind, request):
     """The storage of a new bucket."""
-    require_server(kind)
     server = request.getfixturevalue("servers")("s3" if kind == "s3fs" else kind)
     if kind != "s3fs":
-        return storage_of(server.new_root())
+        root = server.new_root()
+        use_options(root, server.options())
+        return storage_of(root)
     return RemoteStorage(fsspec.filesystem("s3", **server.options()), server.new_root().removeprefix("s3://"))
 
 

@@ -39,7 +39,7 @@ class Gcs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, dict[str, _Object]] = {}
-        self._uploads: dict[str, dict[int, bytes]] = {}
+        self._uploads: dict[str, tuple[str, dict[int, bytes]]] = {}  # by name: the bucket, and the parts by number
         self._generations = itertools.count(1)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -64,12 +64,22 @@ class Gcs:
         if bucket not in self._buckets:
             return _error("404 Not Found", "NoSuchBucket")
         objects = self._buckets[bucket]
+        if not key and "uploads" in query:
+            return (
+                "200 OK",
+                {},
+                b"".join(
+                    b"<UploadId>%s</UploadId>" % name.encode()
+                    for name, (place, _) in self._uploads.items()
+                    if place == bucket
+                ),
+            )
         if not key:
             return (
                 self._list(objects, query) if method == "GET" else _error("405 Method Not Allowed", "MethodNotAllowed")
             )
         if "uploads" in query or "uploadId" in query:
-            return self._upload(objects, method, key, query, body)
+            return self._upload(bucket, method, key, query, body)
         if method == "PUT":
             return self._put(objects, key, body, environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH"))
         if key not in objects:
@@ -90,17 +100,17 @@ class Gcs:
         return "200 OK", {"ETag": objects[key].etag, "x-goog-generation": str(objects[key].generation)}, b""
 
     def _upload(
-        self, objects: dict[str, _Object], method: str, key: str, query: dict[str, str], body: bytes
+        self, bucket: str, method: str, key: str, query: dict[str, str], body: bytes
     ) -> tuple[str, dict[str, str], bytes]:
         if "uploads" in query:
             name = uuid.uuid4().hex
-            self._uploads[name] = {}
+            self._uploads[name] = (bucket, {})
             text = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
             return "200 OK", {}, text.encode()
         name = query["uploadId"]
         if name not in self._uploads:
             return _error("404 Not Found", "NoSuchUpload")
-        parts = self._uploads[name]
+        parts = self._uploads[name][1]
         if method == "PUT":
             parts[int(query["partNumber"])] = body
             return "200 OK", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
@@ -113,7 +123,7 @@ class Gcs:
         ]
         if any(number not in parts or hashlib.md5(parts[number]).hexdigest() != tag for number, tag in wanted):
             return _error("400 Bad Request", "InvalidPart")
-        _, headers, _ = self._put(objects, key, b"".join(parts[number] for number, _ in wanted), None)
+        _, headers, _ = self._put(self._buckets[bucket], key, b"".join(parts[number] for number, _ in wanted), None)
         del self._uploads[name]
         text = f"<CompleteMultipartUploadResult><ETag>{escape(headers['ETag'])}</ETag></CompleteMultipartUploadResult>"
         return "200 OK", headers, text.encode()

@@ -6,8 +6,9 @@ prints. It is controlled over HTTP:
     PUT /-/plan    JSON, the faults from here on: [{"kind": "503", "match": "^PUT .*partNumber", "times": 1, …}, …]
     GET /-/log     JSON, the requests since the plan: {"requests": ["PUT /bucket/key", …], "most_at_once": 3}
 
-Kinds: "503"; "close" (the connection ends without an answer); "hang" (no answer for `seconds`); "lose" (a success is
-answered, and nothing done); "slow" (done `seconds` later); "deaf" (done, and the connection ends without an answer).
+Kinds: "503"; "429" (with Retry-After); "cut" (the connection ends in the middle of the answer's body); "close" (the
+connection ends without an answer); "hang" (no answer for `seconds`); "lose" (a success is answered, and nothing done);
+"slow" (done `seconds` later); "deaf" (done, and the connection ends without an answer).
 A fault strikes each distinct request that its pattern is found in `times` times, or altogether so often with `all`.
 """
 
@@ -43,6 +44,7 @@ class _Plan:
         self.at_once: Counter[str] = Counter()
 
     def meet(self, request: str) -> Fault | None:
+        request = re.sub(r"(uploadId|blockid)=[^& ]+", r"\1=", request)  # another upload makes the same requests
         with self.lock:
             self.requests.append(request)
             for i, fault in enumerate(self.faults):
@@ -110,6 +112,9 @@ class Middleware:
         if kind == "503":
             _body(environ)
             return _answer(start_response, _ERROR, "503 Service Unavailable")
+        if kind == "429":
+            _body(environ)
+            return _answer(start_response, _ERROR, "429 Too Many Requests", [("Retry-After", "0")])
         if kind == "lose":
             tag = hashlib.md5(_body(environ)).hexdigest()
             return _answer(start_response, b"", headers=[("ETag", f'"{tag}"')])
@@ -120,7 +125,16 @@ class Middleware:
         if kind in ("close", "hang", "deaf"):
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("by plan")  # which the handler takes for a client that has gone
-        return list(self.app(environ, start_response))
+        body = list(self.app(environ, start_response))
+        if kind == "cut" and (whole := b"".join(body)):
+            return _cut(whole, environ)
+        return body
+
+
+def _cut(whole: bytes, environ: Environ) -> Iterable[bytes]:
+    yield whole[: len(whole) // 2]
+    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+    raise ConnectionAbortedError("by plan")
 
 
 class _Quiet(WSGIRequestHandler):

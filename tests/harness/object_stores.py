@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import urllib.request
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ class Server:
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
         return f"{self.protocol}://{name}/run"
 
+    def reached(self) -> AbstractContextManager[None]:
+        """Makes the server that of its protocol in this process, for as long as the block lasts."""
+        return reached(self.options(), self.protocol)
+
     def plan(self, *faults: dict[str, Any]) -> None:
         body = json.dumps(faults).encode()
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/-/plan", body, method="PUT")).close()
@@ -76,6 +81,19 @@ def object_server(protocol: str = "s3") -> Iterator[Server]:
         finally:
             process.stdin.close()
             process.terminate()
+
+
+@contextmanager
+def object_servers() -> Iterator[Callable[[str], Server]]:
+    """Gives the server of a protocol, which begins when it is first asked for, for as long as the block lasts."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def server(protocol: str) -> Server:
+            require_server(protocol)
+            return stack.enter_context(object_server(protocol))
+
+        yield server
 
 
 @contextmanager

@@ -26,18 +26,20 @@ from shardopt.errors import CheckpointError, Problem
 T = TypeVar("T")
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_RETRIES = re.compile(r"after \d+ retries")
 _KIND = re.compile(r"\bkind: (\w+)")
 _DETAIL = re.compile(r'"([^"\n]*error|[^"\n]* [^"\n]*)"')
 _TRANSIENT_STATUS = {408, 425, 429}  # below 500
-_LOST_PARTS = ("InvalidPart", "NoSuchUpload", "InvalidBlockList")
+# The store lacks parts that it had taken, or has dropped the upload: the file may be sent again.
+_LOST_PARTS = ("InvalidPart", "InvalidBlockList", "NoSuchUpload")
 _PERMANENT = ("redirect", "Wanted range starting", "non-partial")
 _METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
 _MOST_CHARACTERS = 400  # of a store's answer in an error
 _users: set[int] = set()  # the process that has used obstore
 
 
-class LostPartsError(ConnectionError):
-    """A store lacks parts that it had taken; the file may be sent again."""
+class ExhaustedError(ConnectionError):
+    """All of obstore's own attempts of a request have failed."""
 
 
 def translated(call: Callable[[], T], creates: bool = False) -> T:
@@ -81,10 +83,9 @@ def _os_error(error: Exception, creates: bool) -> OSError:
     status = int(found[1]) if found else None
     if not found and (details := _DETAIL.findall(debug)):
         text += f" ({', '.join(dict.fromkeys(details))})"
-    is_lost = any(code in text for code in _LOST_PARTS)
     said = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"
-    if is_lost:
-        return LostPartsError(said)
+    if any(code in text for code in _LOST_PARTS):
+        return ConnectionError(f"the store has lost parts of an upload: {said}")
     if isinstance(error, FileNotFoundError) or status == 404:
         return FileNotFoundError(errno.ENOENT, said)
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
@@ -100,5 +101,7 @@ def _os_error(error: Exception, creates: bool) -> OSError:
         return OSError(errno.EINVAL, said)
     if any(server in text for server in _METADATA_SERVERS):
         return PermissionError(errno.EACCES, f"no credentials were found: {said}")
+    if _RETRIES.search(text):
+        return ExhaustedError(said)
     kind = _KIND.search(debug)
     return TimeoutError(said) if kind and kind[1] == "Timeout" else ConnectionError(said)

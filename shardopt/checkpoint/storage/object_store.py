@@ -18,7 +18,7 @@ from typing import Any, Literal
 import obstore
 
 from shardopt.checkpoint.storage import retry
-from shardopt.checkpoint.storage.object_errors import LostPartsError, translated
+from shardopt.checkpoint.storage.object_errors import ExhaustedError, translated
 
 _log = logging.getLogger("shardopt.checkpoint")
 PARTS_AT_ONCE = 8  # no more of a file are on their way
@@ -174,12 +174,10 @@ class Upload:
         self._once(self._writer.close)
 
     def _once(self, call: Callable[[], object]) -> None:
-        """Calls obstore, whose attempts are all that there are, unless the store has lost parts."""
+        """Calls obstore. After all of its attempts the file is not sent once more."""
         try:
             translated(call)
-        except LostPartsError:
-            raise
-        except (ConnectionError, TimeoutError) as error:
+        except ExhaustedError as error:
             raise retry.exhausted(f"write {self._url}", f"attempts that failed, the last with {error}") from None
 
     def discard(self) -> None:
