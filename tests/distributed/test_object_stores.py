@@ -180,6 +180,19 @@ def test_a_part_that_the_store_has_lost_is_sent_again(here):
     assert uploads_left(here, root) == 0
 
 
+@pytest.mark.parametrize("match", ["PUT .*safetensors", "PUT .*manifest"])
+@on("gs", exhaustive=["s3", "az"])
+def test_a_small_file_that_the_store_has_lost_is_told(here, match):
+    root = here.new_root()
+    checkpoint.save(root + "/a", {"n": 1})
+    here.plan({"kind": "lose", "match": match, "all": True})
+    with pytest.raises(CheckpointError, match="no such file"):
+        checkpoint.save(root + "/b", {"n": 1})
+    assert here.log()["struck"] == 1
+    checkpoint.save(root + "/b", {"n": 2})
+    assert checkpoint.verify(root + "/b").ok
+
+
 @pytest.mark.parametrize(
     ("here", "match", "doing", "attempts", "left"),
     [

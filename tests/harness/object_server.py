@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -61,14 +62,10 @@ class _Plan:
 
 
 def _app_of(kind: str) -> Callable[..., Iterable[bytes]]:
-    if kind == "gs":
-        from gcs_app import Gcs
-
-        return Gcs()
-    if kind == "az":
-        from azurite_app import Azurite
-
-        return Azurite()
+    if kind != "s3":  # from beside this file, without the package, which imports torch
+        module, name = {"gs": ("gcs_app", "Gcs"), "az": ("azurite_app", "Azurite")}[kind]
+        app: Callable[..., Iterable[bytes]] = getattr(import_module(module), name)()
+        return app
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
     moto = DomainDispatcherApplication(create_backend_app)

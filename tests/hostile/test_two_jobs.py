@@ -19,6 +19,7 @@ from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNo
 from shardopt.world import using, world
 from tests.harness import Fault
 from tests.harness.faults import watched
+from tests.harness.object_stores import object_servers
 from tests.harness.schedules import orders
 from tests.support.worlds import RepeatedNames
 
@@ -26,6 +27,7 @@ LOCAL, REMOTE = "shardopt.checkpoint.storage:LocalStorage.", "shardopt.checkpoin
 SYSTEM = ["os:mkdir", "os:open", "os:link", "os:listdir", "os:unlink", "os:rmdir", "os:stat", "os:preadv", "os:writev"]
 SYSTEM += [LOCAL + "read", LOCAL + "_write_temporary"]
 REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]
+STORES = ["s3", "gs", "az"]
 METHODS = ["make", "names", "size", "read", "write", "publish_new", "remove", "remove_if_empty"]
 
 
@@ -34,15 +36,17 @@ def app(number):
 
 
 class Place:
-    """A path to save to, made anew for each order; on disk or in fsspec's memory."""
+    """A path to save to, made anew for each order; on disk, in fsspec's memory, or on the server of an object store."""
 
-    def __init__(self, root, remote):
-        self.root, self.remote, self.numbers = root, remote, itertools.count()
+    def __init__(self, root, remote, server=None):
+        self.root, self.remote, self.server, self.numbers = root, remote, server, itertools.count()
 
     def renew(self):
         world().restart()
         number = next(self.numbers)
-        if self.remote:
+        if self.server is not None:
+            self.path = self.server.new_root()
+        elif self.remote:
             memory = fsspec.filesystem("memory")
             memory.store.clear()
             memory.pseudo_dirs[:] = [""]  # else each root of an order that is over would be listed beside the next
@@ -97,9 +101,20 @@ def names_that_repeat():
         yield
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(scope="module")
+def servers():
+    with object_servers() as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "memory", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in STORES)])
 def place(request, tmp_path):
-    return Place(tmp_path, request.param == "memory")
+    if request.param not in STORES:
+        yield Place(tmp_path, request.param == "memory")
+        return
+    server = request.getfixturevalue("servers")(request.param)
+    with server.reached():
+        yield Place(tmp_path, True, server)
 
 
 @contextmanager
@@ -150,7 +165,7 @@ def two_saves(place, remains):
 def a_save_and_a_reshard(place, _):
     def tasks():
         place.renew()
-        source = Place(place.root, place.remote)
+        source = Place(place.root, place.remote, place.server)
         source.path = f"{place.path}-source"  # new in each order: what a manifest refers to is remembered by its path
         source.save(2)()
         return [place.save(1), lambda: checkpoint.reshard(source.path, place.path, world_size=1)]

@@ -177,7 +177,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
 
     Others may be at work here: another save to this path, which it saw free as well, or a job that clears away what it
     takes for the remains of a dead one. So no file of others is touched before the manifest is there, of which only one
-    can be; and afterwards the data files must still be there, or the manifest is removed again. `remove_checkpoint`
+    can be; and afterwards it and the data files must be there, or the manifest is removed again. `remove_checkpoint`
     looks for a manifest once more after all else is removed: whichever comes last of the two sees the other's work.
 
     Of files that it refers to the same is true: they may be removed with a checkpoint beside it until the manifest is
@@ -208,7 +208,8 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
     except FileExistsError:
         raise _taken(storage) from None
     there = set(storage.names())
-    missing = _missing(storage, own - there) if own - there else []
+    unlisted = {*own, MANIFEST_NAME}.difference(there)
+    missing = _missing(storage, unlisted) if unlisted else []
     gone = _missing_referred(storage, manifest) if refers else []
     if refers and base is not None and not base.is_there():
         gone.append(f"{base.source.url}/{MANIFEST_NAME}")

@@ -54,8 +54,8 @@ class _Options:
 
     def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Returns those of some names that were given, under obstore's names for them."""
-        taken = {theirs: self.take(ours) for ours, theirs in names.items()}
-        return {name: value for name, value in taken.items() if value is not None}
+        taken = ((theirs, self.take(ours)) for ours, theirs in names.items())
+        return {theirs: value for theirs, value in taken if value is not None}
 
     def left(self) -> list[str]:
         """Returns the names of options that nobody has taken, and that would have an effect."""

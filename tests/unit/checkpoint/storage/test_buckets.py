@@ -1,0 +1,340 @@
+"""Object stores by URL: options of fsspec's file systems, credentials, errors, forked processes."""
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import fsspec
+import obstore
+import pytest
+from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
+
+from shardopt import checkpoint
+from shardopt.checkpoint.storage import buckets, object_errors, retry, storage_of
+from shardopt.checkpoint.storage.object_errors import ExhaustedError, translated
+from shardopt.checkpoint.storage.object_store import ObjectStore
+from shardopt.checkpoint.storage.remote import RemoteStorage
+from shardopt.errors import CheckpointError, OptionError
+from tests.harness.object_stores import object_server
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No configuration but the test's."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(buckets, "_opened", {})
+    monkeypatch.setattr(fsspec.config, "conf", {})
+    monkeypatch.setattr(buckets, "conf", fsspec.config.conf)
+
+
+def translate(protocol, bucket="b", **options):
+    """What obstore is given for options of fsspec's file system: configuration, client's options."""
+    given = buckets._Options(options)
+    found = buckets._PROTOCOLS[protocol][1](bucket, given)
+    assert given.left() == []
+    return found
+
+
+KEYS = {"key": "k", "secret": "s"}
+OF_KEYS = {"access_key_id": "k", "secret_access_key": "s"}
+AMAZON = {"virtual_hosted_style_request": False, "unsigned_payload": True, "disable_bulk_delete": True}
+OTHER = {**AMAZON, "unsigned_payload": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "client"),
+    [
+        (KEYS, {**OF_KEYS, **AMAZON}, {}),
+        ({**KEYS, "token": "t"}, {**OF_KEYS, **AMAZON, "session_token": "t"}, {}),
+        ({"anon": True}, {"skip_signature": True, **AMAZON}, {}),
+        ({**KEYS, "requester_pays": True}, {**OF_KEYS, **AMAZON, "request_payer": True}, {}),
+        ({**KEYS, "client_kwargs": {"region_name": "eu-west-3"}}, {**OF_KEYS, **AMAZON, "region": "eu-west-3"}, {}),
+        (
+            {**KEYS, "endpoint_url": "http://minio:9000"},
+            {**OF_KEYS, **OTHER, "endpoint": "http://minio:9000"},
+            {"allow_http": True},
+        ),
+        (
+            {**KEYS, "client_kwargs": {"endpoint_url": "https://minio:9000", "verify": False}},
+            {**OF_KEYS, **AMAZON, "endpoint": "https://minio:9000"},
+            {"allow_invalid_certificates": True},
+        ),
+        (
+            {**KEYS, "endpoint_url": "https://oss.example", "config_kwargs": {"s3": {"addressing_style": "virtual"}}},
+            {**OF_KEYS, **AMAZON, "endpoint": "https://b.oss.example", "virtual_hosted_style_request": True},
+            {},
+        ),
+        (
+            {**KEYS, "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"}},
+            {**OF_KEYS, **AMAZON, "server_side_encryption": "aws:kms", "sse_kms_key_id": "id"},
+            {},
+        ),
+        (
+            {**KEYS, "use_listings_cache": False, "config_kwargs": {"retries": {"mode": "legacy"}}},
+            {**OF_KEYS, **AMAZON},
+            {},
+        ),
+    ],
+)
+def test_options_of_s3fs(options, config, client):
+    found = translate("s3", **options)
+    assert found.config == config
+    assert found.client == {"allow_http": False, **client}
+    assert found.may_lack_conditions == ("endpoint" in config)
+
+
+def test_timeouts_are_the_clients():
+    found = translate("s3", **KEYS, config_kwargs={"read_timeout": 20, "connect_timeout": 3.5})
+    assert {name: found.client[name].total_seconds() for name in ("read_timeout", "connect_timeout")} == {
+        "read_timeout": 20,
+        "connect_timeout": 3.5,
+    }
+
+
+def test_options_of_gcsfs(tmp_path):
+    key = tmp_path / "key.json"
+    key.write_text("{}")
+    assert translate("gs").config == {}
+    assert translate("gs", token="google_default", project="p").config == {}
+    assert translate("gs", token="anon").config == {"skip_signature": True}
+    assert translate("gcs", token=str(key)).config == {"application_credentials": str(key)}
+    assert translate("gs", token={"type": "service_account"}).config == {
+        "service_account_key": '{"type": "service_account"}'
+    }
+    assert translate("gs", token="anon", endpoint_url="http://h:1/").config["base_url"] == "http://h:1"
+    with pytest.raises(OptionError, match=r"storage_options\['token'\]: found str") as caught:
+        translate("gs", token="browser of mine")
+    assert "browser of mine" not in str(caught.value)
+
+
+def test_options_of_adlfs(monkeypatch):
+    named = {"account_name": "a", "account_key": "k"}
+    assert translate("az", **named).config == named
+    assert translate("abfs", "c@acc.dfs.core.windows.net", sas_token="t").config == {
+        "account_name": "acc",
+        "sas_key": "t",
+    }
+    assert translate("abfs", "c@acc.dfs.core.windows.net").name == "c"
+    assert translate("az", anon=True, account_host="h").config == {"skip_signature": True, "endpoint": "https://h"}
+    text = "AccountName=a;AccountKey=k==;BlobEndpoint=http://h:1/a;EndpointSuffix=e"
+    for given in ({"connection_string": text}, {}):
+        assert translate("az", **given).config == {
+            "account_name": "a",
+            "account_key": "k==",
+            "endpoint": "http://h:1/a",
+        }
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    names = ("tenant_id", "client_id", "client_secret")
+    assert set(names) <= set(translate("az", **dict.fromkeys(names, "x")).config)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"s3_additional_kwargs": {"ACL": "private"}}, "s3_additional_kwargs.ACL"),
+        ({"ssl": 1, "config_kwargs": {"signature_version": "s3"}}, "config_kwargs.signature_version, ssl"),
+    ],
+)
+def test_what_obstore_has_no_equivalent_of_is_refused_by_name(options, names):
+    with pytest.raises(OptionError, match=rf"found {names}; .*uninstall obstore") as caught:
+        checkpoint.save("s3://b/c", {"n": 1}, storage_options={**KEYS, "secret": "hidden", **options})
+    assert "hidden" not in str(caught.value)
+    fsspec.config.conf["s3"] = {**KEYS, **options}
+    with pytest.raises(OptionError, match=rf"found {names}; "):
+        storage_of("s3://b/c")
+
+
+def test_credentials_are_those_of_a_profile(tmp_path, monkeypatch):
+    (tmp_path / "credentials").write_text("[two]\naws_access_key_id = k\naws_secret_access_key = s\n")
+    (tmp_path / "config").write_text("[profile two]\nregion = eu-west-3\nendpoint_url = https://minio:9000\n")
+    for given in ({"profile": "two"}, {}):
+        found = translate("s3", **given)
+        assert found.config["region"] == "eu-west-3" and found.config["endpoint"] == "https://minio:9000"
+        credentials = found.config["credential_provider"]()
+        assert (credentials["access_key_id"], credentials["secret_access_key"]) == ("k", "s")
+        monkeypatch.setenv("AWS_PROFILE", "two")
+    monkeypatch.delenv("AWS_PROFILE")
+    with pytest.raises(CheckpointError, match=r"found none; .*anon"):
+        storage_of("s3://b/c")
+    with pytest.raises(CheckpointError, match=r"the AWS profile: .*three"):
+        translate("s3", profile="three")
+    monkeypatch.setattr(buckets, "find_spec", lambda name: None)
+    assert "credential_provider" not in translate("s3").config  # obstore looks in the environment by itself
+    with pytest.raises(OptionError, match=r"found profile; required boto3"):
+        translate("s3", profile="two")
+
+
+def answer(status, more=""):
+    return (
+        f"Generic S3 error: Error performing PUT http://h/b - Server returned non-2xx status code: {status} x: {more}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "number"),
+    [
+        *((GenericError(answer(status)), ConnectionError, None) for status in (408, 425, 429, 500, 502, 503, 504)),
+        *((GenericError(answer(status)), OSError, errno.EINVAL) for status in (400, 405, 411, 416)),
+        (GenericError(answer(401)), PermissionError, errno.EACCES),
+        (PermissionDeniedError(answer(403)), PermissionError, errno.EACCES),
+        (GenericError(answer(404)), FileNotFoundError, errno.ENOENT),
+        (FileNotFoundError(answer(404)), FileNotFoundError, errno.ENOENT),
+        (AlreadyExistsError(answer(409)), ConnectionError, None),
+        (GenericError(answer(501)), OSError, errno.ENOSYS),
+        (GenericError(answer(507)), OSError, errno.ENOSPC),
+        (OSError(answer(400, "<Code>InvalidPart</Code>")), ConnectionError, None),
+        (FileNotFoundError(answer(404, "<Code>NoSuchUpload</Code>")), ConnectionError, None),
+        (GenericError("e - after 3 retries, max_retries: 3 - HTTP error"), ExhaustedError, None),
+        (GenericError("HTTP error: error sending request\n\nDebug source:\nkind: Timeout,"), TimeoutError, None),
+        (GenericError("Received redirect without LOCATION, this normally indicates a region"), OSError, errno.EINVAL),
+        (GenericError("Wanted range starting at 10, but object was only 10 bytes long"), OSError, errno.EINVAL),
+        (GenericError("PUT http://169.254.169.254/latest/api/token - HTTP error"), PermissionError, errno.EACCES),
+    ],
+)
+def test_errors_say_what_happened(error, kind, number):
+    def fail():
+        raise error
+
+    with pytest.raises(OSError) as caught:
+        translated(fail)
+    assert type(caught.value) is kind and caught.value.errno == number
+    assert retry.is_transient(caught.value) == (kind in (ConnectionError, TimeoutError, ExhaustedError))
+
+
+def test_a_conflict_is_that_a_file_exists_only_where_it_is_created():
+    def fail():
+        raise AlreadyExistsError(answer(409))
+
+    with pytest.raises(FileExistsError):
+        translated(fail, creates=True)
+
+
+def test_errors_are_short_and_say_why_a_server_is_not_reached():
+    store = storage_of_s3("http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match=r"tcp connect error") as caught:
+        store.info("b/a")
+    assert len(str(caught.value)) < 500
+
+    def long():
+        raise GenericError(answer(400, "x" * 100_000))
+
+    with pytest.raises(OSError, match=r"…$") as caught:
+        translated(long)
+    assert len(str(caught.value)) < 500
+
+
+def storage_of_s3(endpoint, may_lack_conditions=True):
+    def make(client_options, retry_config):
+        return obstore.store.S3Store(
+            "b",
+            endpoint=endpoint,
+            region="us-east-1",
+            **OF_KEYS,
+            client_options={**client_options, "allow_http": True},
+            retry_config=retry_config,
+        )
+
+    return ObjectStore("s3", make, may_lack_conditions)
+
+
+class Store:
+    """An object store in memory that has conditions or ignores them."""
+
+    def __init__(self, conditions):
+        self.conditions, self.files, self.requests = conditions, {}, []
+
+    def put(self, key, data, mode="overwrite", use_multipart=None):
+        self.requests.append(f"put {mode}")
+        if self.conditions and mode == "create" and key in self.files:
+            raise AlreadyExistsError(answer(412))
+        self.files[key] = data
+
+    def head(self, key):
+        self.requests.append("head")
+        if key not in self.files:
+            raise FileNotFoundError(answer(404))
+        return {"size": len(self.files[key])}
+
+    def get_range(self, key, start, end):
+        return self.files[key][start:end]
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_whether_a_store_has_conditions_is_found_out_once_and_said(conditions, caplog):
+    store = Store(conditions)
+    bucket = ObjectStore("s3", lambda **options: store, may_lack_conditions=True)
+    storage = RemoteStorage(bucket, "b/run")
+    assert storage.publish_new("a", b"1") is conditions
+    assert store.requests[:3] == ["head", "put create", "put create"]
+    store.requests.clear()
+    assert storage.publish_new("b", b"1") is conditions
+    assert store.requests == (["put create"] if conditions else ["head", "put overwrite"])
+    with pytest.raises(FileExistsError):
+        storage.publish_new("a", b"2")
+    assert store.files == {"run/a": b"1", "run/b": b"1"}
+    assert [("s3://b ignores conditions" in line) for line in caplog.messages] == ([] if conditions else [True])
+
+
+def test_a_store_that_may_lack_conditions_is_looked_at_before_it_is_tried():
+    """Else what somebody else has committed would be written over."""
+    store = Store(conditions=False)
+    store.files["run/a"] = b"of another"
+    with pytest.raises(FileExistsError):
+        ObjectStore("s3", lambda **options: store, may_lack_conditions=True).pipe_file("b/run/a", b"mine", "create")
+    assert store.files == {"run/a": b"of another"}
+
+
+def test_a_conflict_with_a_write_that_came_to_nothing_is_tried_again():
+    store = Store(conditions=True)
+    store.put = lambda *args, **options: (_ for _ in ()).throw(AlreadyExistsError(answer(409)))
+    with pytest.raises(ConnectionError, match="conflict"):
+        ObjectStore("s3", lambda **options: store, may_lack_conditions=False).pipe_file("b/a", b"1", "create")
+
+
+def in_a_fork(queue):
+    try:
+        storage_of("s3://b/c").names()
+    except Exception as error:
+        queue.put(str(error))
+
+
+def test_a_forked_process_is_refused_where_it_would_hang(monkeypatch):
+    monkeypatch.setattr(object_errors, "_users", set())
+    fsspec.config.conf["s3"] = {**KEYS, "endpoint_url": "http://127.0.0.1:9"}
+    monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(attempts=1))
+    with pytest.raises(CheckpointError, match="1 attempts"):
+        storage_of("s3://b/c").names()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=in_a_fork, args=(queue,))
+    child.start()
+    said = queue.get(timeout=20)
+    child.join(20)
+    assert child.exitcode == 0
+    assert "forked from one that has used an object store" in said and "spawn" in said
+
+
+def test_without_obstore_fsspecs_own_package_serves():
+    script = (
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *more: None if name == 'obstore' else found(name, *more)\n"
+        "from shardopt.checkpoint.storage import storage_of\n"
+        "print(type(storage_of('s3://b/c')._fs).__name__)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert said.stdout == "S3FileSystem\n"
+
+
+def test_pages_of_a_listing_are_all_read():
+    with object_server("gs") as server, server.reached():
+        storage = storage_of(server.new_root())
+        names = [f"{number:03d}" for number in range(120)]
+        for name in names:
+            storage.write(name, [memoryview(b"1")])
+        assert storage.names() == names
