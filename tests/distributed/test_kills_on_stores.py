@@ -112,7 +112,7 @@ def test_two_hundred_kills(servers, requests_of, protocol):
     told = Counter()
     for rank, share in ((0, 130), (1, 70)):
         for number in range(share):
-            told[kill_and_continue(servers(protocol), rank, number * (counts[rank] - 1) // share)] += 1
+            told[kill_and_continue(servers(protocol), rank, 1 + number * (counts[rank] - 1) // share)] += 1
             kills += 1
     print(f"{protocol}: {kills} kills; steps that were committed when the rank was killed: {dict(told)}")
     assert kills == 200 and len(told) > STEPS - 1

@@ -34,7 +34,7 @@ class FakeClock(World):
 class RepeatedNames(World):
     """Draws the same names each time it is restarted, in the order in which they are asked for; time stands still.
 
-    Names decide in which order files are listed, and so removed; times of day decide how long a manifest is.
+    Names decide in which order files are listed, and so removed; times decide how long a manifest is.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,9 @@ class RepeatedNames(World):
 
     def wall_clock(self) -> float:
         return 1e9
+
+    def monotonic(self) -> float:
+        return 0.0
 
     def random_name(self, nbytes: int) -> str:
         self._drawn += 1
