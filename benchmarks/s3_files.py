@@ -1,14 +1,18 @@
-"""A directory as a read-only S3 bucket on loopback, that sends so many bytes a second in all, to whomever they go.
+"""A directory as an S3 bucket on loopback, that sends and takes so many bytes a second in all, after some latency.
 
-    python -m benchmarks.s3_files FOLDER BYTES_PER_SECOND
+    python -m benchmarks.s3_files FOLDER BYTES_PER_SECOND [LATENCY_SECONDS]
 
-It prints its port, and ends with its input. Only what readers ask for is answered: lists, heads, and ranges of objects.
-There is no TLS and no signature is checked, so that what is measured is the rate, and the client's own work.
+It prints its port, and ends with its input. Only what checkpoints ask for is answered: lists, heads, ranges, writes in
+one request or in parts, copies, removals. There is no TLS and no signature is checked, so that what is measured is
+the rate, and the client's own work. `GET /-/requests` gives how many requests there were.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -38,10 +43,28 @@ class Rate:
         time.sleep(max(0.0, end - time.monotonic()))
 
 
+class Upload:
+    """Parts of one file by number, in memory until all are there."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.parts: dict[int, bytes] = {}
+
+    def complete(self) -> None:
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        with open(self._path, "wb", buffering=0) as file:
+            for number in sorted(self.parts):
+                file.write(self.parts.pop(number))
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     folder: str
     rate: Rate
+    latency_seconds = 0.0
+    uploads: ClassVar[dict[str, Upload]] = {}
+    requests: ClassVar[list[str]] = []
 
     def log_message(self, *unused: object) -> None:
         pass
@@ -50,9 +73,88 @@ class Handler(BaseHTTPRequestHandler):
         self._serve(with_body=False)
 
     def do_GET(self) -> None:
-        self._serve(with_body=True)
+        if self.path == "/-/requests":
+            self._answer(200, json.dumps(self.requests).encode(), "application/json")
+            self.requests.clear()
+        else:
+            self._serve(with_body=True)
+
+    def do_DELETE(self) -> None:
+        self._begin()
+        if "uploadId" not in self.path and os.path.exists(path := self._path()):
+            os.unlink(path)
+        self._answer(204, b"", "application/xml")
+
+    def do_POST(self) -> None:
+        self._begin()
+        self._body()
+        name = re.search(r"uploadId=([^&]*)", self.path)
+        if name is None:
+            name_of_new = str(len(self.uploads))
+            self.uploads[name_of_new] = Upload(self._path())
+            text = f"<InitiateMultipartUploadResult><UploadId>{name_of_new}</UploadId></InitiateMultipartUploadResult>"
+        else:
+            self.uploads[name[1]].complete()
+            text = "<CompleteMultipartUploadResult><ETag>0</ETag></CompleteMultipartUploadResult>"
+        self._answer(200, text.encode(), "application/xml")
+
+    def do_PUT(self) -> None:
+        self._begin()
+        data, part = self._body(), re.search(r"partNumber=(\d+)", self.path)
+        name = re.search(r"uploadId=([^&]*)", self.path)
+        path = self._path()
+        if part is not None and name is not None:
+            self.uploads[name[1]].parts[int(part[1])] = data
+        elif self.headers.get("If-None-Match") and os.path.exists(path):
+            self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>", "application/xml")
+            return
+        elif source := self.headers.get("x-amz-copy-source"):
+            shutil.copyfile(os.path.join(self.folder, unquote(source).lstrip("/").partition("/")[2]), path)
+            body = b'<CopyObjectResult><ETag>"0"</ETag></CopyObjectResult>'
+            self._answer(200, body, "application/xml")
+            return
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(data)
+        self.send_response(200)
+        self.send_header("ETag", '"0"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _begin(self) -> None:
+        self.requests.append(f"{self.command} {self.path}")
+        time.sleep(self.latency_seconds)
+
+    def _path(self) -> str:
+        return os.path.join(self.folder, unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2])
+
+    def _body(self) -> bytes:
+        """Reads a request's body, in chunks or whole."""
+        encodings = self.headers.get("Transfer-Encoding", "") + self.headers.get("Content-Encoding", "")
+        if "chunked" in encodings:
+            return self._chunked()
+        memory = bytearray(int(self.headers.get("Content-Length") or 0))
+        view = memoryview(memory)
+        while view.nbytes:
+            nbytes = self.rfile.readinto(view[:_AT_ONCE_BYTES])
+            self.rate.wait(nbytes)
+            view = view[nbytes:]
+        return bytes(memory)
+
+    def _chunked(self) -> bytes:
+        """Reads a body of chunks, as HTTP or AWS sends them; what follows the last one is of no interest."""
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0].strip() or b"0", 16):
+            parts.append(self.rfile.read(size))
+            self.rate.wait(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
+        return b"".join(parts)
 
     def _serve(self, with_body: bool) -> None:
+        self._begin()
         url = urlsplit(self.path)
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")
         path = os.path.join(self.folder, key)
@@ -124,9 +226,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: str, bytes_per_second: float) -> Iterator[dict[str, object]]:
+def served(folder: str, bytes_per_second: float, latency_seconds: float = 0.0) -> Iterator[dict[str, object]]:
     """Serves a directory in a process of its own; yields s3fs's options for it."""
-    command = [sys.executable, "-m", "benchmarks.s3_files", folder, str(bytes_per_second)]
+    command = [sys.executable, "-m", "benchmarks.s3_files", folder, str(bytes_per_second), str(latency_seconds)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -139,6 +241,7 @@ def served(folder: str, bytes_per_second: float) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     Handler.folder, Handler.rate = sys.argv[1], Rate(float(sys.argv[2]))
+    Handler.latency_seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     print(server.server_port, flush=True)

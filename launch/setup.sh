@@ -47,6 +47,11 @@ if [[ ! -f $stamp || $(<"$stamp") != "$(wanted)" ]]; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --constraint configs/constraints.txt --no-deps triton ||
         echo "setup: no Triton here: tests of kernels will be skipped"
+    # The simulation of Azure's blobs, a program of Node.
+    if command -v npm >/dev/null; then
+        npm install --silent --no-audit --no-fund --prefix out/azurite azurite@3.35.0 >/dev/null ||
+            echo "setup: no Azurite here: tests of az:// will be skipped"
+    fi
     wanted >"$stamp"
 fi
 .venv/bin/python -m tests.standin.build # a simulated accelerator, for tests

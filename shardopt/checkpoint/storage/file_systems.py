@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 else:
     buckets = late("shardopt.checkpoint.storage.buckets")
 
-_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+"""Protocol of an object store → the extra of this package that installs obstore, which serves it."""
 _NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
+
+
+def has_obstore() -> bool:
+    """Whether obstore is installed."""
+    return find_spec("obstore") is not None
 
 
 def is_archive(protocol: str) -> bool:
@@ -50,7 +56,7 @@ def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:
         OptionError: obstore, through which object stores are reached where it is installed, has no such option.
     """
     try:
-        if url.partition("://")[0] in _BUCKETS and find_spec("obstore") is not None:
+        if url.partition("://")[0] in _EXTRAS and has_obstore():
             return RemoteStorage(*buckets.open_bucket(url, options))
         fs, path = _file_system(url, options)
     except ShardoptError:
@@ -72,10 +78,6 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ValueError(f"{url}: a path with '::' in it, within a chain")
     fs, path = fsspec.core.url_to_fs(url.replace("::", _NO_LINK), **options)
     return fs, path.replace(_NO_LINK, "::")
-
-
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Protocol → the extra of this package that installs its requirements."""
 
 
 def _unopened(url: str, error: Exception) -> Problem | None:

@@ -22,7 +22,19 @@ from shardopt.ranks import Ranks, ranks_of
 from shardopt.redaction import redacted
 from shardopt.world import world
 
-_PACKAGES = ("shardopt", "torch", "numpy", "fsspec", "xxhash", "argcomplete", "rich", "s3fs", "gcsfs", "adlfs")
+_PACKAGES = (
+    "shardopt",
+    "torch",
+    "numpy",
+    "fsspec",
+    "xxhash",
+    "argcomplete",
+    "rich",
+    "obstore",
+    "s3fs",
+    "gcsfs",
+    "adlfs",
+)
 _VARIABLES = re.compile(r"(TORCH|TORCHELASTIC|NCCL|GLOO|SLURM)_\w+")
 _SHOWN = re.compile(
     r"""

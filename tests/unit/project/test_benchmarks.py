@@ -38,6 +38,10 @@ SMALL = {
     "launches": ("", {"PEERS": first(3), "COUNTS": (1, 2)}),
     "lost_hosts": ("", {"HOSTS": 64, "MONTHS": 3}),
     "muon": ("--ranks 1 --repetitions 1", {"CASES": {"2 of 8 × 8": [(8, 8)] * 2}}),
+    "object_stores": (
+        "--mib 1 --repetitions 1",
+        {"TENSOR_BYTES": 1 << 20, "NETWORKS": first(1), "CLIENTS": ("obstore",)},
+    ),
     "optimizer_overhead": (ROUND, {"PARAMETERS": 3, "ELEMENTS": 64, "RANKS": 1}),
     "recovery": ("stall --megabytes 1 --repetitions 1", {"WIDTH": 128}),
     "remote": ("--megabytes 1", {"LATENCY_SECONDS": 0.0, "BYTES_PER_SECOND": 1e12}),
