@@ -15,6 +15,7 @@ from shardopt.sharding.box import Box, cut_in_order
 # More threads than cores push one another's bytes out of the core's cache.
 _THREADS = min(4, max(2, os.cpu_count() or 4))
 _FAR_THREADS = 8
+_MOST_FAR_THREADS = 24
 
 
 class ReadSizes(NamedTuple):
@@ -40,6 +41,11 @@ _FAR_SIZES = ReadSizes(8 << 20, 8 << 20, 8 << 20)  # each request costs a round 
 def threads_for(storage: Storage) -> int:
     """Returns the number of threads that should read from a storage at once."""
     return _FAR_THREADS if storage.is_remote else _THREADS
+
+
+def most_threads_for(storage: Storage) -> int:
+    """Returns how many threads may read from a storage at once, if that brings more bytes a second."""
+    return _MOST_FAR_THREADS if storage.is_remote else _THREADS
 
 
 def sizes_for(storage: Storage) -> ReadSizes:

@@ -6,7 +6,7 @@ Says of memory of the program whether it can be read into, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
 
@@ -18,17 +18,18 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.sources.reading.checking import damaged_segments, sizes_for, threads_for
+from shardopt.checkpoint.sources.reading.checking import damaged_segments, most_threads_for, sizes_for, threads_for
 from shardopt.checkpoint.sources.reading.device_scratch import DeviceScratch, is_streamed
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reading.read_plan import Batch, LargeRead, SmallReads, batches_of
 from shardopt.checkpoint.sources.reading.scratch import HostScratch, Scratch, Use, copy_into, lost_problem
+from shardopt.checkpoint.sources.reading.widening import Widening
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.runtime.accelerator import CallersStreams
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.pieces import View, elements_overlap
 from shardopt.state.casts import has_fewer_exponents, lost_in_cast
-from shardopt.world import Executor, world
+from shardopt.world import Executor, Future, world
 
 _FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has started
 
@@ -95,10 +96,22 @@ def _read_in_threads(
     done: Counter | None,
     streams: CallersStreams,
 ) -> None:
-    with world().thread_pool(batches.threads, "shardopt-read") as pool:
+    running: list[Future[None]] = []
+    has_read = None
+    if batches.most_threads > batches.threads:
+        widening = Widening(batches.threads, batches.most_threads)
+
+        def has_read(nbytes: int) -> None:
+            begin(widening.more_threads(nbytes))
+
+    def begin(threads: int) -> None:
+        running.extend(pool.submit(batches.read_all, done, streams, has_read) for _ in range(threads))
+
+    with world().thread_pool(batches.most_threads, "shardopt-read") as pool:
         _check_first(pool, to_check)
         try:
-            for each in [pool.submit(batches.read_all, done, streams) for _ in range(batches.threads)]:
+            begin(batches.threads)
+            for each in running:  # which grows meanwhile
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to continue
@@ -153,13 +166,15 @@ class _Batches:
                 (on_devices if streams else by_file)[file].append(request)
                 self.targets_elsewhere.append(request.target)
         self.files, self.nbytes = {**by_file, **on_devices}.keys(), 0
-        self.threads = max((threads_for(file.storage) for file in self.files), default=1)
         self._lock = world().lock()
         limit = max((sizes_for(file.storage).batch for file in self.files), default=0)
+        needed = self.wanted_bytes // max(limit, 1) + len(self.files)  # no more threads than there are reads
+        self.threads = max((threads_for(file.storage) for file in self.files), default=1)
+        self.most_threads = max([self.threads, *(min(most_threads_for(file.storage), needed) for file in self.files)])
         ways: list[tuple[Mapping[OpenFile, list[ReadRequest]], Scratch]] = [
             (by_file, HostScratch(limit + 2 * SEGMENT_BYTES, use))
         ]
-        self._device = DeviceScratch(on_devices.values(), limit, self.threads) if on_devices else None
+        self._device = DeviceScratch(on_devices.values(), limit, self.most_threads) if on_devices else None
         if self._device is not None:
             ways.append((on_devices, self._device))
         self._batches = (
@@ -187,11 +202,17 @@ class _Batches:
         if self._device is not None:
             self._device.end()
 
-    def read_all(self, done: Counter | None, streams: CallersStreams | None = None) -> None:
+    def read_all(
+        self,
+        done: Counter | None,
+        streams: CallersStreams | None = None,
+        has_read: Callable[[int], None] | None = None,
+    ) -> None:
         """Reads batches until none is left; the loop of one thread. An error ends all threads.
 
         Args:
             streams: of the caller, in whose place another thread reads; None where it is the caller's own.
+            has_read: called with the bytes of each batch; None for no call.
         """
         try:
             # A thread has a grad mode of its own.
@@ -203,6 +224,8 @@ class _Batches:
                         with file.opened() as read:
                             while taken is not None and taken[0] is file:
                                 taken[1].read(file, read)
+                                if has_read is not None:
+                                    has_read(taken[1].nbytes)
                                 if done is not None:
                                     done.add(taken[1].nbytes)
                                 taken = self.take()
