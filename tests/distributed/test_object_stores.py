@@ -184,12 +184,13 @@ def test_a_part_that_the_store_has_lost_is_sent_again(here):
 @on("gs", exhaustive=["s3", "az"])
 def test_a_small_file_that_the_store_has_lost_is_told(here, match):
     root = here.new_root()
-    checkpoint.save(root + "/a", {"n": 1})
+    app = {"x": torch.ones(3)}
+    checkpoint.save(root + "/a", app)
     here.plan({"kind": "lose", "match": match, "all": True})
     with pytest.raises(CheckpointError, match="no such file"):
-        checkpoint.save(root + "/b", {"n": 1})
+        checkpoint.save(root + "/b", app)
     assert here.log()["struck"] == 1
-    checkpoint.save(root + "/b", {"n": 2})
+    checkpoint.save(root + "/b", app)
     assert checkpoint.verify(root + "/b").ok
 
 
@@ -215,6 +216,25 @@ def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing, atte
         checkpoint.open(root)
     checkpoint.save(root, app_of())
     assert holds(root)
+
+
+@on("gs", exhaustive=["s3", "az"])
+def test_listings_that_lag_lose_nothing(here):
+    """Each listing is as it was when it was last asked for: it lacks what was saved since, and has what was removed."""
+    root = here.new_root()
+    here.plan({"kind": "lag", "times": 10_000})
+    with checkpoint.Manager(root, keep=2, incremental=True) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, app_of(step), force=True)
+    assert here.log()["struck"] > 10
+    here.plan()
+    with checkpoint.Manager(root, keep=2) as manager:
+        assert manager.steps()[-2:] == [3, 4]
+        for step in manager.steps():
+            assert checkpoint.verify(manager.path(step)).ok
+        app = {"x": torch.zeros(ROWS, 192), "small": torch.zeros(10), "step": 0}
+        assert manager.restore(app) == 4
+        assert torch.equal(app["x"], value(4))
 
 
 def test_what_others_write_is_seen_at_once(here):

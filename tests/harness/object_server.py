@@ -8,7 +8,8 @@ prints. It is controlled over HTTP:
 
 Kinds: "503"; "429" (with Retry-After); "cut" (the connection ends in the middle of the answer's body); "close" (the
 connection ends without an answer); "hang" (no answer for `seconds`); "lose" (a success is answered, and nothing done);
-"slow" (done `seconds` later); "deaf" (done, and the connection ends without an answer).
+"slow" (done `seconds` later); "deaf" (done, and the connection ends without an answer); "lag" (a listing is answered as
+it was when it was last asked for).
 A fault strikes each distinct request that its pattern is found in `times` times, or altogether so often with `all`.
 """
 
@@ -85,6 +86,7 @@ class Middleware:
 
     def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self.app, self.plan = app, _Plan()
+        self.listed: dict[str, tuple[str, list[tuple[str, str]], list[bytes]]] = {}  # by request: the last answer
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         method, path, query = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
@@ -99,9 +101,29 @@ class Middleware:
         request = " ".join(filter(None, [method, path + (query and "?" + query), environ.get("HTTP_RANGE", "")]))
         plan.count(method, 1)
         try:
+            if method == "GET" and ("list-type=" in query or "comp=list" in query):
+                return self._list(request, plan.meet(request), environ, start_response)
             return self._serve(plan.meet(request), environ, start_response)
         finally:
             plan.count(method, -1)
+
+    def _list(
+        self, request: str, fault: Fault | None, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        if fault is None or fault["kind"] != "lag":
+            if fault is not None:
+                return self._serve(fault, environ, start_response)
+            answer = self._asked(environ)
+        else:
+            answer = self.listed.get(request) or self._asked(environ)
+        self.listed[request] = self._asked(environ)
+        start_response(*answer[:2])
+        return answer[2]
+
+    def _asked(self, environ: Environ) -> tuple[str, list[tuple[str, str]], list[bytes]]:
+        head: list[Any] = []
+        body = list(self.app(environ, lambda *answer: head.append(answer)))
+        return head[0][0], list(head[0][1]), body
 
     def _serve(self, fault: Fault | None, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         fault = fault or {"kind": "none"}
