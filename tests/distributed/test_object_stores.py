@@ -267,7 +267,9 @@ def test_an_interrupted_save_leaves_no_upload(here, monkeypatch):
     monkeypatch.setattr(object_store.Upload, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(root, app_of())
-    assert any("uploads" in request for request in here.log()["requests"])
+    asked = here.log()["requests"]
+    assert any("uploads" in request for request in asked)
+    assert not any(request.startswith("POST") and "uploadId" in request for request in asked), "it was completed"
     assert uploads_left(here, root) == 0
     assert storage_of(root).names() == []
 
