@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import urllib.request
@@ -272,6 +274,22 @@ def test_an_interrupted_save_leaves_no_upload(here, monkeypatch):
     assert not any(request.startswith("POST") and "uploadId" in request for request in asked), "it was completed"
     assert uploads_left(here, root) == 0
     assert storage_of(root).names() == []
+
+
+def interrupted_while_parts_hang(options, root):
+    retry.RETRY_POLICY, remote.PART_BYTES = retry.RetryPolicy(request_seconds=30.0), 1 << 20
+    timer = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    begin = time.monotonic()
+    with reached(options), pytest.raises(KeyboardInterrupt):
+        checkpoint.save(root, app_of())
+    return time.monotonic() - begin
+
+
+def test_an_interrupt_does_not_wait_for_requests_that_hang(here):
+    here.plan({"kind": "hang", "seconds": 25, "match": "partNumber", "times": 100})
+    (seconds,) = run_ranks(1, interrupted_while_parts_hang, here.options(), here.new_root() + "/c")
+    assert seconds < 15, "far from the deadline of a request"
 
 
 def test_an_object_that_is_cut_short_is_corruption(here):

@@ -105,7 +105,7 @@ def _unopened(url: str, error: Exception) -> Problem | None:
         required = "a path, or a protocol that fsspec knows or register_storage was given on this rank"
         return Problem(url, f"the protocol {protocol!r}", required, remedy)
     if isinstance(error, ImportError):
-        extra = _EXTRAS.get(protocol)
+        extra = None if "::" in url else _EXTRAS.get(protocol)  # in chains, fsspec's own package serves
         remedy = f"pip install 'shardopt[{extra}]'" if extra else f"install it: {(known or {}).get('err', error)}"
         return Problem(url, f"no package for {protocol!r} ({error})", "the file system of fsspec for it", remedy)
     return None

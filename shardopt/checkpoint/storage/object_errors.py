@@ -25,16 +25,22 @@ from shardopt.errors import CheckpointError, Problem
 
 T = TypeVar("T")
 
-_STATUS = re.compile(r"non-2xx status code: (\d{3})")
-_RETRIES = re.compile(r"after \d+ retries")
-_KIND = re.compile(r"\bkind: (\w+)")
+# The text ends with the store's answer, and has the key: only what obstore itself writes is looked for in it.
+_STATUS = re.compile(r" - Server returned non-2xx status code: (\d{3})([^:]*): ?(.*)")
+_RETRIES = re.compile(r", after \d+ retries, max_retries: \d+, retry_timeout: ")
+_METADATA_SERVER = re.compile(r"\bperforming [A-Z]+ http://(169\.254\.169\.254|metadata\.google\.internal)")
+_PERMANENT = re.compile(
+    r"Received redirect without LOCATION|Wanted range starting at|Received non-partial response|invalid path"
+)
+_CODE, _MESSAGE = re.compile(r"<Code>([^<]*)</Code>"), re.compile(r"<Message>([^<]*)</Message>")
+_KIND, _CERTIFICATE = re.compile(r"\bkind: (\w+)"), re.compile(r"\bInvalidCertificate\(\s*(\w+)")
 _DETAIL = re.compile(r'"([^"\n]*error|[^"\n]* [^"\n]*)"')
-_TRANSIENT_STATUS = {408, 425, 429}  # below 500
+_TRANSIENT_STATUS = {408, 409, 425, 429}  # below 500
+_TRANSIENT_CODES = {"RequestTimeout", "RequestTimeTooSkewed", "ExpiredToken", "TokenRefreshRequired"}
 # The store lacks parts that it had taken, or has dropped the upload: the file may be sent again.
-_LOST_PARTS = ("InvalidPart", "InvalidBlockList", "NoSuchUpload")
-_PERMANENT = ("redirect", "Wanted range starting", "non-partial")
-_METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
-_MOST_CHARACTERS = 400  # of a store's answer in an error
+_LOST_PARTS = {"InvalidPart", "InvalidBlockList", "NoSuchUpload"}
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_MOST_CHARACTERS = 400  # of an error
 _users: set[int] = set()  # the process that has used obstore
 
 
@@ -59,6 +65,10 @@ def translated(call: Callable[[], T], creates: bool = False) -> T:
         known = _os_error(error, creates)
     except OSError as error:
         known = _os_error(error, creates) if error.errno is None else error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which is no Exception
+            raise
+        known = OSError(errno.EINVAL, f"obstore failed: {error}"[:_MOST_CHARACTERS])
     raise known from None  # its text has the whole answer, and may be long
 
 
@@ -77,30 +87,51 @@ def _require_own_threads() -> None:
 
 
 def _os_error(error: Exception, creates: bool) -> OSError:
-    text, _, debug = str(error).partition("\n\nDebug source")
-    text = " ".join(text.split())
-    found = _STATUS.search(text)
-    status = int(found[1]) if found else None
-    if not found and (details := _DETAIL.findall(debug)):
-        text += f" ({', '.join(dict.fromkeys(details))})"
-    said = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"
-    if any(code in text for code in _LOST_PARTS):
+    whole, _, debug = str(error).partition("\n\nDebug source")
+    text = " ".join(whole.split())
+    answer = _STATUS.search(text)
+    if answer is None:
+        return _without_answer(error, text, debug)
+    status, body = int(answer[1]), answer[3]
+    found = [each[1] for each in (_CODE.search(body), _MESSAGE.search(body)) if each]
+    code = found[0] if _CODE.search(body) else ""
+    # Of XML no more than that: S3 puts tokens into it.
+    said = text[: answer.start(3)] + (" ".join(found) if "<" in body else body)
+    said = said if len(said) <= _MOST_CHARACTERS else said[:_MOST_CHARACTERS] + "…"
+    if code in _LOST_PARTS:
         return ConnectionError(f"the store has lost parts of an upload: {said}")
-    if isinstance(error, FileNotFoundError) or status == 404:
+    if code in _NO_BUCKET:
+        return OSError(errno.EINVAL, f"there is no such bucket: {said}")
+    if status == 404:
         return FileNotFoundError(errno.ENOENT, said)
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
+    if isinstance(error, AlreadyExistsError) and creates:
+        return FileExistsError(errno.EEXIST, said)
+    if status in (401, 403):
         return PermissionError(errno.EACCES, said)
-    if isinstance(error, AlreadyExistsError) or status == 409:
-        return FileExistsError(errno.EEXIST, said) if creates else ConnectionError(said)
-    if isinstance(error, NotSupportedError) or status == 501:
-        return OSError(errno.ENOSYS, said)
-    if status == 507:
-        return OSError(errno.ENOSPC, said)
-    is_refusal = isinstance(error, PreconditionError) or any(words in text for words in _PERMANENT)
-    if is_refusal or (status is not None and status < 500 and status not in _TRANSIENT_STATUS):
+    if status in (501, 507):
+        return OSError(errno.ENOSYS if status == 501 else errno.ENOSPC, said)
+    if status < 500 and status not in _TRANSIENT_STATUS and code not in _TRANSIENT_CODES:
         return OSError(errno.EINVAL, said)
-    if any(server in text for server in _METADATA_SERVERS):
-        return PermissionError(errno.EACCES, f"no credentials were found: {said}")
+    return ExhaustedError(said) if _RETRIES.search(text) else ConnectionError(said)
+
+
+def _without_answer(error: Exception, text: str, debug: str) -> OSError:
+    """Returns the error for a request that no server has answered, or whose answer obstore has refused."""
+    certificate = _CERTIFICATE.search(debug)
+    details = dict.fromkeys(
+        _DETAIL.findall(debug) + ([f"invalid certificate: {certificate[1]}"] if certificate else [])
+    )
+    said = (text + f" ({', '.join(details)})" * bool(details))[:_MOST_CHARACTERS]
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, said)
+    if isinstance(error, AlreadyExistsError):
+        return FileExistsError(errno.EEXIST, said)
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _METADATA_SERVER.search(text):
+        return PermissionError(errno.EACCES, f"no valid credentials: {said}")
+    if isinstance(error, NotSupportedError):
+        return OSError(errno.ENOSYS, said)
+    if isinstance(error, PreconditionError) or certificate or _PERMANENT.search(text):
+        return OSError(errno.EINVAL, said)
     if _RETRIES.search(text):
         return ExhaustedError(said)
     kind = _KIND.search(debug)

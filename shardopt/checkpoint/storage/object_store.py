@@ -19,9 +19,12 @@ import obstore
 
 from shardopt.checkpoint.storage import retry
 from shardopt.checkpoint.storage.object_errors import ExhaustedError, translated
+from shardopt.errors import CheckpointError, Problem
 
 _log = logging.getLogger("shardopt.checkpoint")
 PARTS_AT_ONCE = 8  # no more of a file are on their way
+_SLOWEST_BYTES_PER_SECOND = 1 << 20  # of one part among several
+_GIVE_UP_SECONDS = 2.0
 _ATTEMPTS_OF_PART_SECONDS = 180.0  # its signature is valid for 5 minutes
 
 
@@ -35,33 +38,28 @@ class ObjectStore:
     """
 
     async_impl = False
+    refuses_conditions_by = (errno.ENOSYS,)
 
     def __init__(self, protocol: str, make: Callable[..., Any], may_lack_conditions: bool) -> None:
         self._protocol, self._make, self._policy = protocol, make, retry.RETRY_POLICY
-        self._has_conditions = None if may_lack_conditions else True
+        self._in_parts: dict[int, Any] = {}  # stores for the parts of large files, by their size
+        self.has_conditions = None if may_lack_conditions else True
+        """Whether a write may have the condition that there is no file yet; None if that is not known yet."""
 
     @cached_property
     def _once(self) -> Any:
         """The store for single requests."""
-        return self._store({"max_retries": 0})
+        return self._store({"max_retries": 0}, self._policy.request_seconds)
 
-    @cached_property
-    def _in_parts(self) -> Any:
-        """The store for the parts of large files."""
-        pauses = (self._policy.pause_seconds, self._policy.longest_pause_seconds)
-        first, longest = (timedelta(seconds=seconds) for seconds in pauses)
-        return self._store(
-            {
-                "max_retries": self._policy.attempts - 1,
-                "retry_timeout": timedelta(seconds=_ATTEMPTS_OF_PART_SECONDS),
-                "backoff": {"init_backoff": first, "max_backoff": longest},
-            }
-        )
-
-    def _store(self, retry_config: Mapping[str, Any]) -> Any:
-        timeout = timedelta(seconds=self._policy.request_seconds)
+    def _store(self, retry_config: Mapping[str, Any], seconds: float) -> Any:
+        timeout = timedelta(seconds=seconds)
         client_options = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=15))}
-        return translated(lambda: self._make(client_options=client_options, retry_config=retry_config))
+        try:
+            return translated(lambda: self._make(client_options=client_options, retry_config=retry_config))
+        except OSError as error:
+            required = "options and credentials that obstore takes"
+            problem = Problem(f"{self._protocol}://", str(error), required, "see docs/remote.md for what may be given")
+            raise CheckpointError("cannot open an object store", [problem]) from None
 
     def unstrip_protocol(self, path: str) -> str:
         return f"{self._protocol}://{path}"
@@ -78,7 +76,8 @@ class ObjectStore:
     def ls(self, path: str, detail: bool) -> list[str]:
         found = translated(lambda: self._once.list_with_delimiter(_key(path) or None))
         names = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return [f"{path}/{name.rpartition('/')[2]}" for name in names]
+        marker = _key(path)  # consoles make an object in the place of a directory
+        return [f"{path}/{name.rpartition('/')[2]}" for name in names if name != marker]
 
     def info(self, path: str) -> dict[str, Any]:
         return {"type": "file", "size": translated(lambda: self._once.head(_key(path)))["size"]}
@@ -92,15 +91,19 @@ class ObjectStore:
     def cat_ranges(
         self, paths: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: Literal["return"]
     ) -> Sequence[memoryview | Exception]:
-        """Returns ranges of one file; in place of each the error, if one has failed."""
-        try:
-            if len(paths) == 1:
-                return [self.cat_file(paths[0], starts[0], ends[0])]
+        """Returns ranges of one file; in place of one that has failed, the error."""
+        if len(paths) > 1:
             # obstore is not to join ranges: those that are worth it have been joined, and it panics past a file's end.
-            found = translated(lambda: self._once.get_ranges(_key(paths[0]), starts=starts, ends=ends, coalesce=0))
-        except Exception as error:
-            return [error] * len(paths)
-        return [memoryview(each) for each in found]
+            with suppress(OSError):  # which says not of which of them it is
+                found = translated(lambda: self._once.get_ranges(_key(paths[0]), starts=starts, ends=ends, coalesce=0))
+                return [memoryview(each) for each in found]
+        return [self._range(*each) for each in zip(paths, starts, ends, strict=True)]
+
+    def _range(self, path: str, start: int, end: int) -> memoryview | Exception:
+        try:
+            return self.cat_file(path, start, end)
+        except OSError as error:
+            return error
 
     def pipe_file(self, path: str, data: bytes, mode: Literal["overwrite", "create"] = "overwrite") -> None:
         """Writes a file in one request.
@@ -111,9 +114,9 @@ class ObjectStore:
         """
         if mode == "overwrite":
             translated(lambda: self._once.put(_key(path), data, use_multipart=False))
-        elif self._has_conditions is None:
+        elif self.has_conditions is None:
             self._find_conditions(path, data)
-        elif self._has_conditions:
+        elif self.has_conditions:
             self._create(path, data)
         else:
             raise OSError(errno.ENOSYS, "the store ignores conditions of writes")
@@ -133,13 +136,16 @@ class ObjectStore:
         with suppress(FileNotFoundError):
             self.info(path)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self._create(path, data)
         try:
             self._create(path, data)
+            self._create(path, data)
         except FileExistsError:
-            self._has_conditions = True
+            self.has_conditions = True
             return
-        self._has_conditions = False
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+        self.has_conditions = False
         bucket = self.unstrip_protocol(path.partition("/")[0])
         _log.warning("%s ignores conditions: two jobs that commit to one path at one time may both succeed", bucket)
         self.pipe_file(path, data, "create")
@@ -149,8 +155,18 @@ class ObjectStore:
 
     def open(self, path: str, mode: Literal["wb"], block_size: int) -> Upload:
         """Begins to write a large file in parts of `block_size` bytes."""
-        seconds = 2 * (_ATTEMPTS_OF_PART_SECONDS + self._policy.request_seconds)
-        return Upload(self._in_parts, self.unstrip_protocol(path), _key(path), block_size, seconds)
+        seconds = max(self._policy.request_seconds, block_size / _SLOWEST_BYTES_PER_SECOND)
+        if block_size not in self._in_parts:
+            pauses = (self._policy.pause_seconds, self._policy.longest_pause_seconds)
+            first, longest = (timedelta(seconds=each) for each in pauses)
+            retry_config = {
+                "max_retries": self._policy.attempts - 1,
+                "retry_timeout": timedelta(seconds=_ATTEMPTS_OF_PART_SECONDS),
+                "backoff": {"init_backoff": first, "max_backoff": longest},
+            }
+            self._in_parts[block_size] = self._store(retry_config, seconds)
+        deadline_seconds = 2 * (_ATTEMPTS_OF_PART_SECONDS + seconds)
+        return Upload(self._in_parts[block_size], self.unstrip_protocol(path), _key(path), block_size, deadline_seconds)
 
 
 class Upload:
@@ -181,9 +197,11 @@ class Upload:
             raise retry.exhausted(f"write {self._url}", f"attempts that failed, the last with {error}") from None
 
     def discard(self) -> None:
-        """Aborts the upload, if it has not ended."""
+        """Aborts the upload, if it has not ended. Does not wait for long: a call that was abandoned may hold it."""
         reason = InterruptedError("the file is given up")
-        translated(lambda: self._writer.__exit__(type(reason), reason, None))
+        aborting = retry.run_in_thread(lambda: translated(lambda: self._writer.__exit__(type(reason), reason, None)))
+        with suppress(TimeoutError):
+            aborting.result(_GIVE_UP_SECONDS)
 
 
 def _key(path: str) -> str:

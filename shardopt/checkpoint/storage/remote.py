@@ -73,7 +73,7 @@ class RemoteStorage(Storage):
                 if _is_refusal(error) and self.size(name) <= begin:
                     return b""
                 raise
-            if end is None or len(data) < end - begin:
+            if end is None or len(data) != end - begin:
                 size = self.size(name)
                 wanted = max((size if end is None else min(end, size)) - begin, 0)
                 if len(data) != wanted:
@@ -194,12 +194,12 @@ class RemoteStorage(Storage):
         if condition:
             try:
                 self._request("write", "pipe_file", name, data, **condition)
-                return True
+                return bool(getattr(self._fs, "has_conditions", True))
             except FileExistsError:
                 self._require_own(name, data)
-                return True
+                return bool(getattr(self._fs, "has_conditions", True))
             except CheckpointError as error:
-                if not _is_unmet_or_unknown(error):
+                if not _is_unmet_or_unknown(self._fs, error):
                     self._unconfirmed.add(name)
                     raise
         if self.exists(name):
@@ -265,10 +265,10 @@ def _condition_of(fs: Any) -> dict[str, Any]:
     return {}
 
 
-def _is_unmet_or_unknown(error: CheckpointError) -> bool:
+def _is_unmet_or_unknown(fs: Any, error: CheckpointError) -> bool:
     """Whether a store may have refused a request for its condition: it is not met, or the store knows no conditions."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.ENOSYS)
+    cause, numbers = error.__cause__, getattr(fs, "refuses_conditions_by", (errno.EINVAL, errno.ENOSYS))
+    return isinstance(cause, OSError) and cause.errno in numbers
 
 
 def _is_refusal(error: BaseException) -> bool:

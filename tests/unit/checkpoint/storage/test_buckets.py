@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import fsspec
 import obstore
@@ -38,6 +39,9 @@ def translate(protocol, bucket="b", **options):
     given = buckets._Options(options)
     found = buckets._PROTOCOLS[protocol][1](bucket, given)
     assert given.left() == []
+    if "credential_provider" in found.config:  # in the place of keys, so that obstore adds none from the environment
+        keys = found.config.pop("credential_provider")()
+        found.config.update({name: value for name, value in keys.items() if value is not None and name != "expires_at"})
     return found
 
 
@@ -51,7 +55,7 @@ OTHER = {**AMAZON, "unsigned_payload": False}
     ("options", "config", "client"),
     [
         (KEYS, {**OF_KEYS, **AMAZON}, {}),
-        ({**KEYS, "token": "t"}, {**OF_KEYS, **AMAZON, "session_token": "t"}, {}),
+        ({**KEYS, "token": "t"}, {**OF_KEYS, **AMAZON, "token": "t"}, {}),
         ({"anon": True}, {"skip_signature": True, **AMAZON}, {}),
         ({**KEYS, "requester_pays": True}, {**OF_KEYS, **AMAZON, "request_payer": True}, {}),
         ({**KEYS, "client_kwargs": {"region_name": "eu-west-3"}}, {**OF_KEYS, **AMAZON, "region": "eu-west-3"}, {}),
@@ -66,13 +70,23 @@ OTHER = {**AMAZON, "unsigned_payload": False}
             {"allow_invalid_certificates": True},
         ),
         (
-            {**KEYS, "endpoint_url": "https://oss.example", "config_kwargs": {"s3": {"addressing_style": "virtual"}}},
+            {**KEYS, "endpoint_url": "https://oss.example/", "config_kwargs": {"s3": {"addressing_style": "virtual"}}},
             {**OF_KEYS, **AMAZON, "endpoint": "https://b.oss.example", "virtual_hosted_style_request": True},
             {},
         ),
         (
             {**KEYS, "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"}},
             {**OF_KEYS, **AMAZON, "server_side_encryption": "aws:kms", "sse_kms_key_id": "id"},
+            {},
+        ),
+        ({"username": "k", "password": "s"}, {**OF_KEYS, **AMAZON}, {}),
+        ({"client_kwargs": {"aws_access_key_id": "k", "aws_secret_access_key": "s"}}, {**OF_KEYS, **AMAZON}, {}),
+        ({"anon": "true"}, {"skip_signature": True, **AMAZON}, {}),
+        ({**KEYS, "anon": "false", "version_aware": False, "session": None}, {**OF_KEYS, **AMAZON}, {}),
+        ({**KEYS, "config_kwargs": {"signature_version": "s3v4"}}, {**OF_KEYS, **AMAZON}, {}),
+        (
+            {**KEYS, "client_kwargs": {"region_name": "cn-north-1"}},
+            {**OF_KEYS, **AMAZON, "region": "cn-north-1", "endpoint": "https://s3.cn-north-1.amazonaws.com.cn"},
             {},
         ),
         (
@@ -86,7 +100,7 @@ def test_options_of_s3fs(options, config, client):
     found = translate("s3", **options)
     assert found.config == config
     assert found.client == {"allow_http": False, **client}
-    assert found.may_lack_conditions == ("endpoint" in config)
+    assert found.may_lack_conditions == ("endpoint" in config and ".amazonaws.com" not in config["endpoint"])
 
 
 def test_timeouts_are_the_clients():
@@ -97,36 +111,47 @@ def test_timeouts_are_the_clients():
     }
 
 
-def test_options_of_gcsfs(tmp_path):
+def test_options_of_gcsfs(tmp_path, monkeypatch):
     key = tmp_path / "key.json"
     key.write_text("{}")
     assert translate("gs").config == {}
     assert translate("gs", token="google_default", project="p").config == {}
-    assert translate("gs", token="anon").config == {"skip_signature": True}
+    assert translate("gs", token="anon").config == {"skip_signature": True, "service_account_key": buckets._NO_KEY}
     assert translate("gcs", token=str(key)).config == {"application_credentials": str(key)}
     assert translate("gs", token={"type": "service_account"}).config == {
         "service_account_key": '{"type": "service_account"}'
     }
     assert translate("gs", token="anon", endpoint_url="http://h:1/").config["base_url"] == "http://h:1"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:4443")
+    assert translate("gs").config["base_url"] == "http://localhost:4443"
+    assert translate("gs").client == {"allow_http": True}
     with pytest.raises(OptionError, match=r"storage_options\['token'\]: found str") as caught:
         translate("gs", token="browser of mine")
     assert "browser of mine" not in str(caught.value)
 
 
 def test_options_of_adlfs(monkeypatch):
-    named = {"account_name": "a", "account_key": "k"}
-    assert translate("az", **named).config == named
-    assert translate("abfs", "c@acc.dfs.core.windows.net", sas_token="t").config == {
-        "account_name": "acc",
-        "sas_key": "t",
-    }
+    named = {"account_name": "a", "access_key": "k"}
+    assert translate("az", account_name="a", account_key="k").config == named
+    assert translate("az", account_name="a", credential="k").config == named
+    for option in ("sas_token", "credential"):
+        found = translate("abfs", "c@acc.dfs.core.windows.net", **{option: "?sv=1&sig=2"})
+        assert found.config == {"account_name": "acc", "sas_token": "sv=1&sig=2"}
+    found = translate("abfs", "c@acc.dfs.core.chinacloudapi.cn", anon=True)
+    assert found.config["endpoint"] == "https://acc.blob.core.chinacloudapi.cn"
+    text = "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k;EndpointSuffix=core.chinacloudapi.cn"
+    found = translate("az", connection_string=text)
+    assert found.config == {**named, "endpoint": "https://a.blob.core.chinacloudapi.cn"}
+    assert translate("az", connection_string="UseDevelopmentStorage=true").config == {"use_emulator": True}
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "of the environment")
+    assert translate("az", account_name="a", sas_token="t").config == {"account_name": "a", "sas_token": "t"}
     assert translate("abfs", "c@acc.dfs.core.windows.net").name == "c"
     assert translate("az", anon=True, account_host="h").config == {"skip_signature": True, "endpoint": "https://h"}
     text = "AccountName=a;AccountKey=k==;BlobEndpoint=http://h:1/a;EndpointSuffix=e"
     for given in ({"connection_string": text}, {}):
         assert translate("az", **given).config == {
             "account_name": "a",
-            "account_key": "k==",
+            "access_key": "k==",
             "endpoint": "http://h:1/a",
         }
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
@@ -142,7 +167,7 @@ def test_options_of_adlfs(monkeypatch):
     ],
 )
 def test_what_obstore_has_no_equivalent_of_is_refused_by_name(options, names):
-    with pytest.raises(OptionError, match=rf"found {names}; .*uninstall obstore") as caught:
+    with pytest.raises(OptionError, match=rf"found {names}; .*in the place of obstore") as caught:
         checkpoint.save("s3://b/c", {"n": 1}, storage_options={**KEYS, "secret": "hidden", **options})
     assert "hidden" not in str(caught.value)
     fsspec.config.conf["s3"] = {**KEYS, **options}
@@ -156,18 +181,78 @@ def test_credentials_are_those_of_a_profile(tmp_path, monkeypatch):
     for given in ({"profile": "two"}, {}):
         found = translate("s3", **given)
         assert found.config["region"] == "eu-west-3" and found.config["endpoint"] == "https://minio:9000"
-        credentials = found.config["credential_provider"]()
-        assert (credentials["access_key_id"], credentials["secret_access_key"]) == ("k", "s")
+        assert OF_KEYS.items() <= found.config.items()
         monkeypatch.setenv("AWS_PROFILE", "two")
     monkeypatch.delenv("AWS_PROFILE")
     with pytest.raises(CheckpointError, match=r"found none; .*anon"):
         storage_of("s3://b/c")
-    with pytest.raises(CheckpointError, match=r"the AWS profile: .*three"):
+    with pytest.raises(CheckpointError, match=r"credentials of AWS: found ProfileNotFound: .*three"):
         translate("s3", profile="three")
+    (tmp_path / "config").write_text(
+        "[default]\nservices = mine\ns3 =\n  addressing_style = virtual\n[services mine]\ns3 =\n  endpoint_url = http://h:1\n"
+    )
+    assert translate("s3", **KEYS).config["endpoint"] == "http://b.h:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://env:1")
+    assert translate("s3", **KEYS).config["endpoint"] == "http://b.env:1"
     monkeypatch.setattr(buckets, "find_spec", lambda name: None)
-    assert "credential_provider" not in translate("s3").config  # obstore looks in the environment by itself
+    assert "access_key_id" not in translate("s3").config  # obstore looks in the environment by itself
     with pytest.raises(OptionError, match=r"found profile; required boto3"):
         translate("s3", profile="two")
+
+
+def test_keys_of_the_environment_are_not_mixed_with_those_that_are_given(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of the environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of the environment")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of the environment")
+    assert "of the environment" not in translate("s3", **KEYS).config.values()
+    assert translate("s3").config["token"] == "of the environment"
+    with pytest.raises(OptionError, match='required "key" and "secret"'):
+        translate("s3", key="k")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(CheckpointError, match="credentials of AWS: found PartialCredentialsError"):
+        translate("s3")
+
+
+def test_keys_that_botocore_renews_are_asked_for_before_they_end(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    end = buckets._s3("b", buckets._Options({})).config["credential_provider"]()["expires_at"]
+    assert 7 < (end - datetime.now(UTC)).total_seconds() / 60 < 10
+
+
+@pytest.mark.parametrize(
+    ("protocol", "options", "said"),
+    [
+        ("s3", {**KEYS, "endpoint_url": "minio:9000"}, "minio:9000; required http:// or https://"),
+        ("s3", {**KEYS, "config_kwargs": {"read_timeout": "soon"}}, "required seconds in timeouts"),
+        ("s3", {**KEYS, "client_kwargs": {"verify": "/nonexistent.pem"}}, "/nonexistent.pem"),
+        ("gs", {"endpoint_url": "h:1"}, "h:1; required http:// or https://"),
+    ],
+)
+def test_options_of_no_use_are_refused(protocol, options, said):
+    with pytest.raises(OptionError, match=said):
+        translate(protocol, **options)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [("az://c/a", {}), ("gs://b/a", {"token": {"type": "none"}})],
+)
+def test_what_obstore_does_not_open_is_told_at_once(url, options):
+    fsspec.config.conf["az"] = fsspec.config.conf["gs"] = options
+    with pytest.raises(CheckpointError, match=r"cannot open an object store.*\n.*required options and credentials"):
+        storage_of(url).names()
+
+
+def test_a_key_that_is_none_is_told_at_once():
+    fsspec.config.conf["az"] = {"account_name": "a", "account_key": "no base64"}
+    with pytest.raises(CheckpointError, match=r"cannot list az://c/a.*\n.*no valid credentials.*give credentials"):
+        storage_of("az://c/a").names()
+
+
+def test_an_empty_part_of_a_path_is_refused():
+    with pytest.raises(CheckpointError, match="an empty part of the path"):
+        storage_of("s3://b//run")
 
 
 def answer(status, more=""):
@@ -190,11 +275,24 @@ def answer(status, more=""):
         (GenericError(answer(507)), OSError, errno.ENOSPC),
         (OSError(answer(400, "<Code>InvalidPart</Code>")), ConnectionError, None),
         (FileNotFoundError(answer(404, "<Code>NoSuchUpload</Code>")), ConnectionError, None),
-        (GenericError("e - after 3 retries, max_retries: 3 - HTTP error"), ExhaustedError, None),
+        (
+            GenericError("e in 1s, after 3 retries, max_retries: 3, retry_timeout: 9s - HTTP error"),
+            ExhaustedError,
+            None,
+        ),
+        (GenericError(answer(400, "<Code>RequestTimeout</Code>")), ConnectionError, None),
+        (GenericError(answer(404, "<Code>NoSuchBucket</Code>")), OSError, errno.EINVAL),
+        (GenericError(answer(503, "invalid path, redirect, after 3 retries, 169.254.169.254")), ConnectionError, None),
+        (GenericError("Encountered object with invalid path: run//x"), OSError, errno.EINVAL),
+        (GenericError("e\n\nDebug source:\nkind: Request, InvalidCertificate(\n Unknown"), OSError, errno.EINVAL),
         (GenericError("HTTP error: error sending request\n\nDebug source:\nkind: Timeout,"), TimeoutError, None),
         (GenericError("Received redirect without LOCATION, this normally indicates a region"), OSError, errno.EINVAL),
         (GenericError("Wanted range starting at 10, but object was only 10 bytes long"), OSError, errno.EINVAL),
-        (GenericError("PUT http://169.254.169.254/latest/api/token - HTTP error"), PermissionError, errno.EACCES),
+        (
+            GenericError("Error performing PUT http://169.254.169.254/latest/api/token - HTTP error"),
+            PermissionError,
+            errno.EACCES,
+        ),
     ],
 )
 def test_errors_say_what_happened(error, kind, number):
@@ -205,6 +303,27 @@ def test_errors_say_what_happened(error, kind, number):
         translated(fail)
     assert type(caught.value) is kind and caught.value.errno == number
     assert retry.is_transient(caught.value) == (kind in (ConnectionError, TimeoutError, ExhaustedError))
+
+
+def test_tokens_in_an_answer_are_not_told():
+    def fail():
+        raise GenericError(
+            answer(400, "<Error><Code>InvalidToken</Code><Message>no</Message><Token-0>T</Token-0></Error>")
+        )
+
+    with pytest.raises(OSError, match=r"400 x: InvalidToken no$"):
+        translated(fail)
+
+
+def test_a_panic_is_an_error():
+    class PanicException(BaseException):
+        pass
+
+    def fail():
+        raise PanicException("called unwrap()")
+
+    with pytest.raises(OSError, match="called unwrap"):
+        translated(fail)
 
 
 def test_a_conflict_is_that_a_file_exists_only_where_it_is_created():
@@ -279,6 +398,60 @@ def test_whether_a_store_has_conditions_is_found_out_once_and_said(conditions, c
         storage.publish_new("a", b"2")
     assert store.files == {"run/a": b"1", "run/b": b"1"}
     assert [("s3://b ignores conditions" in line) for line in caplog.messages] == ([] if conditions else [True])
+
+
+@pytest.mark.parametrize("known", [True, None])
+def test_a_store_with_conditions_that_refuses_a_request_is_not_written_to_without_one(known):
+    """Between the look and the write another job may commit."""
+    store = Store(conditions=True)
+    storage = RemoteStorage(ObjectStore("s3", lambda **options: store, may_lack_conditions=known is None), "b/run")
+    if known is None:
+        storage.publish_new("first", b"1")
+    put, store.put = store.put, lambda *args, **options: (_ for _ in ()).throw(GenericError(answer(400)))
+    with pytest.raises(CheckpointError, match="400"):
+        storage.publish_new("a", b"1")
+    store.put = put
+    assert "put overwrite" not in store.requests
+    assert storage.publish_new("a", b"1") is True
+
+
+def test_a_store_is_not_called_exclusive_before_that_is_known():
+    store, failures = Store(conditions=False), iter([False, True, False, False])
+    put = store.put
+
+    def failing(*args, **options):
+        if next(failures, False):
+            raise GenericError(answer(503))
+        put(*args, **options)
+
+    store.put = failing
+    storage = RemoteStorage(ObjectStore("s3", lambda **options: store, may_lack_conditions=True), "b/run")
+    assert storage.publish_new("a", b"1") is False
+
+
+def test_one_range_that_fails_is_not_all():
+    class Ranges:
+        def get_ranges(self, key, starts, ends, coalesce):
+            raise GenericError(answer(503))
+
+        def get_range(self, key, start, end):
+            if start == 1:
+                raise GenericError(answer(503))
+            return bytes(range(start, end))
+
+    bucket = ObjectStore("s3", lambda **options: Ranges(), may_lack_conditions=False)
+    found = bucket.cat_ranges(["b/a"] * 3, [0, 1, 2], [1, 2, 3], on_error="return")
+    assert [bytes(each) for each in found[::2]] == [b"\0", b"\2"]
+    assert isinstance(found[1], ConnectionError)
+
+
+def test_the_marker_of_a_directory_is_no_file():
+    class Marked:
+        def list_with_delimiter(self, prefix):
+            return {"common_prefixes": [], "objects": [{"path": "run"}, {"path": "run/a"}]}
+
+    bucket = ObjectStore("s3", lambda **options: Marked(), may_lack_conditions=False)
+    assert RemoteStorage(bucket, "b/run").names() == ["a"]
 
 
 def test_a_store_that_may_lack_conditions_is_looked_at_before_it_is_tried():
