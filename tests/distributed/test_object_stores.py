@@ -26,7 +26,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import SEAL_BYTES, seal
-from shardopt.checkpoint.storage import object_store, remote, retry, storage_of
+from shardopt.checkpoint.storage import remote, retry, storage_of
+from shardopt.checkpoint.storage.object_stores import store as object_store
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, FormatError, RankError
 from shardopt.ranks import Ranks
@@ -573,7 +574,7 @@ def save_and_restore(options, root, step):
 def test_a_rank_that_dies_in_an_upload(here):
     """Nothing of its save is seen; the others name it, and what it left is in nobody's way."""
     root = here.new_root()
-    fault = Fault(2, "shardopt.checkpoint.storage.object_store:Upload.write", at=3)
+    fault = Fault(2, "shardopt.checkpoint.storage.object_stores.store:Upload.write", at=3)
     outcomes = run_ranks_outcomes(3, save_on_ranks, here.options(), root, 1, faults=[fault])
     assert outcomes[2].signal is not None
     for rank in (0, 1):

@@ -39,7 +39,7 @@ PRELOADED = [
     "shardopt.public",
     "shardopt.sharding.public",
     "shardopt.nn",
-    "shardopt.checkpoint.storage.buckets",  # with obstore, for ranks that reach a store
+    "shardopt.checkpoint.storage.object_stores.open",  # with obstore, for ranks that reach a store
     "encodings.idna",  # the first connection of a rank imports it
     "safetensors.torch",
     # torch's own table of optimizers: two seconds. It opens a GPU, and what has one open cannot be forked.

@@ -21,9 +21,9 @@ from shardopt.redaction import without_secrets
 from shardopt.runtime.late import late
 
 if TYPE_CHECKING:
-    from shardopt.checkpoint.storage import buckets
+    from shardopt.checkpoint.storage.object_stores import open as object_stores
 else:
-    buckets = late("shardopt.checkpoint.storage.buckets")
+    object_stores = late("shardopt.checkpoint.storage.object_stores.open")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 """Protocol of an object store → the extra of this package that installs obstore, which serves it."""
@@ -57,7 +57,7 @@ def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:
     """
     try:
         if url.partition("://")[0] in _EXTRAS and has_obstore():
-            return RemoteStorage(*buckets.open_bucket(url, options))
+            return RemoteStorage(*object_stores.open_bucket(url, options))
         fs, path = _file_system(url, options)
     except ShardoptError:
         raise

@@ -2,7 +2,7 @@
 
 A PUT is atomic and durable there, so the one of the manifest is the commit: nothing is renamed. Every request has a
 deadline and is repeated (`retry.py`). Large files go through the file system's own file objects; obstore's
-(`object_store.py`) send several parts at a time.
+(`object_stores/`) send several parts at a time.
 """
 
 from __future__ import annotations

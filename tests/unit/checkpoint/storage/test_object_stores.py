@@ -13,9 +13,12 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
 
 from shardopt import checkpoint
-from shardopt.checkpoint.storage import buckets, object_errors, retry, storage_of
-from shardopt.checkpoint.storage.object_errors import ExhaustedError, translated
-from shardopt.checkpoint.storage.object_store import ObjectStore
+from shardopt.checkpoint.storage import retry, storage_of
+from shardopt.checkpoint.storage.object_stores import errors, gcs, s3
+from shardopt.checkpoint.storage.object_stores import open as opening
+from shardopt.checkpoint.storage.object_stores.errors import ExhaustedError, translated
+from shardopt.checkpoint.storage.object_stores.options import Options
+from shardopt.checkpoint.storage.object_stores.store import ObjectStore
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, OptionError
 from tests.harness.object_stores import object_server
@@ -29,15 +32,15 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(buckets, "_opened", {})
+    monkeypatch.setattr(opening, "_opened", {})
     monkeypatch.setattr(fsspec.config, "conf", {})
-    monkeypatch.setattr(buckets, "conf", fsspec.config.conf)
+    monkeypatch.setattr(opening, "conf", fsspec.config.conf)
 
 
 def translate(protocol, bucket="b", **options):
     """What obstore is given for options of fsspec's file system: configuration, client's options."""
-    given = buckets._Options(options)
-    found = buckets._PROTOCOLS[protocol][1](bucket, given)
+    given = Options(options)
+    found = opening.PROTOCOLS[protocol][1](bucket, given)
     assert given.left() == []
     if "credential_provider" in found.config:  # in the place of keys, so that obstore adds none from the environment
         keys = found.config.pop("credential_provider")()
@@ -116,7 +119,7 @@ def test_options_of_gcsfs(tmp_path, monkeypatch):
     key.write_text("{}")
     assert translate("gs").config == {}
     assert translate("gs", token="google_default", project="p").config == {}
-    assert translate("gs", token="anon").config == {"skip_signature": True, "service_account_key": buckets._NO_KEY}
+    assert translate("gs", token="anon").config == {"skip_signature": True, "service_account_key": gcs.NO_KEY}
     assert translate("gcs", token=str(key)).config == {"application_credentials": str(key)}
     assert translate("gs", token={"type": "service_account"}).config == {
         "service_account_key": '{"type": "service_account"}'
@@ -194,7 +197,7 @@ def test_credentials_are_those_of_a_profile(tmp_path, monkeypatch):
     assert translate("s3", **KEYS).config["endpoint"] == "http://b.h:1"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://env:1")
     assert translate("s3", **KEYS).config["endpoint"] == "http://b.env:1"
-    monkeypatch.setattr(buckets, "find_spec", lambda name: None)
+    monkeypatch.setattr(s3, "find_spec", lambda name: None)
     assert "access_key_id" not in translate("s3").config  # obstore looks in the environment by itself
     with pytest.raises(OptionError, match=r"found profile; required boto3"):
         translate("s3", profile="two")
@@ -216,7 +219,7 @@ def test_keys_of_the_environment_are_not_mixed_with_those_that_are_given(monkeyp
 def test_keys_that_botocore_renews_are_asked_for_before_they_end(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    end = buckets._s3("b", buckets._Options({})).config["credential_provider"]()["expires_at"]
+    end = s3.s3_bucket("b", Options({})).config["credential_provider"]()["expires_at"]
     assert 7 < (end - datetime.now(UTC)).total_seconds() / 60 < 10
 
 
@@ -478,7 +481,7 @@ def in_a_fork(queue):
 
 
 def test_a_forked_process_is_refused_where_it_would_hang(monkeypatch):
-    monkeypatch.setattr(object_errors, "_users", set())
+    monkeypatch.setattr(errors, "_users", set())
     fsspec.config.conf["s3"] = {**KEYS, "endpoint_url": "http://127.0.0.1:9"}
     monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(attempts=1))
     with pytest.raises(CheckpointError, match="1 attempts"):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import obstore
 
 from shardopt.checkpoint.storage import retry
-from shardopt.checkpoint.storage.object_errors import ExhaustedError, translated
+from shardopt.checkpoint.storage.object_stores.errors import ExhaustedError, translated
 from shardopt.errors import CheckpointError, Problem
 
 _log = logging.getLogger("shardopt.checkpoint")

@@ -1,0 +1,128 @@
+"""Buckets of S3, and of stores that speak it: keys, regions and endpoints as AWS's own tools find them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from typing import Any
+
+from obstore.store import S3Store
+
+from shardopt.checkpoint.storage.object_stores.options import Bucket, Options, checked_endpoint, client_of
+from shardopt.errors import CheckpointError, OptionError, Problem
+
+_KEYS_SECONDS = 8 * 60  # botocore gives none that are valid for less than 10 minutes
+
+
+def s3_bucket(name: str, options: Options) -> Bucket:
+    """Returns a bucket of S3. Raises OptionError, and CheckpointError where there are no keys."""
+    config = options.renamed(
+        {
+            "client_kwargs.region_name": "region",
+            "config_kwargs.region_name": "region",
+            "s3_additional_kwargs.ServerSideEncryption": "server_side_encryption",
+            "s3_additional_kwargs.SSEKMSKeyId": "sse_kms_key_id",
+        }
+    )
+    if options.is_on("requester_pays"):
+        config["request_payer"] = True
+    endpoint = options.take("endpoint_url") or options.take("client_kwargs.endpoint_url")
+    keys = [
+        options.take(first) or options.take(second) or options.take(f"client_kwargs.aws_{third}")
+        for first, second, third in (
+            ("key", "username", "access_key_id"),
+            ("secret", "password", "secret_access_key"),
+            ("token", "token", "session_token"),
+        )
+    ]
+    style = options.take("config_kwargs.s3.addressing_style")
+    with _named_errors("cannot open S3"):
+        session = _botocore_session(options.take("profile"))
+        profile = {} if session is None else session.get_scoped_config()
+        if session is not None and (region := session.get_config_variable("region")):
+            config.setdefault("region", region)
+        if options.is_on("anon"):
+            config["skip_signature"] = True
+        elif any(keys):
+            config["credential_provider"] = _given_keys(*keys)
+        elif session is not None:
+            config["credential_provider"] = _found_keys(session)
+    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = endpoint or next(filter(None, map(os.environ.get, variables)), None) or _endpoint_of(session, profile)
+    style = style or (profile.get("s3") or {}).get("addressing_style")
+    if not options.is_on("use_ssl", True) and endpoint is None:
+        endpoint = "http://s3.amazonaws.com"
+    if endpoint is None and str(config.get("region", "")).startswith("cn-"):
+        endpoint = f"https://s3.{config['region']}.amazonaws.com.cn"
+    if endpoint is not None:
+        endpoint = checked_endpoint(endpoint)
+        scheme, _, host = endpoint.partition("://")
+        # With buckets in the name of the host, obstore takes the endpoint for that of the bucket.
+        config["endpoint"] = f"{scheme}://{name}.{host}" if style == "virtual" else endpoint
+    config["virtual_hosted_style_request"] = style == "virtual"
+    # TLS protects what is sent; without it the signature does, which costs more than all else of an upload.
+    config["unsigned_payload"] = endpoint is None or endpoint.startswith("https://")
+    config["disable_bulk_delete"] = True  # of one file at a time, which not all compatible stores have
+    is_amazon = endpoint is None or ".amazonaws.com" in endpoint
+    return Bucket(S3Store, name, config, client_of(options, endpoint, "AWS_CA_BUNDLE"), not is_amazon)
+
+
+def _endpoint_of(session: Any, profile: Mapping[str, Any]) -> str | None:
+    """Returns the endpoint that a profile of AWS has for S3, or for all services."""
+    services = {} if session is None else session.full_config.get("services", {}).get(profile.get("services"), {})
+    found: str | None = services.get("s3", {}).get("endpoint_url") or profile.get("endpoint_url")
+    return found
+
+
+@contextmanager
+def _named_errors(doing: str) -> Iterator[None]:
+    """Makes a CheckpointError of what botocore raises: no profile, a part of a key, a sign-on that is over."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("botocore."):
+            raise
+        remedy = "see `aws configure list`; for single sign-on, `aws sso login`"
+        problem = Problem("credentials of AWS", f"{type(error).__name__}: {error}", "keys that can be read", remedy)
+        raise CheckpointError(doing, [problem]) from None
+
+
+def _botocore_session(profile: str | None) -> Any:
+    """Returns botocore's session, which reads `~/.aws`, signs on and refreshes; None if boto3 is not installed."""
+    if find_spec("boto3") is None:
+        if profile is not None:
+            problem = Problem("storage_options", "profile", "boto3, which reads profiles", "pip install 'shardopt[s3]'")
+            raise OptionError("invalid arguments", [problem])
+        return None
+    from botocore.session import Session  # type: ignore[import-untyped]  # has no type hints
+
+    return Session(profile=profile)
+
+
+def _given_keys(key: str | None, secret: str | None, token: str | None) -> Callable[[], dict[str, Any]]:
+    """Returns a provider of given keys, so that obstore adds none from the environment to them."""
+    if not key or not secret:
+        problem = Problem("storage_options", "a part of a key", '"key" and "secret"', "give both, or neither")
+        raise OptionError("invalid arguments", [problem])
+    return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+
+
+def _found_keys(session: Any) -> Callable[[], dict[str, Any]]:
+    """Returns a provider of the keys that botocore finds, and renews."""
+    credentials = session.get_credentials()
+    if credentials is None:
+        required = "keys in storage_options, the environment, ~/.aws or the machine's role"
+        remedy = 'give some, or storage_options={"anon": True} for a public bucket (docs/remote.md)'
+        raise CheckpointError("cannot open S3", [Problem("credentials", "none", required, remedy)])
+
+    def provide() -> dict[str, Any]:
+        keys = credentials.get_frozen_credentials()
+        end = datetime.now(UTC) + timedelta(seconds=_KEYS_SECONDS)
+        names = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
+        return {**names, "expires_at": end}
+
+    provide()  # what cannot be had is told here
+    return provide
