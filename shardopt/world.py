@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardopt.runtime.late import late
@@ -316,6 +317,11 @@ class World:
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
         """Opens the storage at a URL, with the real world's opener."""
         return opener(url, durable)
+
+
+def utc(seconds: float) -> datetime:
+    """Returns a time in seconds since 1970 began as a date with its zone, UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
 
 
 def utc_text(seconds: float) -> str:

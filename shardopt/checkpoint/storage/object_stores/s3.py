@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +12,7 @@ from obstore.store import S3Store
 
 from shardopt.checkpoint.storage.object_stores.options import Bucket, Options, checked_endpoint, client_of
 from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.world import utc, world
 
 _KEYS_SECONDS = 8 * 60  # botocore gives none that are valid for less than 10 minutes
 
@@ -120,7 +120,7 @@ def _found_keys(session: Any) -> Callable[[], dict[str, Any]]:
 
     def provide() -> dict[str, Any]:
         keys = credentials.get_frozen_credentials()
-        end = datetime.now(UTC) + timedelta(seconds=_KEYS_SECONDS)
+        end = utc(world().wall_clock() + _KEYS_SECONDS)
         names = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
         return {**names, "expires_at": end}
 
