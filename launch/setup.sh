@@ -49,7 +49,7 @@ if [[ ! -f $stamp || $(<"$stamp") != "$(wanted)" ]]; then
         echo "setup: no Triton here: tests of kernels will be skipped"
     # The simulation of Azure's blobs, a program of Node.
     if command -v npm >/dev/null; then
-        npm install --silent --no-audit --no-fund --prefix out/azurite azurite@3.35.0 >/dev/null ||
+        timeout 180 npm install --silent --no-audit --no-fund --prefix out/azurite azurite@3.35.0 >/dev/null ||
             echo "setup: no Azurite here: tests of az:// will be skipped"
     fi
     wanted >"$stamp"
