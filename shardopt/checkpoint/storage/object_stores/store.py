@@ -137,14 +137,16 @@ class ObjectStore:
             self.info(path)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         try:
-            self._create(path, data)
-            self._create(path, data)
-        except FileExistsError:
-            self.has_conditions = True
-            return
+            self._create(path, data)  # a FileExistsError here is another job's, which has won
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
+        else:
+            try:
+                self._create(path, data)
+            except FileExistsError:
+                self.has_conditions = True
+                return
         self.has_conditions = False
         bucket = self.unstrip_protocol(path.partition("/")[0])
         _log.warning("%s ignores conditions: two jobs that commit to one path at one time may both succeed", bucket)

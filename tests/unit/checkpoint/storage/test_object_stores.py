@@ -418,6 +418,23 @@ def test_a_store_with_conditions_that_refuses_a_request_is_not_written_to_withou
     assert storage.publish_new("a", b"1") is True
 
 
+def test_a_job_that_commits_before_the_first_condition_is_tried_wins():
+    """After this one has looked, and before it has written."""
+    store = Store(conditions=True)
+    head = store.head
+
+    def late(key):
+        store.head = head
+        store.files[key] = b"of another"
+        raise FileNotFoundError(answer(404))
+
+    store.head = late
+    storage = RemoteStorage(ObjectStore("s3", lambda **options: store, may_lack_conditions=True), "b/run")
+    with pytest.raises(FileExistsError):
+        storage.publish_new("a", b"mine")
+    assert store.files == {"run/a": b"of another"}
+
+
 def test_a_store_is_not_called_exclusive_before_that_is_known():
     store, failures = Store(conditions=False), iter([False, True, False, False])
     put = store.put
