@@ -80,7 +80,7 @@ class Bucket(NamedTuple):
 
 
 def checked_endpoint(endpoint: str) -> str:
-    """Returns an endpoint without a slash at its end. Raises OptionError if it has no scheme, at which obstore panics."""
+    """Returns an endpoint without a slash at its end. Raises OptionError if it has no scheme."""
     if not endpoint.startswith(("http://", "https://")):
         problem = Problem("the endpoint", endpoint, "http:// or https:// at its beginning", "write it with the scheme")
         raise OptionError("invalid arguments", [problem])
