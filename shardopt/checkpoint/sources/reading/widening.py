@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardopt.world import world
 
-_GAIN = 1.15  # a quarter of new threads brings less than that only if the network, or this machine, has no more
+_GAIN = 1.15  # half as many threads again bring less than that only if the network, or this machine, has no more
 _READS = 2  # of each thread, before it is judged: a new thread begins with an empty network
 
 

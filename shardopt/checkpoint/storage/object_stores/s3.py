@@ -39,7 +39,7 @@ def s3_bucket(name: str, options: Options) -> Bucket:
         )
     ]
     style = options.take("config_kwargs.s3.addressing_style")
-    with _named_errors("cannot open S3"):
+    with _named_errors():
         session = _botocore_session(options.take("profile"))
         profile = {} if session is None else session.get_scoped_config()
         if session is not None and (region := session.get_config_variable("region")):
@@ -78,7 +78,7 @@ def _endpoint_of(session: Any, profile: Mapping[str, Any]) -> str | None:
 
 
 @contextmanager
-def _named_errors(doing: str) -> Iterator[None]:
+def _named_errors() -> Iterator[None]:
     """Makes a CheckpointError of what botocore raises: no profile, a part of a key, a sign-on that is over."""
     try:
         yield
@@ -87,7 +87,7 @@ def _named_errors(doing: str) -> Iterator[None]:
             raise
         remedy = "see `aws configure list`; for single sign-on, `aws sso login`"
         problem = Problem("credentials of AWS", f"{type(error).__name__}: {error}", "keys that can be read", remedy)
-        raise CheckpointError(doing, [problem]) from None
+        raise CheckpointError("cannot open S3", [problem]) from None
 
 
 def _botocore_session(profile: str | None) -> Any:
