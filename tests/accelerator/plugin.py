@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+import torch.utils._device
 
 KIND = os.environ.get("DEVICE", "standin")
 

@@ -147,9 +147,9 @@ def jobs_here(standin, folder, stage, late):
         assert began == STOP - STOP % EVERY, began
         assert found.keys() == expected.keys() and len(found) > 2
         far = {
-            key: (found[key].double() - expected[key].double()).abs().max().item()
-            for key in expected
-            if expected[key].numel()
+            key: ((found[key].double() - each.double()).abs() / each.double().abs().clamp(min=1)).max().item()
+            for key, each in expected.items()
+            if each.numel()
         }
         wrong |= {f"{name}: {key}": each for key, each in far.items() if not each <= 1e-5}
     return wrong
