@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.low_precision.codes import encode, round_at_random
-from shardopt.algorithms.low_precision.noise import noise_key, random_bits
+from shardopt.algorithms.low_precision.noise import Noise, NoiseKey, Positions, noise_key, random_bits
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from tests.support.fake_rank import fake_rank, shard
 from tests.support.low_precision import ALGORITHMS, CASES, OPTIONS, Training, dequantized, finished
@@ -113,16 +113,19 @@ def test_a_block_with_a_number_that_is_not_finite_becomes_nan_in_its_whole_and_n
     assert weight[2, :256].isnan().all() and weight.isnan().sum() == 256
 
 
-def test_random_rounding_is_unbiased_and_keeps_what_is_no_number():
-    index = torch.arange(1 << 18)
-    values = torch.full(index.shape, 1 + 2**-9)  # a quarter of the way from 1 to the next number in bf16
-    rounded = round_at_random(values, random_bits(index, 1 << 18, noise_key("w", "param", 1))).float()
+def test_random_rounding_is_unbiased_and_keeps_what_is_no_number(monkeypatch):
+    positions = Positions(torch.zeros(1, dtype=torch.int64), 1 << 18, 1 << 18)
+    values = torch.full([1 << 18], 1 + 2**-9)  # a quarter of the way from 1 to the next number in bf16
+    rounded = round_at_random(values, Noise(positions, noise_key("w", "param", 1))).float()
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
     assert abs((rounded > 1).float().mean() - 0.25) < 0.005
     strange = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
-    kept = round_at_random(strange, torch.full((4,), -1, dtype=torch.int32))
+    at_most = Noise(Positions(torch.zeros(1, dtype=torch.int64), 4, 4), NoiseKey(0, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Noise, "bits", lambda noise: torch.full((4,), -1, dtype=torch.int32))
+        kept = round_at_random(strange, at_most)
     assert kept[:2].isnan().all() and kept[2:].tolist() == [torch.inf, -torch.inf]
-    noise = random_bits(index, 1 << 18, noise_key("w", "exp_avg", 2))
+    noise = Noise(positions, noise_key("w", "exp_avg", 2))
     codes = encode(torch.full((1024, 1, 256), 0.7), torch.ones(1024, 1), True, noise)
     mean = dequantized(codes, torch.ones(1024, 1), True).mean()
     assert codes.unique().numel() == 2 and abs(mean - 0.7) < 5e-4  # codes are 0.06 apart there

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.low_precision.codes import decode
-from shardopt.algorithms.low_precision.noise import NoiseKey, random_bits
+from shardopt.algorithms.low_precision.noise import Noise, NoiseKey, Positions
 from shardopt.sharding.box import Box
 
 VECTOR = 64
@@ -119,13 +119,11 @@ class Chunk(NamedTuple):
         start: int = self.inside.start
         return self.row * self.width + self.column - start
 
-    def positions(self, device: torch.device) -> Tensor:
-        """Returns the positions of the elements of scratch memory in the flattened global tensor: flat, int64."""
-        rows, columns = self.scratch_shape
-        index = torch.arange(self.first_position, self.first_position + columns, device=device)
-        if rows > 1:
-            index = (torch.arange(0, rows * self.width, self.width, device=device)[:, None] + index).view(-1)
-        return index
+    def positions(self, device: torch.device) -> Positions:
+        """Returns the positions of the elements of scratch memory in the flattened global tensor; rows are runs."""
+        (rows, columns), first = self.scratch_shape, self.first_position
+        starts = torch.arange(first, first + rows * self.width, self.width, device=device)
+        return Positions(starts, columns, self.most_position)
 
     @property
     def most_position(self) -> int:
@@ -149,10 +147,12 @@ class Scratch:
         self._vectors = [-(-rows * columns // VECTOR) for rows, columns in self._shapes]
         self._sizes = [vectors * VECTOR for vectors in self._vectors]
         self._used = sum(self._sizes) if len(chunks) > 1 else prod(self._shapes[0])
+        self._padded = not self._whole or sum(self._sizes) > sum(map(prod, self._shapes))
 
-    def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Makes zeros."""
-        return torch.zeros(sum(self._sizes), dtype=dtype, device=self._device)
+    def memory(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Makes flat memory: zeros, or of any content if every element of it is a chunk's own."""
+        make = torch.zeros if self._padded else torch.empty
+        return make(sum(self._sizes), dtype=dtype, device=self._device)
 
     def used(self, flat: Tensor) -> Tensor:
         """Returns flat memory without the end that belongs to no chunk."""
@@ -205,24 +205,22 @@ class Scratch:
                 chunk.clear_outside(part)
 
     @cached_property
-    def _positions(self) -> tuple[Tensor, int]:
-        """The positions of elements in the flattened global tensors, int64, and a bound: flat for one chunk, else
-        [runs, VECTOR]."""
-        most = max(chunk.most_position for chunk in self.chunks)
+    def _positions(self) -> Positions:
+        """The positions of elements in the flattened global tensors; vectors of several chunks are runs."""
         if len(self.chunks) == 1:
-            return self.chunks[0].positions(self._device), most
+            return self.chunks[0].positions(self._device)
         of_chunks, begin = [], 0
         for chunk, (rows, columns), vectors in zip(self.chunks, self._shapes, self._vectors, strict=True):
             of_row = -(-columns // VECTOR)
             skipped = 0 if rows == 1 else chunk.width - of_row * VECTOR
             of_chunks.append((chunk.first_position - begin * VECTOR, begin, of_row, skipped))
             begin += vectors
-        firsts, begins, of_rows, skips = self._for_vectors(torch.tensor(of_chunks, device="cpu")).unbind(1)
+        firsts, begins, of_rows, skips = self._for_vectors(torch.tensor(of_chunks, device="cpu").t())
         every = torch.arange(begin, device=self._device)
         positions = firsts + every * VECTOR
         if any(skipped for *_, skipped in of_chunks):
             positions += (every - begins) // of_rows * skips
-        return positions[:, None] + torch.arange(VECTOR, device=self._device), most
+        return Positions(positions, VECTOR, max(chunk.most_position for chunk in self.chunks))
 
     @cached_property
     def _owners(self) -> Tensor:
@@ -231,20 +229,18 @@ class Scratch:
         return torch.bucketize(torch.arange(sum(self._vectors), device=self._device), ends, right=True)
 
     def _for_vectors(self, of_chunks: Tensor) -> Tensor:
-        """Returns rows for the vectors of all chunks, of a row on the CPU for each chunk.
+        """Returns columns for the vectors of all chunks, of a column on the CPU for each chunk.
 
         They are repeated on the device: for a copy of much memory that is not pinned, the host waits for the device.
         """
-        return of_chunks.to(self._device, non_blocking=True).index_select(0, self._owners)
+        return of_chunks.to(self._device, non_blocking=True).index_select(1, self._owners)
 
-    def noise(self, keys: Sequence[NoiseKey]) -> Tensor:
-        """Makes 32 random bits for each element of `used`, from a key for each chunk."""
-        index, most = self._positions
+    def noise(self, keys: Sequence[NoiseKey]) -> Noise:
+        """Returns 32 random bits for each element of `used`, from a key for each chunk."""
         if len(keys) == 1:
-            return random_bits(index, most, keys[0]).view(-1)
-        of_vectors = self._for_vectors(torch.tensor(keys, dtype=torch.int32, device="cpu"))
-        before, between = torch.split(of_vectors, 1, 1)
-        return random_bits(index, most, NoiseKey(before, between)).view(-1)
+            return Noise(self._positions, keys[0])
+        of_vectors = self._for_vectors(torch.tensor(keys, dtype=torch.int32, device="cpu").t())
+        return Noise(self._positions, NoiseKey(*of_vectors))
 
 
 def together(chunks: Iterable[tuple[Chunk, T]], on_cpu: bool) -> Iterator[list[tuple[Chunk, T]]]:
@@ -274,14 +270,12 @@ def load(
         scales: of all blocks of the boxes, [rows, blocks].
         signed: whether codes are of numbers that may be negative.
     """
-    flat = scratch.zeros(torch.float32 if scales is None else torch.uint8)
+    flat = scratch.memory(torch.float32 if scales is None else torch.uint8)
     torch._foreach_copy_(scratch.own(flat), scratch.of(matrices))
     if scales is None:
         return flat
-    flat = decode(flat, signed)
     here = torch.cat([each.reshape(-1) for each in scratch.scales_of(scales)])
-    scratch.blocks(flat).mul_(here.unsqueeze(-1))
-    return flat
+    return decode(flat, here, signed, scratch.chunks[0].block)
 
 
 def as_matrix(tensor: Tensor, box: Box, shape: tuple[int, ...], block: int) -> Tensor:

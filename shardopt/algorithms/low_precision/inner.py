@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.initial_state import initial_state
+from shardopt.algorithms.low_precision.options import STEP
 from shardopt.algorithms.registry import AlgorithmSpec, Options
-from shardopt.runtime.torch_private import step_without_hooks
+from shardopt.runtime.torch_private import has_fused_kernel, step_without_hooks
 from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS
 
 
@@ -43,13 +44,14 @@ class InnerSteps:
         self._optimizer: Optimizer = make([torch.zeros(1, 1, device="cpu")], **options)
         self.defaults: dict[str, Any] = self._optimizer.defaults
         self._step = step_without_hooks(spec.optimizer)
+        self._may_fuse = "fused" in self.defaults and torch.float32 in spec.fused_agrees
 
     def initial(self, options: Options) -> dict[str, Any]:
         """Returns the state of a one-element tensor before its first step, fp32, on the CPU."""
         return initial_state(self.spec, self._optimizer, self._own(options), torch.zeros(1, device="cpu"))
 
     def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Stepped:
-        """Steps a tensor in place, with torch's for-loop.
+        """Steps a tensor in place: with torch's for-loop on the CPU, elsewhere by its fused kernel where it has one.
 
         Args:
             options: of its group; not changed.
@@ -57,13 +59,21 @@ class InnerSteps:
             state: of the tensor; its tensors are changed. Empty for a first step that makes it.
         """
         own = self._own(options)
-        group = {**own, PARAMS: [tensor]}
+        if self._may_fuse and not tensor.is_cpu and not isinstance(own["lr"], Tensor):
+            own["fused"] = has_fused_kernel(self.spec.name, tensor.device.type)
+        group, given = {**own, PARAMS: [tensor]}, dict(state)
+        counter = given.get(STEP) if own.get("fused") else None
+        if counter is not None:  # which the kernel reads on the device; the host would wait to have it back
+            given[STEP] = counter.to(tensor.device, non_blocking=True)
         tensor.grad = gradient
         self._optimizer.param_groups = [group]
-        self._optimizer.state = defaultdict(dict, {tensor: dict(state)})
+        self._optimizer.state = defaultdict(dict, {tensor: given})
         self._step(self._optimizer)
+        new = self._optimizer.state[tensor]
+        if counter is not None:
+            new[STEP] = counter + 1
         changed = {name: value for name, value in group.items() if name != PARAMS and value is not own.get(name)}
-        return Stepped(self._optimizer.state[tensor], changed)
+        return Stepped(new, changed)
 
     def _own(self, options: Options) -> dict[str, Any]:
         """Returns the algorithm's own options, with the for-loop as implementation."""

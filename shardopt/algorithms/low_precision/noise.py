@@ -8,6 +8,7 @@ after the first product. int32 arithmetic wraps.
 
 from __future__ import annotations
 
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -18,10 +19,45 @@ _A, _B, _C = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
 class NoiseKey(NamedTuple):
-    """Two 32-bit numbers; or int32 tensors of them, to be broadcast to the elements."""
+    """Two 32-bit numbers; or int32 tensors of them, one for each run of elements."""
 
     before: Any
     between: Any
+
+
+class Positions:
+    """The positions of elements in flattened global tensors: runs of them, one position behind the other.
+
+    Args:
+        starts: of the runs, int64 [R].
+        length: L, of each run.
+        most: no position is greater.
+    """
+
+    def __init__(self, starts: Tensor, length: int, most: int) -> None:
+        self.starts, self.length, self.most = starts, length, most
+
+    @cached_property
+    def index(self) -> Tensor:
+        """All positions: int64, [R, L]."""
+        return self.starts[:, None] + torch.arange(self.length, device=self.starts.device)
+
+
+class Noise(NamedTuple):
+    """Random bits for elements, as numbers that they follow from.
+
+    Args:
+        positions: of the elements.
+        key: one for all, or one for each run.
+    """
+
+    positions: Positions
+    key: NoiseKey
+
+    def bits(self) -> Tensor:
+        """Makes 32 random bits for each element: int32 [R · L]."""
+        before, between = (each[:, None] if isinstance(each, Tensor) else each for each in self.key)
+        return random_bits(self.positions.index, self.positions.most, NoiseKey(before, between)).view(-1)
 
 
 def noise_key(name: str, entry: str, step: int) -> NoiseKey:

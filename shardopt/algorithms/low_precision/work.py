@@ -22,7 +22,7 @@ from shardopt.algorithms.low_precision.chunks import (
 )
 from shardopt.algorithms.low_precision.codes import as_stored, encode, round_at_random, scales_for
 from shardopt.algorithms.low_precision.inner import InnerSteps, Stepped
-from shardopt.algorithms.low_precision.noise import noise_key
+from shardopt.algorithms.low_precision.noise import Noise, noise_key
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import SharedScales, rows_of
 from shardopt.algorithms.registry import Kind, Options
@@ -225,7 +225,7 @@ class _Work:
         def at_random(flat: Tensor, name: str) -> Tensor:
             return round_at_random(scratch.used(flat), noise(name))
 
-        def noise(entry: str) -> Tensor:
+        def noise(entry: str) -> Noise:
             return scratch.noise([noise_key(step.name, entry, steps) for step in self._steps])
 
         if form.master:
@@ -240,7 +240,7 @@ class _Work:
                 values = at_random(values, entry.name)
             scratch.put(values, self._matrices(entry.name))
 
-    def _encoded(self, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
+    def _encoded(self, entry: Stored, flat: Tensor, noise: Noise | None) -> Tensor:
         """Returns codes of new values, flat; stores their scales where no other rank has a part in them."""
         scratch = self._scratch
         if self._first.shared is None:

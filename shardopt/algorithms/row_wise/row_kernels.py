@@ -3,7 +3,7 @@
 k touched rows of D elements, or all rows. A program has some; it runs over their columns twice, for the mean square and
 to move them, so that of a row of usual width the second reading of the gradient comes out of the cache.
 
-Triton comes with torch for GPUs; where it is absent `fits` says no, and torch's own operations do the same.
+Where Triton is absent, or does not work, `fits` says no, and torch's own operations do the same.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-try:
-    # A program that mypy follows to here has no such override as this project's.
-    import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]  # untyped, or absent
-    import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]  # as above
-except ImportError:  # torch for CPUs has none
-    triton = None
+from shardopt.runtime.kernels import can_run, tl, triton
 
 _MOST_COLUMNS, _ELEMENTS = 1024, 2048
 """The largest number of columns that a program holds at once, and its number of elements."""
@@ -47,9 +42,8 @@ class Numbers:
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernel supports a table, its gradients and its state."""
-    return triton is not None and all(
-        tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for tensor in tensors
+    return can_run(*tensors) and all(
+        tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors
     )
 
 

@@ -1,23 +1,22 @@
 """The kernel for GPUs against torch's own operations; where there is no GPU, under Triton's interpreter."""
 
-import importlib
 import itertools
-import os
-import sys
 
 import pytest
 import torch
 
 from shardopt.algorithms.row_wise import row_kernels
 from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, update_rows
+from shardopt.runtime import kernels
 from tests.harness import run_ranks
+from tests.support.triton_kernels import device_here, interpreted
 
 OPTIONS = {"lr": 0.1, "lr_decay": 0.1, "eps": 1e-6, "betas": (0.7, 0.9), "weight_decay": 0.0, "maximize": False}
 SHAPES = {"narrow": (50, 5), "usual": (40, 64), "vector": (30,), "cube": (20, 3, 7), "wide": (9, 2500)}
 
 
 RULES, DTYPES = {"adagrad": ADAGRAD, "adam": ADAM}, [torch.float32, torch.bfloat16]
-needs_triton = pytest.mark.skipif(row_kernels.triton is None, reason="needs Triton (bash launch/setup.sh)")
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="needs Triton (bash launch/setup.sh)")
 
 
 def tables(shape, rule, dtype, device):
@@ -36,11 +35,7 @@ def test_it_moves_rows_as_torchs_operations_do(rule, dtype):
 
 
 def under_the_interpreter():
-    """Which has to be chosen before Triton is imported; here it is imported again."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "_C" not in name]:
-        del sys.modules[name]
-    importlib.reload(row_kernels)
+    interpreted(row_kernels)
     for rule, dtype in itertools.product(RULES.values(), DTYPES):
         compare_all(rule, dtype)
     return type(row_kernels._move_rows).__name__
@@ -62,14 +57,13 @@ def compare_all(rule, dtype):
 
 def compare(shape, rule, dtype, options, monkeypatch, every):
     """`every` so many rows one has a sparse gradient; None is a dense one."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    device = "cuda" if torch.cuda.is_available() and not interpreted else "cpu"
+    device = device_here()
     index = None if every is None else torch.arange(0, shape[0], every, device=device)
     gradients = torch.randn((shape[0] if index is None else len(index), *shape[1:]), device=device).to(dtype)
     wanted, actual = (tables(shape, rule, dtype, device) for _ in range(2))
     names = (rule.moments, *rule.others)
     with monkeypatch.context() as without:
-        without.setattr(row_kernels, "triton", None)
+        without.setattr(row_kernels, "fits", lambda *tensors: False)
         state = dict(zip(names, wanted[1:], strict=True))
         update_rows(rule, wanted[0], index, gradients, state, rule.numbers(options, 3.0))
     average = actual[2] if rule.others else None
@@ -86,5 +80,5 @@ def compare(shape, rule, dtype, options, monkeypatch, every):
 def test_it_is_not_taken_for_what_it_cannot_do(monkeypatch):
     table = torch.zeros(4, 2)
     assert not row_kernels.fits(table)  # not on a GPU
-    monkeypatch.setattr(row_kernels, "triton", None)
+    monkeypatch.setattr(kernels, "triton", None)
     assert not row_kernels.fits(table)
