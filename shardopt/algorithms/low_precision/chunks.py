@@ -27,7 +27,7 @@ VECTOR = 64
 """The multiple of elements to which scratch memory is padded: several vectors of any CPU."""
 
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
-_MOST_ELSEWHERE = 1 << 23  # with half of it, steps on an H200 waited for the host's launches
+_MOST_ELSEWHERE = 1 << 25  # with a quarter of it, steps on an H200 waited for the host's launches
 
 T = TypeVar("T")
 
@@ -154,6 +154,16 @@ class Scratch:
         make = torch.zeros if self._padded else torch.empty
         return make(sum(self._sizes), dtype=dtype, device=self._device)
 
+    def in_place(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+        """Returns a chunk's own memory, flat, if it may serve as scratch memory; None if it has another form.
+
+        On the CPU it may not: nothing pads it there, and a vector that is not whole is computed by other instructions.
+        """
+        if len(self.chunks) > 1 or self._padded or self._device.type == "cpu":
+            return None
+        own = self.chunks[0].of(matrices[0])
+        return own.view(-1) if own.dtype is dtype and own.is_contiguous() else None
+
     def used(self, flat: Tensor) -> Tensor:
         """Returns flat memory without the end that belongs to no chunk."""
         return flat[: self._used]
@@ -186,7 +196,9 @@ class Scratch:
 
     def put(self, flat: Tensor, matrices: Sequence[Tensor]) -> None:
         """Stores flat memory to the matrices of the boxes, converted to their dtype."""
-        torch._foreach_copy_(self.of(matrices), self.own(flat))
+        into = self.of(matrices)
+        if into[0].data_ptr() != flat.data_ptr():  # else it is the chunk's own
+            torch._foreach_copy_(into, self.own(flat))
 
     def put_scales(self, flat: Tensor, scales: Sequence[Tensor]) -> None:
         """Stores the scales of all blocks."""
@@ -260,7 +272,11 @@ def together(chunks: Iterable[tuple[Chunk, T]], on_cpu: bool) -> Iterator[list[t
 
 
 def load(
-    scratch: Scratch, matrices: Sequence[Tensor], scales: Sequence[Tensor] | None = None, signed: bool = True
+    scratch: Scratch,
+    matrices: Sequence[Tensor],
+    scales: Sequence[Tensor] | None = None,
+    signed: bool = True,
+    in_place: bool = False,
 ) -> Tensor:
     """Returns the numbers of chunks as fp32 scratch memory, flat.
 
@@ -269,9 +285,13 @@ def load(
         matrices: of their boxes; of codes where there are scales.
         scales: of all blocks of the boxes, [rows, blocks].
         signed: whether codes are of numbers that may be negative.
+        in_place: whether the numbers may be those of the matrices themselves.
     """
-    flat = scratch.memory(torch.float32 if scales is None else torch.uint8)
-    torch._foreach_copy_(scratch.own(flat), scratch.of(matrices))
+    dtype = torch.float32 if scales is None else torch.uint8
+    flat = scratch.in_place(matrices, dtype) if in_place or scales is not None else None
+    if flat is None:
+        flat = scratch.memory(dtype)
+        torch._foreach_copy_(scratch.own(flat), scratch.of(matrices))
     if scales is None:
         return flat
     here = torch.cat([each.reshape(-1) for each in scratch.scales_of(scales)])

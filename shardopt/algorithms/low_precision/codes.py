@@ -73,7 +73,7 @@ def as_stored(scales: Tensor) -> Tensor:
 
     They are infinite until then, as a reduction over ranks need not take a NaN for the largest.
     """
-    return scales.masked_fill(scales.isinf(), torch.nan)
+    return scales.nan_to_num(nan=torch.nan, posinf=torch.nan)
 
 
 def encode(values: Tensor, scales: Tensor, signed: bool, noise: Noise | None) -> Tensor:

@@ -37,12 +37,21 @@ _GRADIENT = "grad"
 
 
 class Piece(NamedTuple):
-    """The matrices of one box: of the parameter (""), its gradient ("grad") and state; and [rows, blocks] of scales."""
+    """The matrices of one box: of the parameter (""), its gradient ("grad") and state; and [rows, blocks] of scales.
+
+    `copied` has this rank's memory of what a step stores to a matrix that is a copy.
+    """
 
     box: Box
     matrices: dict[str, Tensor]
+    copied: dict[str, Tensor]
     scales: dict[str, Tensor]
     shared: dict[str, Tensor]
+
+    def put_back(self) -> None:
+        """Writes matrices that are copies back to the memory that they are of."""
+        for name, own in self.copied.items():
+            own.copy_(self.matrices[name].view(own.shape))
 
 
 class LowPrecisionStep(RowSharingStep):
@@ -95,6 +104,11 @@ class LowPrecisionStep(RowSharingStep):
             return self
         numbers = [self.state[STEP], *self._scalars.values()] if self.state else []
         return self.form, self.block, self.shared is None, *map(float, numbers)
+
+    @property
+    def is_brought_in(self) -> bool:
+        """Whether the algorithm is the user's own."""
+        return self._inner.spec.is_brought_in
 
     @cached_property
     def working(self) -> dict[str, Any]:
@@ -152,25 +166,16 @@ class LowPrecisionStep(RowSharingStep):
         for number, piece in enumerate(views[_PARAMETER]):
             if not piece.box.numel:
                 continue
+            memory = {name: pieces[number].tensor for name, pieces in views.items()}
+            matrices = {name: as_matrix(own, piece.box, self._shape, self.block) for name, own in memory.items()}
+            memory.pop(_GRADIENT)
             yield Piece(
                 piece.box,
-                {
-                    name: as_matrix(pieces[number].tensor, piece.box, self._shape, self.block)
-                    for name, pieces in views.items()
-                },
+                matrices,
+                {name: own for name, own in memory.items() if own.data_ptr() != matrices[name].data_ptr()},
                 {entry.name: rows_of(state[entry.scale_name], piece.box) for entry in coded},
                 {} if self.shared is None else {e.name: rows_of(self.shared.scales[e.name], piece.box) for e in coded},
             )
-
-    def put_back(self, piece: Piece) -> None:
-        """Writes matrices that are copies back to the memory that they are of."""
-        for name, matrix in piece.matrices.items():
-            if name == _GRADIENT:
-                continue
-            tensor = self.parameter if name == _PARAMETER else self.working[name]
-            own = next(each.tensor for each in view_of(tensor).pieces if each.box == piece.box)
-            if own.data_ptr() != matrix.data_ptr():
-                own.copy_(matrix.view(own.shape))
 
 
 class _Work:
@@ -189,8 +194,9 @@ class _Work:
     def compute(self, store: bool) -> Stepped:
         """Takes the step; stores the result, or only the largest values in it."""
         form, steps = self._first.form, int(self._first.working[STEP])
-        tensor, gradient = self._load(MASTER if form.master and steps else _PARAMETER), self._load(_GRADIENT)
-        entries = {entry.name: self._load(entry.name, entry) for entry in form.entries}
+        tensor = self._load(MASTER if form.master and steps else _PARAMETER, in_place=store)
+        gradient = self._load(_GRADIENT, in_place=not self._first.is_brought_in)  # which may write to gradients
+        entries = {entry.name: self._load(entry.name, entry, in_place=store) for entry in form.entries}
         stepped = self._first.compute(tensor, gradient, entries)
         if store:
             self._store(tensor, stepped.state, steps + 1)
@@ -203,9 +209,9 @@ class _Work:
     def _matrices(self, name: str) -> list[Tensor]:
         return [piece.matrices[name] for piece in self._pieces]
 
-    def _load(self, name: str, entry: Stored | None = None) -> Tensor:
+    def _load(self, name: str, entry: Stored | None = None, in_place: bool = False) -> Tensor:
         if entry is None or not entry.coded:
-            return load(self._scratch, self._matrices(name))
+            return load(self._scratch, self._matrices(name), in_place=in_place)
         return load(self._scratch, self._matrices(name), [piece.scales[name] for piece in self._pieces], entry.signed)
 
     def _scales(self, entry: Stored, flat: Tensor) -> Tensor:
@@ -262,8 +268,8 @@ def walk(steps: Sequence[LowPrecisionStep], store: bool) -> None:
         stepped = _Work(parts).compute(store)
     if not store:
         return
-    for step, piece in pieces:
-        step.put_back(piece)
+    for _, piece in pieces:
+        piece.put_back()
     if stepped is None:  # counters advance where a rank has no elements
         nothing = torch.zeros(VECTOR, device=first.device)
         entries = {entry.name: torch.zeros_like(nothing) for entry in first.form.entries}

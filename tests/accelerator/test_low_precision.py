@@ -1,0 +1,122 @@
+"""State in fewer bits on accelerators: its bits depend on no mesh, and it is stepped by torch's fused kernel."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardopt
+from tests.accelerator.support import each_kind, needs_standin, on_accelerator
+
+STEPS = 3
+SHAPES = {"blocks": (24, 300), "short rows": (70, 100), "small": (6, 5)}
+FORMS = {
+    "8 bits": {"state_dtype": torch.uint8},
+    "8 bits at random": {"state_dtype": torch.uint8, "rounding": "stochastic", "dtype": torch.bfloat16},
+    "8 bits, master": {"state_dtype": torch.uint8, "master_dtype": torch.float32, "dtype": torch.bfloat16},
+    "bf16": {"state_dtype": torch.bfloat16},
+    "of SGD": {"algorithm": "sgd", "momentum": 0.9, "state_dtype": torch.uint8},
+}
+
+
+def randoms(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def trained(place, algorithm="adamw", dtype=torch.float32, last=lambda step: step(), **form):
+    """Returns all that parameters and state are after some steps.
+
+    Args:
+        place: puts a tensor to where it is trained.
+        last: runs the last step.
+    """
+    parameters = {name: nn.Parameter(place(value)) for name, value in randoms(0, dtype).items()}
+    optimizer = shardopt.keyed(algorithm, parameters, lr=0.1, **form)
+    for number in range(STEPS):
+        for name, value in randoms(number + 1, dtype).items():
+            parameters[name].grad = place(value)
+        last(optimizer.step) if number == STEPS - 1 else optimizer.step()
+    state = optimizer.state_dict()["state"]
+    entries = {f"{name}.{entry}": value for name, each in state.items() for entry, value in each.items()}
+    return {**parameters, **entries}, optimizer
+
+
+def whole(value):
+    return value.full_tensor().detach().cpu() if isinstance(value, DTensor) else torch.as_tensor(value).detach().cpu()
+
+
+def unlike_one_rank(standin):
+    mesh = init_device_mesh(standin.KIND, (2,))
+    unlike = []
+    for label, form in FORMS.items():
+        expected, _ = trained(lambda value: value.to(standin.KIND), **form)
+        for placement in (Shard(0), Shard(1), Replicate()):
+
+            def place(value, placement=placement):
+                return distribute_tensor(value.to(standin.KIND), mesh, [placement], src_data_rank=None)
+
+            found, _ = trained(place, **form)
+            assert found.keys() == expected.keys()
+            unlike += [
+                (label, str(placement), key)
+                for key in found
+                if not torch.equal(whole(found[key]), whole(expected[key]))
+            ]
+    return unlike
+
+
+@each_kind
+def test_two_ranks_have_the_bits_of_one_on_any_placement(kind):
+    assert on_accelerator(2, unlike_one_rank, kind=kind) == [[], []]
+
+
+def with_a_kernel(standin):
+    """Gives the stand-in a fused AdamW, and steps with it and without."""
+    without, _ = trained(lambda value: value.to("standin"), **FORMS["8 bits"])
+    calls = []
+
+    def kernel(*columns, **options):
+        calls.append({tensor.device.type for column in columns for tensor in column})
+        copies = [[tensor.cpu() for tensor in column] for column in columns]
+        torch._fused_adamw_(*copies, **options)
+        for column, of_host in zip(columns, copies, strict=True):
+            for tensor, copy in zip(column, of_host, strict=True):
+                tensor.copy_(copy)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_adamw_", kernel, "PrivateUse1")
+    shardopt.runtime.torch_private.has_fused_kernel.cache_clear()
+    found, optimizer = trained(lambda value: value.to("standin"), **FORMS["8 bits"])
+    counters = {(each["step"].device.type, each["step"].item()) for each in optimizer.state.values()}
+    far = max((whole(found[name]) - whole(without[name])).abs().max().item() for name in SHAPES)
+    return calls, counters, far
+
+
+@needs_standin
+def test_the_fused_kernel_of_the_device_takes_the_step_and_counters_stay_on_the_host():
+    ((calls, counters, far),) = on_accelerator(1, with_a_kernel)
+    assert len(calls) == STEPS * len(SHAPES) and set(map(frozenset, calls)) == {frozenset({"standin"})}
+    assert counters == {("cpu", float(STEPS))}
+    assert far < 0.02, far  # a fifth of a step: a moment at the border of two codes gets one or the other
+
+
+def last_step_waits(standin):
+    waits = {}
+
+    def last(step):
+        with standin.no_waits():
+            step()
+
+    for label, form in FORMS.items():
+        try:
+            trained(lambda value: value.to(standin.KIND), last=last, **form)
+        except RuntimeError as error:
+            waits[label] = str(error)
+    return waits
+
+
+@each_kind
+def test_no_step_waits_for_the_device(kind):
+    assert on_accelerator(1, last_step_waits, kind=kind) == [{}]
