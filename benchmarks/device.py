@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.standin import build
 
@@ -86,3 +89,47 @@ def counted(kind: str, call: Callable[[], Any]) -> tuple[int, int]:
         call()
         torch.cuda.synchronize()
     return waits, sum(each.count for each in recorded.key_averages() if each.key in LAUNCHES)
+
+
+MODEL = {False: (16, 8192), True: (2, 64)}  # layers and their width; on a GPU 1.07 B parameters, 12.9 GB with AdamW
+
+Rows = Iterator[tuple[Any, ...]]
+"""A table: the header first."""
+
+
+@dataclass
+class Place:
+    """Where sections of `on_gpu.py` run.
+
+    Args:
+        kind: of the device.
+        small: whether all is to be small.
+        folder: for checkpoints.
+    """
+
+    kind: str
+    small: bool
+    folder: str
+
+    @property
+    def module(self) -> Any:
+        return module_of(self.kind)
+
+    def layers(self, count: int, width: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(width, width, device=self.kind) for _ in range(count)))
+
+    def seconds(self, call: Callable[[], Any], times: int = 20) -> tuple[float, float]:
+        """Seconds of one call until the device is done, and until the call returns; the mean of several."""
+        call()
+        self.module.synchronize()
+        begin = time.perf_counter()
+        call()
+        self.module.synchronize()
+        most = 1.0 / (time.perf_counter() - begin)  # a second of them is enough
+        times = 2 if self.small else max(2, min(times, int(most)))
+        begin = time.perf_counter()
+        for _ in range(times):
+            call()
+        returned = time.perf_counter() - begin
+        self.module.synchronize()
+        return (time.perf_counter() - begin) / times, returned / times

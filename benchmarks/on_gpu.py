@@ -1,6 +1,6 @@
 """What to see first on one GPU: independent sections, each of which prints a table within minutes.
 
-    python -m benchmarks.on_gpu                        # on CUDA, some 30 minutes; nothing else should use the GPU
+    python -m benchmarks.on_gpu                        # on CUDA, some ten minutes; nothing else should use the GPU
     python -m benchmarks.on_gpu --section steps saves  # some of them
     python -m benchmarks.on_gpu --device standin       # in small, on the tests' simulated accelerator
 
@@ -22,8 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,63 +31,27 @@ from torch import Tensor, nn
 
 import shardopt
 from benchmarks import launches
-from benchmarks.device import STANDIN, apart, lacking, module_of, refusing_waits
+from benchmarks.device import MODEL, STANDIN, Place, Rows, apart, lacking, module_of, refusing_waits
+from benchmarks.on_gpu_saves import saves
 from benchmarks.peers import RESULTS, hardware
 from shardopt import checkpoint
 from shardopt.algorithms.row_wise import row_rules
 from shardopt.optim.backward import InBackwardOptimizer
 
-TESTS = ("optim/test_row_kernels.py", "optim/test_averaging.py", "data/test_random_state.py")
+TESTS = (
+    "algorithms/test_code_kernels.py",
+    "optim/test_row_kernels.py",
+    "optim/test_averaging.py",
+    "data/test_random_state.py",
+)
 CONTRACTS = [
     "-p",
     "tests.accelerator.plugin",
     *(f"tests/contract/test_{name}.py" for name in ("optimizer_contract", "optimizer_loading", "storage")),
 ]
 ON_GPU = [f"tests/unit/{name}" for name in (*TESTS, "checkpoint/saving/test_async_save.py")]
-MODEL = {False: (16, 8192), True: (2, 64)}  # layers and their width; on a GPU 1.07 B parameters, 12.9 GB with AdamW
 SIZES = {False: (MODEL[False], (60, 1024), (2000, 32)), True: (MODEL[True], (3, 16), (4, 4))}
 ROWS = {False: (4_000_000, 1 << 18), True: (500, 50)}  # of a table, and touched
-
-Rows = Iterator[tuple[Any, ...]]
-"""A table: the header first."""
-
-
-@dataclass
-class Place:
-    """Where sections run.
-
-    Args:
-        kind: of the device.
-        small: whether all is to be small.
-        folder: for checkpoints.
-    """
-
-    kind: str
-    small: bool
-    folder: str
-
-    @property
-    def module(self) -> Any:
-        return module_of(self.kind)
-
-    def layers(self, count: int, width: int) -> nn.Sequential:
-        return nn.Sequential(*(nn.Linear(width, width, device=self.kind) for _ in range(count)))
-
-    def seconds(self, call: Callable[[], Any], times: int = 20) -> tuple[float, float]:
-        """Seconds of one call until the device is done, and until the call returns; the mean of several."""
-        call()
-        self.module.synchronize()
-        begin = time.perf_counter()
-        call()
-        self.module.synchronize()
-        most = 1.0 / (time.perf_counter() - begin)  # a second of them is enough
-        times = 2 if self.small else max(2, min(times, int(most)))
-        begin = time.perf_counter()
-        for _ in range(times):
-            call()
-        returned = time.perf_counter() - begin
-        self.module.synchronize()
-        return (time.perf_counter() - begin) / times, returned / times
 
 
 def give_gradients(parameters: Any) -> None:
@@ -208,54 +171,6 @@ def steps(at: Place) -> Rows:
         device, call = at.seconds(make(list(model.named_parameters())).step)
         size = sum(parameter.numel() for parameter in model.parameters())
         yield f"{2 * count} tensors, {size / 1e6:.1f} M", name, f"{device * 1e3:.2f}", f"{call * 1e3:.2f}"
-
-
-def saves(at: Place) -> Rows:
-    """What do saves in the background stall, and what do saves and loads reach of the machine's copies to the host?"""
-    yield "what", "seconds", "GB/s", "steps of training that it stalls"
-    count, width = MODEL[at.small]
-    model = at.layers(count, width)
-    optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=1e-4)
-    inputs = torch.randn(64 if at.small else 4096, width).to(at.kind)
-
-    def step() -> None:
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    a_step, _ = at.seconds(step)
-    app = {"model": model, "optimizer": optimizer}
-    nbytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
-
-    def row(what: str, seconds: float, stall: float | None = None) -> tuple[str, ...]:
-        speed = f"{nbytes / seconds / 1e9:.2f}" if seconds else ""
-        return what, f"{seconds:.4f}", speed, "" if stall is None else f"{stall / a_step:.2f}"
-
-    host = torch.empty(min(nbytes, 4 << 30), dtype=torch.uint8, device="cpu", pin_memory=True)
-    device = torch.zeros(host.numel(), dtype=torch.uint8, device=at.kind)
-    copied, _ = at.seconds(lambda: host.copy_(device, non_blocking=True), 5)
-    yield row("a plain copy of as many bytes to pinned memory", copied * nbytes / host.nbytes)
-    yield "a step of training", f"{a_step:.4f}", "", ""
-    stages: tuple[Any, ...] = ("now", "lazy")
-    for stage, name in itertools.product(stages, ("first", "again")):
-        at.module.synchronize()
-        begin = time.perf_counter()
-        pending = checkpoint.async_save(f"{at.folder}/{stage}-{name}", app, stage=stage)
-        for _ in range(5):
-            step()
-        at.module.synchronize()
-        stall = time.perf_counter() - begin - 5 * a_step
-        report = pending.result(600)
-        yield row(f"async_save, stage={stage!r}, {name}: to host memory", report.staging_seconds, stall)
-        yield row(f"async_save, stage={stage!r}, {name}: whole", report.seconds)
-        shutil.rmtree(f"{at.folder}/{stage}-{name}")
-    for name, call in (("save", checkpoint.save), ("load", checkpoint.load)):
-        at.module.synchronize()
-        begin = time.perf_counter()
-        call(f"{at.folder}/whole", app)
-        at.module.synchronize()
-        seconds = time.perf_counter() - begin
-        yield row(name, seconds, seconds)
 
 
 def rows(at: Place) -> Rows:

@@ -1,16 +1,19 @@
 """State in fewer bits on accelerators: its bits depend on no mesh, and it is stepped by torch's fused kernel."""
 
-import pytest
+import itertools
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardopt
+from shardopt.algorithms.low_precision.inner import InnerSteps
+from shardopt.algorithms.registry import find_spec
 from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 STEPS = 3
-SHAPES = {"blocks": (24, 300), "short rows": (70, 100), "small": (6, 5)}
+SHAPES = {"blocks": (24, 300), "whole blocks": (16, 512), "short rows": (70, 100), "small": (6, 5)}
 FORMS = {
     "8 bits": {"state_dtype": torch.uint8},
     "8 bits at random": {"state_dtype": torch.uint8, "rounding": "stochastic", "dtype": torch.bfloat16},
@@ -20,22 +23,23 @@ FORMS = {
 }
 
 
-def randoms(seed, dtype):
+def randoms(seed, shapes, dtype):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    return {name: torch.randn(SHAPES[name], generator=generator).to(dtype) for name in shapes}
 
 
-def trained(place, algorithm="adamw", dtype=torch.float32, last=lambda step: step(), **form):
+def trained(place, algorithm="adamw", dtype=torch.float32, shapes=SHAPES, last=lambda step: step(), **form):
     """Returns all that parameters and state are after some steps.
 
     Args:
         place: puts a tensor to where it is trained.
+        shapes: names of parameters; one alone is stepped in its own memory.
         last: runs the last step.
     """
-    parameters = {name: nn.Parameter(place(value)) for name, value in randoms(0, dtype).items()}
+    parameters = {name: nn.Parameter(place(value)) for name, value in randoms(0, shapes, dtype).items()}
     optimizer = shardopt.keyed(algorithm, parameters, lr=0.1, **form)
     for number in range(STEPS):
-        for name, value in randoms(number + 1, dtype).items():
+        for name, value in randoms(number + 1, shapes, dtype).items():
             parameters[name].grad = place(value)
         last(optimizer.step) if number == STEPS - 1 else optimizer.step()
     state = optimizer.state_dict()["state"]
@@ -50,17 +54,17 @@ def whole(value):
 def unlike_one_rank(standin):
     mesh = init_device_mesh(standin.KIND, (2,))
     unlike = []
-    for label, form in FORMS.items():
-        expected, _ = trained(lambda value: value.to(standin.KIND), **form)
+    for (label, form), shapes in itertools.product(FORMS.items(), (tuple(SHAPES), ("whole blocks",))):
+        expected, _ = trained(lambda value: value.to(standin.KIND), shapes=shapes, **form)
         for placement in (Shard(0), Shard(1), Replicate()):
 
             def place(value, placement=placement):
                 return distribute_tensor(value.to(standin.KIND), mesh, [placement], src_data_rank=None)
 
-            found, _ = trained(place, **form)
+            found, _ = trained(place, shapes=shapes, **form)
             assert found.keys() == expected.keys()
             unlike += [
-                (label, str(placement), key)
+                (label, len(shapes), str(placement), key)
                 for key in found
                 if not torch.equal(whole(found[key]), whole(expected[key]))
             ]
@@ -73,7 +77,7 @@ def test_two_ranks_have_the_bits_of_one_on_any_placement(kind):
 
 
 def with_a_kernel(standin):
-    """Gives the stand-in a fused AdamW, and steps with it and without."""
+    """Gives the stand-in a fused AdamW, and steps with it and without; and once by the algorithm's own class alone."""
     without, _ = trained(lambda value: value.to("standin"), **FORMS["8 bits"])
     calls = []
 
@@ -91,13 +95,17 @@ def with_a_kernel(standin):
     found, optimizer = trained(lambda value: value.to("standin"), **FORMS["8 bits"])
     counters = {(each["step"].device.type, each["step"].item()) for each in optimizer.state.values()}
     far = max((whole(found[name]) - whole(without[name])).abs().max().item() for name in SHAPES)
-    return calls, counters, far
+    inner = InnerSteps(find_spec(torch.optim.AdamW), {})
+    values = [torch.ones(64, device="standin") for _ in range(4)]
+    state = {"step": torch.tensor(1.0), "exp_avg": values[2], "exp_avg_sq": values[3]}
+    counter = inner.step(inner.defaults, values[0], values[1], state).state["step"]
+    return calls[:-1], {*counters, (counter.device.type, counter.item() + 1)}, far
 
 
 @needs_standin
 def test_the_fused_kernel_of_the_device_takes_the_step_and_counters_stay_on_the_host():
     ((calls, counters, far),) = on_accelerator(1, with_a_kernel)
-    assert len(calls) == STEPS * len(SHAPES) and set(map(frozenset, calls)) == {frozenset({"standin"})}
+    assert len(calls) == STEPS * 3 and set(map(frozenset, calls)) == {frozenset({"standin"})}  # lists
     assert counters == {("cpu", float(STEPS))}
     assert far < 0.02, far  # a fifth of a step: a moment at the border of two codes gets one or the other
 

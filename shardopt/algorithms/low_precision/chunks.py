@@ -294,7 +294,8 @@ def load(
         torch._foreach_copy_(scratch.own(flat), scratch.of(matrices))
     if scales is None:
         return flat
-    here = torch.cat([each.reshape(-1) for each in scratch.scales_of(scales)])
+    parts = [each.reshape(-1) for each in scratch.scales_of(scales)]
+    here = torch.cat(parts) if len(parts) > 1 else parts[0]
     return decode(flat, here, signed, scratch.chunks[0].block)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.standin import build as standin
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-SHARED = ("peers", "bounds", "dcp", "device", "agreement_at_scale", "raw_io")  # by several, or run by another
+SHARED = ("peers", "bounds", "dcp", "device", "agreement_at_scale", "raw_io", "on_gpu_saves")  # run by others
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 # What is not run here: these want frameworks that are not installed, or several hosts.
 NOT_RUN = {"frameworks", "frameworks_sharded"}
