@@ -16,7 +16,7 @@ A comment in the line above the fence, which no reader sees, says more:
     <!-- run: fails=CheckpointError -->   an error in whose text or output this occurs
     <!-- run: exhaustive -->        takes too long for every run of the tests: only with --exhaustive
     <!-- run: root -->              bash: in the repository's own folder
-    <!-- run: s3=bucket,runs -->    with an S3 server that has these buckets, which s3:// then means
+    <!-- run: s3=bucket,runs -->    with an S3 server that has these buckets, which s3:// then means; also gs= and az=
     <!-- run: needs=lightning,accelerate -->  is left out where a module is not there (launch/test_integrations.sh)
     <!-- run: warns -->             of other packages: their warnings are no errors here
     <!-- not run: wants a bucket of yours -->  with the reason, which the tests show. There should be few.
@@ -43,7 +43,7 @@ what a reader copies is what runs. Lines that would distract are folded, in a bl
     -->
 
 The comment below the last block of a program has checks, which run when all of the page's own lines have. What comes
-from outside is what a page names and no reader can copy: the buckets of `s3=`, and the ranks.
+from outside is what a page names and no reader can copy: the buckets of `s3=`, `gs=` and `az=`, and the ranks.
 
 A `text` block under `<!-- prints -->` is what the block before it has printed on rank 0: each of its lines must be in
 the output, in this order, however it is spaced. `…` in a line stands for anything, alone for any lines.
@@ -61,7 +61,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("python", "bash", "json", "yaml", "toml", "text")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
-_WORDS = {"ranks", "continued", "file", "fails", "exhaustive", "root", "s3", "needs", "warns"}
+STORES = ("s3", "gs", "az")
+_WORDS = {"ranks", "continued", "file", "fails", "exhaustive", "root", "needs", "warns", *STORES}
 
 
 class PageError(ValueError):

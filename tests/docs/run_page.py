@@ -18,17 +18,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.request import Request, urlopen
+from typing import Any
 
 import fsspec
 import torch.distributed as dist
 import yaml
 
-from tests.docs.blocks import ROOT, Block, Program, blocks_of, programs_of
-from tests.harness import RanksFailed, run_ranks
+from tests.docs.blocks import ROOT, STORES, Block, Program, blocks_of, programs_of
+from tests.harness import RanksFailed, azurite_app, run_ranks
 from tests.harness.object_stores import object_server
 
 DEADLINE_SECONDS = 100.0
+
+Stores = tuple[tuple[str, dict[str, Any]], ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Script:
     arguments: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     verb: bool = False  # `arguments` are those of `shardopt`
-    s3: str = ""  # where s3:// leads
+    stores: Stores = ()  # protocol → options of fsspec with which it leads to a server
     warns: bool = False  # warnings are no errors
 
 
@@ -56,17 +58,22 @@ def run_page(page: Path, folder: Path, in_full: bool = False) -> None:
     programs = [program for program in programs_of(blocks_of(page)) if not missing_modules(program)]
     programs = [program for program in programs if in_full or not program.has("exhaustive")]
     with ExitStack() as stack:
-        s3 = stack.enter_context(object_server()).endpoint if any(program.has("s3") for program in programs) else ""
+        used = [protocol for protocol in STORES if any(program.has(protocol) for program in programs)]
+        servers = {protocol: stack.enter_context(object_server(protocol)) for protocol in used}
         for program in programs:
-            for bucket in filter(None, program.first.words.get("s3", "").split(",")):
-                urlopen(Request(f"{s3}/{bucket}", method="PUT")).close()
-            _run_program(program, folder, in_full, s3 if program.has("s3") else "")
+            here = {protocol: server for protocol, server in servers.items() if program.has(protocol)}
+            for protocol, server in here.items():
+                for bucket in filter(None, program.first.words.get(protocol, "").split(",")):
+                    server.make_bucket(bucket)
+            stores = tuple((protocol, server.options()) for protocol, server in here.items())
+            _run_program(program, folder, in_full, stores)
 
 
 def missing_modules(program: Program) -> list[str]:
     """What the program needs and is not installed here."""
     names = [name for block in program.blocks for name in block.words.get("needs", "").split(",") if name]
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    azurite = ["azurite"] if program.has("az") and azurite_app.program() is None else []
+    return azurite + [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def parse(block: Block) -> None:
@@ -76,7 +83,7 @@ def parse(block: Block) -> None:
     )
 
 
-def _run_program(program: Program, folder: Path, in_full: bool, s3: str) -> None:
+def _run_program(program: Program, folder: Path, in_full: bool, stores: Stores) -> None:
     __tracebackhide__ = True
     first = program.first
     name = first.words.get("file")
@@ -92,10 +99,10 @@ def _run_program(program: Program, folder: Path, in_full: bool, s3: str) -> None
     failure = ""
     try:
         if first.language == "bash":
-            _run_shell(first, folder, log, in_full, s3)
+            _run_shell(first, folder, log, in_full, stores)
         else:
             pieces = [(str(block.page), *piece) for block in program.blocks for piece in block.pieces]
-            _run_script(Script(first.ranks, tuple(pieces), s3=s3, warns=program.has("warns")), folder, log)
+            _run_script(Script(first.ranks, tuple(pieces), stores=stores, warns=program.has("warns")), folder, log)
     except (RanksFailed, subprocess.SubprocessError) as error:
         failure = str(error)
     output = log.read_text(errors="replace")
@@ -123,7 +130,7 @@ def check_output(block: Block, output: str) -> None:
         position += 1
 
 
-def _run_shell(block: Block, folder: Path, log: Path, in_full: bool, s3: str) -> None:
+def _run_shell(block: Block, folder: Path, log: Path, in_full: bool, stores: Stores) -> None:
     """A block of bash: by our own ranks where these can run all of its lines but `rm`, else by bash."""
     where = ROOT if "root" in block.words else folder
     lines = block.text.replace("\\\n", " ").splitlines()
@@ -135,11 +142,11 @@ def _run_shell(block: Block, folder: Path, log: Path, in_full: bool, s3: str) ->
             if script is None:
                 subprocess.run(command, cwd=where, check=True, timeout=DEADLINE_SECONDS)
             else:
-                _run_script(replace(script, s3=s3), where, log)
+                _run_script(replace(script, stores=stores), where, log)
         return
     variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables |= {f"FSSPEC_S3_{name.upper()}": value for name, value in _client_of(s3).items()}
+    variables |= {f"FSSPEC_{protocol.upper()}": json.dumps(options) for protocol, options in stores}
     with log.open("ab") as output:
         subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.text],
@@ -151,10 +158,6 @@ def _run_shell(block: Block, folder: Path, log: Path, in_full: bool, s3: str) ->
             timeout=DEADLINE_SECONDS,
             check=True,
         )
-
-
-def _client_of(s3: str) -> dict[str, str]:
-    return {"endpoint_url": s3, "key": "test", "secret": "test"} if s3 else {}
 
 
 def _script_of(command: Sequence[str], folder: Path) -> Script | None:
@@ -200,7 +203,7 @@ def _run_on_rank(script: Script, folder: Path, log: Path, port: int) -> None:
     multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script; ranks have the server's own
     if script.warns:
         warnings.simplefilter("default")
-    fsspec.config.conf["s3"] = _client_of(script.s3)
+    fsspec.config.conf.update(script.stores)
     if rank == 0:
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)

@@ -51,8 +51,11 @@ class Server:
     def new_root(self) -> str:
         """Makes a bucket of its own; returns a URL in it."""
         name = f"b-{uuid.uuid4().hex}"
-        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
+        self.make_bucket(name)
         return f"{self.protocol}://{name}/run"
+
+    def make_bucket(self, name: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
 
     def reached(self) -> AbstractContextManager[None]:
         """Makes the server that of its protocol in this process, for as long as the block lasts."""
