@@ -103,7 +103,7 @@ class Chunk(NamedTuple):
 
     def of(self, matrix: Tensor) -> Tensor:
         """Returns the chunk's elements of a box's matrix, as a view."""
-        return matrix[self.rows, self.columns]
+        return matrix if matrix.shape == self.shape else matrix[self.rows, self.columns]
 
     def clear_outside(self, scratch: Tensor) -> None:
         """Sets scratch memory to 0 except in the chunk's own elements."""

@@ -171,11 +171,13 @@ class Form:
 
     Args:
         entries: of state like the parameter, but for the master.
+        scalars: the names of the algorithm's own numbers in the state.
         master: whether there is one.
         rounds_state, rounds_parameter: whether at random, where they are stored in fewer bits.
     """
 
     entries: tuple[Stored, ...]
+    scalars: tuple[str, ...]
     master: bool
     rounds_state: bool
     rounds_parameter: bool
@@ -195,17 +197,20 @@ def form_of(spec: AlgorithmSpec, options: Options, shape: tuple[int, ...], dtype
         shape: global shape.
         dtype: of the parameter.
     """
+    there = spec.entries(options, len(shape))
     entries = tuple(
         (entry.name, entry.signed, entry.maximum, entry.narrows(options))
-        for entry in spec.entries(options, len(shape))
+        for entry in there
         if entry.kind is Kind.PARAMETER
     )
-    return _form_of(entries, *(options[name] for name in STORAGE_OPTIONS), tuple(shape), dtype)
+    scalars = tuple(entry.name for entry in there if entry.kind is Kind.SCALAR)
+    return _form_of(entries, scalars, *(options[name] for name in STORAGE_OPTIONS), tuple(shape), dtype)
 
 
 @lru_cache(maxsize=4096)
 def _form_of(
     entries: tuple[tuple[str, bool, bool, bool], ...],
+    scalars: tuple[str, ...],
     state_dtype: str | None,
     master_dtype: str | None,
     rounding: str | None,
@@ -223,7 +228,7 @@ def _form_of(
 
     at_random = rounding == STOCHASTIC and not master and dtype is torch.bfloat16
     of_state = rounding == STOCHASTIC or (rounding is None and state_dtype is not None)
-    return Form(tuple(stored(*entry) for entry in entries), master, of_state, at_random)
+    return Form(tuple(stored(*entry) for entry in entries), scalars, master, of_state, at_random)
 
 
 def unfit(name: str, options: Options, dtype: torch.dtype) -> Iterator[Problem]:

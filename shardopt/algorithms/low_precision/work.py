@@ -25,7 +25,7 @@ from shardopt.algorithms.low_precision.inner import InnerSteps, Stepped
 from shardopt.algorithms.low_precision.noise import Noise, noise_key
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import SharedScales, rows_of
-from shardopt.algorithms.registry import Kind, Options
+from shardopt.algorithms.registry import Options
 from shardopt.algorithms.shared_rows import RowSharingStep, cuts_of_rows
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
@@ -85,7 +85,7 @@ class LowPrecisionStep(RowSharingStep):
             return None
         wanted: dict[str, torch.dtype | None] = {entry.name: entry.dtype for entry in self.form.entries}
         wanted[MASTER] = torch.float32 if self.form.master else None
-        has = {name: view_of(self.state[name]).dtype if name in self.state else None for name in wanted}
+        has = {name: _dtype_of(self.state[name]) if name in self.state else None for name in wanted}
         remedy = "put the group's options back; state is stored as they said when it was made"
         problems = [
             Problem(f"{self.name}: {name}", _named(has[name]), f"{_named(dtype)}, as its group says", remedy)
@@ -118,8 +118,7 @@ class LowPrecisionStep(RowSharingStep):
     @cached_property
     def _scalars(self) -> dict[str, Tensor | int]:
         """The algorithm's own numbers in the state."""
-        entries = self._inner.spec.entries(self.group, len(self._shape))
-        return {entry.name: self.working[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
+        return {name: self.working[name] for name in self.form.scalars}
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
         """Returns the chunks of a piece."""
@@ -157,16 +156,15 @@ class LowPrecisionStep(RowSharingStep):
     def pieces(self) -> Iterator[Piece]:
         """Yields the boxes that this rank has, with the memory of all that belongs to them."""
         state = self.working
-        parameter, names = self.parameter, [entry.name for entry in self.form.entries]
-        gradients = self.gradients or [torch.zeros_like(local) for local in local_tensors(parameter)]
-        tensors = {_PARAMETER: parameter, _GRADIENT: assemble(parameter, gradients)}
-        tensors |= {name: state[name] for name in (*names, *([MASTER] if self.form.master else []))}
-        views = {name: view_of(tensor).pieces for name, tensor in tensors.items()}
+        names = [*(entry.name for entry in self.form.entries), *([MASTER] if self.form.master else [])]
+        tensors = {name: self._memory_of(local_tensors(state[name])) for name in names}
+        tensors[_PARAMETER] = [piece.tensor for piece in self.view.pieces]
+        tensors[_GRADIENT] = self._memory_of(self.gradients or [torch.zeros_like(each) for each in self.local_tensors])
         coded = [entry for entry in self.form.entries if entry.coded]
-        for number, piece in enumerate(views[_PARAMETER]):
+        for number, piece in enumerate(self.view.pieces):
             if not piece.box.numel:
                 continue
-            memory = {name: pieces[number].tensor for name, pieces in views.items()}
+            memory = {name: each[number] for name, each in tensors.items()}
             matrices = {name: as_matrix(own, piece.box, self._shape, self.block) for name, own in memory.items()}
             memory.pop(_GRADIENT)
             yield Piece(
@@ -176,6 +174,13 @@ class LowPrecisionStep(RowSharingStep):
                 {entry.name: rows_of(state[entry.scale_name], piece.box) for entry in coded},
                 {} if self.shared is None else {e.name: rows_of(self.shared.scales[e.name], piece.box) for e in coded},
             )
+
+    def _memory_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the memory of each box of the parameter, in tensors that lie as its local tensors do."""
+        pieces = self.view.pieces
+        if len(pieces) == len(tensors) == 1 and pieces[0].tensor.shape == tensors[0].shape:
+            return [tensors[0].detach()]
+        return [piece.tensor for piece in view_of(assemble(self.parameter, tensors)).pieces]
 
 
 class _Work:
@@ -276,6 +281,12 @@ def walk(steps: Sequence[LowPrecisionStep], store: bool) -> None:
         stepped = first.compute(nothing, torch.zeros_like(nothing), entries)
     for step in steps:
         step.finish(stepped)
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype of a tensor of any kind: that of a ShardedTensor comes with a warning."""
+    here = local_tensors(tensor)
+    return here[0].dtype if here else view_of(tensor).dtype
 
 
 def _named(dtype: torch.dtype | None) -> str:
