@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,17 +22,20 @@ except ImportError:  # torch for CPUs has none
 _log = logging.getLogger("shardopt")
 
 
-def can_run(*tensors: Tensor) -> bool:
-    """Whether kernels run where tensors are. Elsewhere torch's own operations do the same."""
-    return triton is not None and all(tensor.is_cuda and _works(tensor.device) for tensor in tensors)
+def can_run(trial: Callable[[torch.device], object], *tensors: Tensor) -> bool:
+    """Whether kernels run where tensors are. Elsewhere torch's own operations do the same.
+
+    Args:
+        trial: runs each of the kernels once on a device; it is called at the first use there.
+    """
+    return triton is not None and all(tensor.is_cuda and _works(trial, tensor.device) for tensor in tensors)
 
 
 @cache
-def _works(device: torch.device) -> bool:
-    """Whether a kernel can be made here: Triton needs a C compiler, Python's headers and a folder that it can write."""
+def _works(trial: Callable[[torch.device], object], device: torch.device) -> bool:
+    """Whether kernels can be made here: Triton needs a C compiler, Python's headers and a folder that it can write."""
     try:
-        with torch.cuda.device(device):
-            _nothing[(1,)](torch.zeros(1, device=device))
+        trial(device)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         _log.warning(
@@ -42,10 +46,3 @@ def _works(device: torch.device) -> bool:
         )
         return False
     return True
-
-
-if triton is not None:
-
-    @triton.jit
-    def _nothing(memory):  # type: ignore[no-untyped-def]  # Triton's own types
-        tl.store(memory, 1.0)

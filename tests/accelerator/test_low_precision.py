@@ -2,10 +2,12 @@
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardopt
 from shardopt.algorithms.low_precision.inner import InnerSteps
@@ -108,6 +110,48 @@ def test_the_fused_kernel_of_the_device_takes_the_step_and_counters_stay_on_the_
     assert len(calls) == STEPS * 3 and set(map(frozenset, calls)) == {frozenset({"standin"})}  # lists
     assert counters == {("cpu", float(STEPS))}
     assert far < 0.02, far  # a fifth of a step: a moment at the border of two codes gets one or the other
+
+
+def after_a_failure(standin):
+    """Steps of an algorithm with torch's loop, the second of which fails in the middle and is repeated."""
+    unlike = []
+    for form in (FORMS["8 bits"], {"algorithm": "nadam", "weight_decay": 0.5, "state_dtype": torch.uint8}):
+
+        def last(step):
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(torch.Tensor, "sqrt", failing)
+                with pytest.raises(torch.OutOfMemoryError):
+                    step()
+            step()
+
+        def failing(tensor):
+            raise torch.OutOfMemoryError("planted")
+
+        wanted, _ = trained(lambda value: value.to("standin"), shapes=("whole blocks",), **form)
+        found, _ = trained(lambda value: value.to("standin"), shapes=("whole blocks",), last=last, **form)
+        unlike += [(form, key) for key in wanted if not torch.equal(whole(wanted[key]), whole(found[key]))]
+    return unlike
+
+
+@needs_standin
+def test_a_step_that_fails_in_the_middle_can_be_repeated():
+    assert on_accelerator(1, after_a_failure) == [[]]
+
+
+def gradients_alive(standin):
+    parameter = nn.Parameter(torch.randn(64, 256, device=standin.KIND))
+    optimizer = shardopt.keyed("adamw", {"w": parameter}, lr=0.1, state_dtype=torch.uint8)
+    parameter.grad = torch.randn_like(parameter)
+    memory = StorageWeakRef(parameter.grad.untyped_storage())
+    optimizer.step()
+    assert not memory.expired()
+    optimizer.zero_grad()
+    return memory.expired()
+
+
+@each_kind
+def test_no_gradient_is_kept_after_a_step(kind):
+    assert on_accelerator(1, gradients_alive, kind=kind) == [True]
 
 
 def last_step_waits(standin):

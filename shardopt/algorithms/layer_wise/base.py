@@ -107,11 +107,12 @@ def _columns(steps: Sequence[ParameterStep], names: Sequence[str]) -> tuple[list
     """
     first = steps[0]
     weights = [local for step in steps for local in step.local_tensors]
-    zero = weights[0].new_zeros(())
-    zeros = [zero.expand_as(weight) for weight in weights]
-    gradients = zeros if first.gradients is None else [each for step in steps for each in step.gradients or ()]
+    gradients = [each for step in steps for each in step.gradients or ()]
     state = [[each for step in steps for each in local_tensors(step.state[name])] for name in names if first.state]
-    state = state or [zeros for _ in names]
+    if not gradients or not first.state:
+        zero = weights[0].new_zeros(())
+        zeros = [zero.expand_as(weight) for weight in weights]
+        gradients, state = gradients or zeros, state or [zeros for _ in names]
     dtype = torch.promote_types(weights[0].dtype, torch.float32)
     wide = [_converted(column, dtype) for column in (weights, gradients, *state)]
     if first.group["maximize"]:

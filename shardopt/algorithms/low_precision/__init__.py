@@ -9,8 +9,9 @@ scales, masters and stochastically rounded parameters have the same bits on any 
     compute   one step of the algorithm's own class for one tensor, on the scratch                 (`inner.py`)
     store     parameter, master and state, rounded to nearest or at random                         (`codes`, `noise`)
 
-so there is never an fp32 copy of more than a chunk. On GPUs, fp32 memory of one chunk serves as scratch itself, torch's
-fused kernel takes the step where it has one, and Triton's kernels compute the bits of `codes` (`code_kernels.py`).
+so there is never an fp32 copy of more than a chunk. On GPUs, torch's fused kernel takes the step where it has one, and
+fp32 memory of one chunk then serves as scratch itself; Triton's kernels compute the bits of `codes`
+(`code_kernels.py`).
 
 **Elements, not positions.** torch computes whole vectors and what is left at the end of a tensor (or of a thread's
 share of it) with different instructions. With AVX2 and torch 2.13, add, mul, div, sqrt, lerp, addcmul, addcdiv,

@@ -26,6 +26,9 @@ from shardopt.sharding.box import Box
 VECTOR = 64
 """The multiple of elements to which scratch memory is padded: several vectors of any CPU."""
 
+ALIGNMENT_BYTES = 16
+"""That of the vectors in torch's kernels for accelerators."""
+
 _MOST_ON_CPU = 32_768  # torch gives more to several threads, whose shares may end anywhere
 _MOST_ELSEWHERE = 1 << 25  # with a quarter of it, steps on an H200 waited for the host's launches
 
@@ -158,11 +161,13 @@ class Scratch:
         """Returns a chunk's own memory, flat, if it may serve as scratch memory; None if it has another form.
 
         On the CPU it may not: nothing pads it there, and a vector that is not whole is computed by other instructions.
+        Elsewhere it is aligned, so that torch's fused kernels take the same way through it as through scratch memory.
         """
         if len(self.chunks) > 1 or self._padded or self._device.type == "cpu":
             return None
         own = self.chunks[0].of(matrices[0])
-        return own.view(-1) if own.dtype is dtype and own.is_contiguous() else None
+        serves = own.dtype is dtype and own.is_contiguous() and own.data_ptr() % ALIGNMENT_BYTES == 0
+        return own.view(-1) if serves else None
 
     def used(self, flat: Tensor) -> Tensor:
         """Returns flat memory without the end that belongs to no chunk."""

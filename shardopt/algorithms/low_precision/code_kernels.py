@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.low_precision.noise import Noise
+from shardopt.algorithms.low_precision.noise import Noise, NoiseKey, Positions
 from shardopt.runtime.kernels import can_run, tl, triton
 
 _ELEMENTS = 2048
@@ -20,7 +20,20 @@ _ELEMENTS = 2048
 
 def fits(tensor: Tensor) -> bool:
     """Whether the kernels run where a tensor is."""
-    return can_run(tensor)
+    return can_run(_try, tensor)
+
+
+def _try(device: torch.device) -> None:
+    """Runs every kernel once, on one block."""
+    values, run = torch.ones(1, 256, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    keys = [NoiseKey(1, 2), NoiseKey(run.int(), run.int())]
+    for key, maximum in zip(keys, (False, True), strict=True):
+        noise = Noise(Positions(run, 256, 256), key)
+        scales, first = scales_for(values, maximum), (96 if maximum else 112) << 3
+        codes = encode(values, scales, noise, 2.0**-31 if maximum else 2.0**-15, first, 248 if maximum else 120)
+        decode(codes.view(-1), scales, torch.zeros(256, device=device), 256)
+        round_at_random(values, noise)
+    encode(values, scales, None, 2.0**-15, 112 << 3, 120)
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
@@ -32,6 +45,7 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
         table: fp32, the number of each code.
         block: S.
     """
+    codes, scales = codes.contiguous(), scales.contiguous()  # kernels know no strides
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     grid = (triton.cdiv(codes.numel(), _ELEMENTS),)
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]  # torch leaves it untyped; Triton launches there
@@ -41,6 +55,7 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
 
 def scales_for(values: Tensor, maximum: bool) -> Tensor:
     """Returns the scales of blocks of numbers: fp32 [...] of [..., S]."""
+    values = values.contiguous()
     scales = torch.empty(values.shape[:-1], dtype=torch.float32, device=values.device)
     grid, shape = _blocks(values)
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]  # as above
@@ -59,6 +74,7 @@ def encode(values: Tensor, scales: Tensor, noise: Noise | None, least: float, fi
         first: the upper bits of d.
         most: the code of 1, with or without a sign beside it.
     """
+    values, scales = values.contiguous(), scales.contiguous()
     codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     grid, shape = _blocks(values)
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]  # as above
@@ -72,6 +88,7 @@ def encode(values: Tensor, scales: Tensor, noise: Noise | None, least: float, fi
 
 def round_at_random(values: Tensor, noise: Noise) -> Tensor:
     """Returns fp32 numbers rounded to one of the two neighbouring bf16 numbers: bf16, new."""
+    values = values.contiguous()
     rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     grid = (triton.cdiv(values.numel(), _ELEMENTS),)
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]  # as above
@@ -92,8 +109,9 @@ def _arguments(noise: Noise | None, instead: Tensor) -> tuple[Any, ...]:
     if noise is None:
         return instead, 0, 0, 1, 0
     before, between = noise.key
-    keys = 2 if isinstance(before, Tensor) else 1
-    return noise.positions.starts, before, between, noise.positions.length, keys
+    if isinstance(before, Tensor):
+        return noise.positions.starts, before.contiguous(), between.contiguous(), noise.positions.length, 2
+    return noise.positions.starts, before, between, noise.positions.length, 1
 
 
 if triton is not None:

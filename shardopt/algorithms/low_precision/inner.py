@@ -50,6 +50,12 @@ class InnerSteps:
         """Returns the state of a one-element tensor before its first step, fp32, on the CPU."""
         return initial_state(self.spec, self._optimizer, self._own(options), torch.zeros(1, device="cpu"))
 
+    def fuses(self, options: Options, device_type: str) -> bool:
+        """Whether torch's fused kernel takes the steps of a group on a kind of device."""
+        if not self._may_fuse or device_type == "cpu" or isinstance(options["lr"], Tensor):
+            return False
+        return has_fused_kernel(self.spec.name, device_type)
+
     def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Stepped:
         """Steps a tensor in place: with torch's for-loop on the CPU, elsewhere by its fused kernel where it has one.
 
@@ -59,23 +65,27 @@ class InnerSteps:
             state: of the tensor; its tensors are changed. Empty for a first step that makes it.
         """
         own = self._own(options)
-        if self._may_fuse and not tensor.is_cpu and not isinstance(own["lr"], Tensor):
-            own["fused"] = has_fused_kernel(self.spec.name, tensor.device.type)
+        is_fused = self.fuses(options, tensor.device.type)
+        if is_fused:
+            own["fused"] = True
         group, given = {**own, PARAMS: [tensor]}, dict(state)
-        counter = given.get(STEP) if own.get("fused") else None
+        counter = given.get(STEP) if is_fused else None
         if counter is not None:  # which the kernel reads on the device; the host would wait to have it back
             given[STEP] = counter.to(tensor.device, non_blocking=True)
         tensor.grad = gradient
         self._optimizer.param_groups = [group]
         self._optimizer.state = defaultdict(dict, {tensor: given})
-        self._step(self._optimizer)
-        new = self._optimizer.state[tensor]
+        try:
+            self._step(self._optimizer)
+            new = self._optimizer.state[tensor]
+        finally:  # nothing of a step, and no gradient, is kept alive until the next one
+            tensor.grad, self._optimizer.param_groups, self._optimizer.state = None, [], defaultdict(dict)
         if counter is not None:
             new[STEP] = counter + 1
         changed = {name: value for name, value in group.items() if name != PARAMS and value is not own.get(name)}
         return Stepped(new, changed)
 
     def _own(self, options: Options) -> dict[str, Any]:
-        """Returns the algorithm's own options, with the for-loop as implementation."""
+        """Returns the algorithm's own options, with no implementation chosen but the for-loop."""
         own = {name: value for name, value in options.items() if name not in STORAGE_OPTIONS and name != PARAMS}
         return {**own, **{name: False for name in IMPLEMENTATION_OPTIONS if name in own}}

@@ -45,7 +45,7 @@ _COMPOUNDS_REMEDY = (
 )
 _UNFIT = {
     "foreach": "the step goes through chunks of one parameter at a time",
-    "fused": "the step runs torch's for-loop",
+    "fused": "a step takes torch's fused kernel by itself, where the device has one",
 }
 _UNFIT |= {"capturable": "counters stay on the CPU", "differentiable": "chunks take no part in autograd"}
 

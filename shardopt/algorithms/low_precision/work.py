@@ -106,6 +106,11 @@ class LowPrecisionStep(RowSharingStep):
         return self.form, self.block, self.shared is None, *map(float, numbers)
 
     @property
+    def is_fused(self) -> bool:
+        """Whether torch's fused kernel takes the step."""
+        return self._inner.fuses(self.group, self.device.type)
+
+    @property
     def is_brought_in(self) -> bool:
         """Whether the algorithm is the user's own."""
         return self._inner.spec.is_brought_in
@@ -199,9 +204,11 @@ class _Work:
     def compute(self, store: bool) -> Stepped:
         """Takes the step; stores the result, or only the largest values in it."""
         form, steps = self._first.form, int(self._first.working[STEP])
-        tensor = self._load(MASTER if form.master and steps else _PARAMETER, in_place=store)
-        gradient = self._load(_GRADIENT, in_place=not self._first.is_brought_in)  # which may write to gradients
-        entries = {entry.name: self._load(entry.name, entry, in_place=store) for entry in form.entries}
+        # A fused step cannot fail halfway. torch's loop can, for memory; a class of the user's may write to gradients.
+        in_place = store and self._first.is_fused
+        tensor = self._load(MASTER if form.master and steps else _PARAMETER, in_place)
+        gradient = self._load(_GRADIENT, in_place=not self._first.is_brought_in)
+        entries = {entry.name: self._load(entry.name, in_place, entry) for entry in form.entries}
         stepped = self._first.compute(tensor, gradient, entries)
         if store:
             self._store(tensor, stepped.state, steps + 1)
@@ -214,7 +221,7 @@ class _Work:
     def _matrices(self, name: str) -> list[Tensor]:
         return [piece.matrices[name] for piece in self._pieces]
 
-    def _load(self, name: str, entry: Stored | None = None, in_place: bool = False) -> Tensor:
+    def _load(self, name: str, in_place: bool, entry: Stored | None = None) -> Tensor:
         if entry is None or not entry.coded:
             return load(self._scratch, self._matrices(name), in_place=in_place)
         return load(self._scratch, self._matrices(name), [piece.scales[name] for piece in self._pieces], entry.signed)

@@ -42,9 +42,17 @@ class Numbers:
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernel supports a table, its gradients and its state."""
-    return can_run(*tensors) and all(
+    return can_run(_try, *tensors) and all(
         tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors
     )
+
+
+def _try(device: torch.device) -> None:
+    """Runs the kernel once for each rule, on one row."""
+    table, index = torch.zeros(1, 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for betas in (None, (0.9, 0.99)):
+        averages = None if betas is None else table
+        update(table, index, table, table, averages, Numbers(1.0, 1.0, 0.0, 1.0, betas))
 
 
 def update(

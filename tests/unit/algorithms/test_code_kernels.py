@@ -6,7 +6,11 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import shardopt
 from shardopt.algorithms.low_precision import code_kernels, codes
 from shardopt.algorithms.low_precision.chunks import Scratch, chunks_of
 from shardopt.algorithms.low_precision.noise import Noise, NoiseKey, Positions, noise_key
@@ -59,7 +63,8 @@ def results(values, block, noise, signed, maximum):
     coded = codes.encode(values.clone(), scales, signed, noise)
     coded[scales.isinf()] = 0  # where codes stand for nothing
     flat = torch.cat([coded.view(-1), coded.new_zeros(40)])  # memory is padded
-    found = [scales, coded, codes.decode(flat, codes.as_stored(scales), signed, block)]
+    column = torch.stack([codes.as_stored(scales), scales + 1], 1)[:, 0]  # as one block of several in a row
+    found = [scales, coded, codes.decode(flat, column, signed, block)]
     return found + ([] if noise is None else [codes.round_at_random(values, noise)])
 
 
@@ -119,13 +124,47 @@ def test_noise_of_several_chunks_is_that_of_each_alone():
         assert torch.equal(together, torch.cat(alone))
 
 
-def test_where_a_kernel_cannot_be_made_torchs_operations_take_its_place(monkeypatch, caplog):
-    class Unmakeable:
-        def __getitem__(self, grid):
-            raise RuntimeError("Failed to find C compiler.\nMore of it")
+def test_where_a_kernel_cannot_be_made_torchs_operations_take_its_place(caplog):
+    class OnGPU:
+        is_cuda, device = True, torch.device("cuda", 0)
 
-    monkeypatch.setattr(kernels, "_nothing", Unmakeable(), raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
-    with caplog.at_level(logging.WARNING, "shardopt"):
-        assert not kernels._works.__wrapped__(torch.device("cuda", 0))
-    assert "cuda:0 (Failed to find C compiler.)" in caplog.text
+    def trial(device):
+        raise RuntimeError("Failed to find C compiler.\nMore of it")
+
+    with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.WARNING, "shardopt"):
+        patched.setattr(kernels, "triton", object())
+        assert not kernels.can_run(trial, OnGPU()) and not kernels.can_run(trial, OnGPU())
+        assert kernels.can_run(lambda device: None, OnGPU())
+    assert caplog.text.count("cuda:0 (Failed to find C compiler.)") == 1
+
+
+def trained_on_columns(with_kernels):
+    """Parameters and state after steps where each of two ranks has one block of each row."""
+    interpreted(code_kernels)
+    code_kernels.fits = lambda tensor: with_kernels
+    mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+    weight, *gradients = torch.randn(3, 16, 512, generator=generator) * torch.logspace(-3, 3, 16)[:, None]
+    parameter = nn.Parameter(distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None))
+    optimizer = shardopt.keyed("adamw", {"w": parameter}, lr=0.1, state_dtype=torch.uint8)
+    for gradient in gradients:
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(1)], src_data_rank=None)
+        optimizer.step()
+    entries = [value for value in optimizer.state[parameter].values() if isinstance(value, DTensor)]
+    return [each.to_local().detach() for each in (parameter, *entries)]
+
+
+@needs_triton
+def test_ranks_that_have_one_block_of_each_row_have_the_bits_of_torchs_operations():
+    wanted, actual = (run_ranks(2, trained_on_columns, with_kernels) for with_kernels in (False, True))
+    for here, there in zip(wanted, actual, strict=True):
+        assert len(here) == 5 and all(map(torch.equal, here, there))
+
+
+@needs_triton
+def test_the_trial_runs_all_kernels():
+    assert run_ranks(1, try_kernels, backend=None) == [None]
+
+
+def try_kernels():
+    interpreted(code_kernels)
+    code_kernels._try(torch.device("cpu"))
