@@ -284,7 +284,7 @@ REFUSED = {
     "averages": ({"algorithm": "schedulefreeadamw"}, "ScheduleFreeAdamW"),
     "no such dtype": ({"state_dtype": torch.int8}, "'int8'"),
     "no such rounding": ({"rounding": "up"}, "'up'"),
-    "fused": ({"state_dtype": BF16, "fused": True}, "for-loop"),
+    "fused": ({"state_dtype": BF16, "fused": True}, "by itself"),
     "foreach in a group": ({"state_dtype": BF16, "groups": [{"match": "weight", "foreach": True}]}, "foreach"),
     "fp64": ({"state_dtype": BF16, "dtype": torch.float64}, "0.weight"),
     "a subclass": ({"algorithm": Faster}, 'Faster, a subclass of AdamW.*give "adamw"'),
