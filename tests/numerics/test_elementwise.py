@@ -51,9 +51,9 @@ def rows():
     Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
     Usually all options are seen on four ranks in fp32, all layouts under one optimizer, by one implementation after the
     other; the first options of every algorithm and implementation in every dtype (in fp64 of every algorithm, and of
-    the fused ones), and those of every algorithm on fewer ranks. The first and the last rank look, or the last one
-    alone where the first options of the algorithm were seen already. All means each layout by itself, and each rank,
-    too.
+    the fused ones), and those of every algorithm on fewer ranks. The first and the last rank look in fp32, and the
+    last one alone in other dtypes, and where the first options of the algorithm were seen already. All means each
+    layout by itself, and each rank, too.
     """
     met, cases = set(), (*ELEMENTWISE_CASES, *EXTRA_CASES)
     by_options = {}
@@ -76,7 +76,8 @@ def rows():
                     if name in OWN_OPTIONS:  # which share their bookkeeping
                         usual = layouts is MIXED and ranks == 4 and dtype in (torch.float32, torch.bfloat16) and first
                         usual = usual and not options.get("foreach")
-                    looking = (0, ranks - 1) if plainest or name in OWN_OPTIONS else (ranks - 1,)
+                    both = dtype == torch.float32 and (plainest or name in OWN_OPTIONS)
+                    looking = (0, ranks - 1) if both else (ranks - 1,)
                     kind_of = "alone" if layouts is ALONE else "mixed"
                     yield pytest.param(
                         name,

@@ -122,12 +122,15 @@ def test_it_runs(name, here, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.skipif(bool(standin.lacking()), reason=standin.lacking() or "it is there")
-def test_all_of_what_is_run_on_a_gpu(here, monkeypatch, capfd):
+def test_all_of_what_is_run_on_a_gpu(here, monkeypatch, capfd, request):
     module = here("on_gpu")
-    monkeypatch.setattr(sys, "argv", ["on_gpu", "--device", "standin"])
+    sections = [*module.SECTIONS]
+    if not request.config.getoption("--exhaustive"):
+        sections.remove("tests")  # which collects tests, in a process of its own
+    monkeypatch.setattr(sys, "argv", ["on_gpu", "--device", "standin", "--section", *sections])
     module.main()
     printed = capfd.readouterr().out
-    for name in module.SECTIONS:
+    for name in sections:
         _, _, table = printed.partition(f"## {name}\n")
         assert table.partition("\n## ")[0].count("\n|") > 2, name
     assert "False" not in printed and "| error" not in printed

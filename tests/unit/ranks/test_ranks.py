@@ -686,7 +686,7 @@ def test_what_another_job_left_in_the_store_is_no_answer(any_job, rounds, first)
         ]
 
     def stale(here):
-        return here.with_deadline(0.3).agree("x", lambda: None, lambda _: "stale", lambda _: "stale")
+        return here.with_deadline(0.15).agree("x", lambda: None, lambda _: "stale", lambda _: "stale")
 
     def expected(count, number):
         return [[[[number, rank, i] for rank in range(3)] for i in range(count)]] * 3
@@ -698,7 +698,7 @@ def test_what_another_job_left_in_the_store_is_no_answer(any_job, rounds, first)
         fresh = any_job.start()
 
         def late(here, number=number):
-            time.sleep(0 if first is None or here.rank == first else 0.1)
+            time.sleep(0 if first is None or here.rank == first else 0.05)
             return some_rounds(rounds + 1, number)(here)
 
         assert together(fresh, late) == expected(rounds + 1, number)

@@ -312,6 +312,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
 def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monkeypatch):
+    monkeypatch.setattr("shardopt.ranks.connections.peers._RETURN_SECONDS", 0.5)
     monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # so that it leads a block
     ranks = job.start()
     together(ranks, lambda here: here.agree("x", lambda: None))
@@ -665,7 +666,8 @@ def test_bytes_that_somebody_else_sends_on_a_connection_are_none_of_the_rank(job
     end_all(ranks)
 
 
-def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
+def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire, monkeypatch):
+    monkeypatch.setattr("shardopt.ranks.connections.peers._RETURN_SECONDS", 0.5)
     ranks = job.start(3)
     together(ranks, numbers)
     node = ranks[1].channel.node

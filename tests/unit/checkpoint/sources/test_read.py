@@ -211,7 +211,7 @@ def test_columns_take_bounded_memory(big):
 def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
     """Of just under the size of a batch each, which two of them make too large; on a slow disk, so that all wait."""
     read_into = LocalStorage._read_into
-    monkeypatch.setattr(LocalStorage, "_read_into", lambda *args: [time.sleep(0.3), read_into(*args)])
+    monkeypatch.setattr(LocalStorage, "_read_into", lambda *args: [time.sleep(0.05), read_into(*args)])
     value = numbers((1900, 1024), "float32")
     keys = [f"t{i}" for i in range(16)]
     path = store(tmp_path / "c", dict.fromkeys(keys, value), {key: [whole((1900, 1024))] for key in keys})
