@@ -28,6 +28,7 @@ _PACKAGES = (
     "numpy",
     "fsspec",
     "xxhash",
+    "triton",
     "argcomplete",
     "rich",
     "obstore",
