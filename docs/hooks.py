@@ -36,10 +36,12 @@ def on_files(files: Files, config: Any) -> Files:
         taken[f"benchmarks/results/{path.name}"] = f"measured/{name}"
     for source, uri in taken.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+    known = {*_uris(files)}
     for file in [*files.documentation_pages()]:
         for target in _LINK.findall(_without_blocks(file.content_string)):
             path = _in_repository(file, target[1])
-            if path not in _uris(files) and (ROOT / path).is_file():
+            if path not in known and (ROOT / path).is_file():
+                known.add(path)
                 files.append(File.generated(config, f"source/{path}.md", content=_source_page(path)))
     return files
 
@@ -77,8 +79,8 @@ def _uris(files: Files) -> dict[str, str]:
 
 def _path_of(file: File) -> str:
     """The path in the repository; empty for what comes from elsewhere, as the theme's files and pages that are made."""
-    path = Path(file.abs_src_path) if file.abs_src_path is not None else None
-    return path.relative_to(ROOT).as_posix() if path is not None and path.is_relative_to(ROOT) else ""
+    path, root = file.abs_src_path or "", f"{ROOT}/"  # not as paths: a build asks this 100,000 times
+    return path.removeprefix(root) if path.startswith(root) else ""
 
 
 def _in_repository(file: File, target: str) -> str:
