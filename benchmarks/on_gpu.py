@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import shardopt
 from benchmarks import launches
 from benchmarks.device import MODEL, STANDIN, Place, Rows, apart, lacking, module_of, refusing_waits
-from benchmarks.on_gpu_saves import saves
+from benchmarks.on_gpu_saves import saves, threads
 from benchmarks.peers import RESULTS, hardware
 from shardopt import checkpoint
 from shardopt.algorithms.row_wise import row_rules
@@ -263,7 +263,7 @@ def peak_of(at: Place, make: Callable[[nn.Module], Any]) -> tuple[int, int]:
 
 
 SECTIONS: dict[str, Callable[[Place], Rows]] = {
-    **{each.__name__: each for each in (tests, waits, stored, steps, saves, rows, graphs, memory)},
+    **{each.__name__: each for each in (tests, waits, stored, steps, saves, threads, rows, graphs, memory)},
     "launches": count_launches,
 }
 

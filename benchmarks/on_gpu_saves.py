@@ -19,6 +19,9 @@ import shardopt
 from benchmarks import dcp
 from benchmarks.device import MODEL, Place, Rows
 from shardopt import checkpoint
+from shardopt.checkpoint.sources.reading import checking
+from shardopt.runtime.accelerator import pin, unpin
+from shardopt.runtime.host_memory import Block
 
 
 def saves(at: Place) -> Rows:
@@ -47,6 +50,13 @@ def saves(at: Place) -> Rows:
     copied, _ = at.seconds(lambda: host.copy_(device, non_blocking=True), 5)
     yield row("a plain copy of as many bytes to pinned memory", copied * nbytes / host.nbytes)
     yield "a step of training", f"{a_step:.4f}", "", ""
+    block = Block(nbytes)
+    for what, call in (("populated", block.populate), ("then pinned", partial(pin, block.memory, device.device))):
+        begin = time.perf_counter()
+        call()
+        yield row(f"as many bytes of new host memory, {what}", time.perf_counter() - begin)
+    unpin(block.memory, device.device)
+    block.free()
     stages: tuple[Any, ...] = ("now", "lazy")
     for stage, name in itertools.product(stages, ("first", "again")):
         at.module.synchronize()
@@ -83,6 +93,27 @@ def saves(at: Place) -> Rows:
             seconds = time.perf_counter() - begin
             yield row(f"{name}: {what}", seconds, None if "raw" in what else seconds)
         shutil.rmtree(path)
+
+
+def threads(at: Place) -> Rows:
+    """How many threads should read a checkpoint from the page cache to the device?"""
+    yield "threads", "seconds of a load", "GB/s"
+    count, width = MODEL[at.small]
+    model = at.layers(count, width)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    checkpoint.save(f"{at.folder}/warm", {"model": model}, durable=False)
+    chosen = checking._THREADS
+    try:
+        for number in (2, 4, 8, 16):
+            checking._THREADS = number
+            seconds, _ = at.seconds(lambda: checkpoint.load(f"{at.folder}/warm", {"model": model}), 3)
+            yield (
+                f"{number}{' (default)' if number == chosen else ''}",
+                f"{seconds:.4f}",
+                f"{nbytes / seconds / 1e9:.2f}",
+            )
+    finally:
+        checking._THREADS = chosen
 
 
 def dcp_call(function: Callable[..., Any], state: dict[str, Any], path: str) -> None:
