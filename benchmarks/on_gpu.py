@@ -1,6 +1,6 @@
 """What to see first on one GPU: independent sections, each of which prints a table within minutes.
 
-    python -m benchmarks.on_gpu                        # on CUDA, some ten minutes; nothing else should use the GPU
+    python -m benchmarks.on_gpu                        # on CUDA, some minutes a section; use the GPU for nothing else
     python -m benchmarks.on_gpu --section steps saves  # some of them
     python -m benchmarks.on_gpu --device standin       # in small, on the tests' simulated accelerator
 

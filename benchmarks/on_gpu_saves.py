@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 import shardopt
 from benchmarks import dcp
 from benchmarks.device import MODEL, Place, Rows
+from benchmarks.peers import drop_from_cache
 from shardopt import checkpoint
 from shardopt.checkpoint.sources.reading import checking
 from shardopt.runtime.accelerator import pin, unpin
@@ -56,7 +56,6 @@ def saves(at: Place) -> Rows:
         call()
         yield row(f"as many bytes of new host memory, {what}", time.perf_counter() - begin)
     unpin(block.memory, device.device)
-    block.free()
     stages: tuple[Any, ...] = ("now", "lazy")
     for stage, name in itertools.product(stages, ("first", "again")):
         at.module.synchronize()
@@ -84,8 +83,8 @@ def saves(at: Place) -> Rows:
             "load of what is in the page cache": partial(load, path),
         }
         for what, call in calls.items():
-            if "cache" not in what or "no cache" in what:
-                drop_cached(path)
+            if "page cache" not in what:
+                drop_from_cache(Path(path))
             at.module.synchronize()
             begin = time.perf_counter()
             call()
@@ -121,19 +120,6 @@ def dcp_call(function: Callable[..., Any], state: dict[str, Any], path: str) -> 
     function(state, checkpoint_id=path, no_dist=True)
 
 
-def files_in(folder: str) -> list[Path]:
-    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-
-
-def drop_cached(folder: str) -> None:
-    """Drops a folder's files from the page cache; they are on the disk then."""
-    for path in files_in(folder):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
 def read_files(folder: str, threads: int = 16, request_bytes: int = 8 << 20) -> None:
     """Reads files into memory that each thread uses again."""
     own = threading.local()
@@ -146,5 +132,6 @@ def read_files(folder: str, threads: int = 16, request_bytes: int = 8 << 20) -> 
             file.readinto(own.memory)
 
     with ThreadPoolExecutor(threads) as pool:
-        places = [(path, at) for path in files_in(folder) for at in range(0, path.stat().st_size, request_bytes)]
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        places = [(path, at) for path in files for at in range(0, path.stat().st_size, request_bytes)]
         list(pool.map(read, *zip(*places, strict=True)))

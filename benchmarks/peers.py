@@ -41,6 +41,15 @@ def _rank(rank: int, n: int, folder: str, function: Callable[..., Any], args: tu
     dist.destroy_process_group()
 
 
+def drop_from_cache(folder: Path) -> None:
+    """Drops a folder's files from the page cache, once they are on the disk."""
+    for file in filter(Path.is_file, folder.rglob("*")):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
 def calling(function: Callable[[], Any]) -> Callable[[int], Any]:
     """A peer that calls a function, whatever the number of the repetition."""
     return lambda _: function()

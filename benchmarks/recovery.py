@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
-from benchmarks.peers import on_ranks, write_table
+from benchmarks.peers import drop_from_cache, on_ranks, write_table
 from benchmarks.s3_files import BUCKET, served
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
@@ -144,14 +144,6 @@ def lay_out(kept: Path, target: Path, is_wanted: Callable[[int], bool]) -> None:
             shutil.copy(file, target / STEP / file.name)
         elif is_wanted(writer_of(file.name)):
             os.link(file, target / STEP / file.name)
-
-
-def drop_from_cache(folder: Path) -> None:
-    for file in folder.rglob("*.safetensors"):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def restores(memory: str, disk: str, s3: dict[str, object], megabytes: float, repetitions: int) -> dict[str, Any]:

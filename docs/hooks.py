@@ -79,7 +79,7 @@ def _uris(files: Files) -> dict[str, str]:
 
 def _path_of(file: File) -> str:
     """The path in the repository; empty for what comes from elsewhere, as the theme's files and pages that are made."""
-    path, root = file.abs_src_path or "", f"{ROOT}/"  # not as paths: a build asks this 100,000 times
+    path, root = file.abs_src_path or "", f"{ROOT}/"  # not as paths: a build asks this some ten thousand times
     return path.removeprefix(root) if path.startswith(root) else ""
 
 

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests make many objects and few cycles: with Python's own thresholds the collector takes a twentieth of their time.
+# Tests make many objects and few cycles: with the usual thresholds the collector takes a twentieth of the time of some.
 gc.set_threshold(100_000, 50, 1000)
 
 # No example has a time limit of its own: on a busy machine that would fail a test that is right.

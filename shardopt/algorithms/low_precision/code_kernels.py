@@ -20,20 +20,20 @@ _ELEMENTS = 2048
 
 def fits(tensor: Tensor) -> bool:
     """Whether the kernels run where a tensor is."""
-    return can_run(_try, tensor)
+    return tensor.is_cuda and can_run(_try, tensor)
 
 
 def _try(device: torch.device) -> None:
     """Runs every kernel once, on one block."""
     values, run = torch.ones(1, 256, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     keys = [NoiseKey(1, 2), NoiseKey(run.int(), run.int())]
-    for key, maximum in zip(keys, (False, True), strict=True):
-        noise = Noise(Positions(run, 256, 256), key)
-        scales, first = scales_for(values, maximum), (96 if maximum else 112) << 3
-        codes = encode(values, scales, noise, 2.0**-31 if maximum else 2.0**-15, first, 248 if maximum else 120)
+    forms = [(2.0**-15, 896, 120), (2.0**-31, 768, 248)]  # as in `codes.py`: of numbers with a sign, and without
+    for key, form, maximum in zip(keys, forms, (False, True), strict=True):
+        noise, scales = Noise(Positions(run, 256, 256), key), scales_for(values, maximum)
+        codes = encode(values, scales, noise, *form)
         decode(codes.view(-1), scales, torch.zeros(256, device=device), 256)
         round_at_random(values, noise)
-    encode(values, scales, None, 2.0**-15, 112 << 3, 120)
+    encode(values, scales, None, *forms[0])
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:

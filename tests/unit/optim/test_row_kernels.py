@@ -1,6 +1,7 @@
 """The kernel for GPUs against torch's own operations; where there is no GPU, under Triton's interpreter."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def test_it_moves_rows_as_torchs_operations_do(rule, dtype):
 
 def under_the_interpreter():
     interpreted(row_kernels)
+    row_kernels._try(torch.device("cpu"))
     for rule, dtype in itertools.product(RULES.values(), DTYPES):
         compare_all(rule, dtype)
     return type(row_kernels._move_rows).__name__
@@ -80,5 +82,10 @@ def compare(shape, rule, dtype, options, monkeypatch, every):
 def test_it_is_not_taken_for_what_it_cannot_do(monkeypatch):
     table = torch.zeros(4, 2)
     assert not row_kernels.fits(table)  # not on a GPU
+    made = []
+    monkeypatch.setattr(row_kernels, "_try", made.append)
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda: True, dtype=torch.float32)
+    monkeypatch.setattr(kernels, "triton", object())
+    assert row_kernels.fits(on_gpu) and made == ["cuda:0"]
     monkeypatch.setattr(kernels, "triton", None)
-    assert not row_kernels.fits(table)
+    assert not row_kernels.fits(on_gpu)
