@@ -56,7 +56,7 @@ from shardopt.state.trainer_optimizers import is_constructed, unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
-RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.")
+RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 

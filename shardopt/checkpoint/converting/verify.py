@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
+from shardopt.checkpoint.format.constants import (
+    CHECKSUMS_PREFIX,
+    DATA_SUFFIX,
+    DELTA_INDEX_PREFIX,
+    DELTA_PREFIX,
+    PER_RANK_PREFIX,
+)
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.reading.checking import damaged_segments, threads_for
-from shardopt.checkpoint.sources.reading.open_file import form_of
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, form_of
+from shardopt.checkpoint.sources.reading.with_deltas import open_with_deltas
 from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
-from shardopt.sharding.box import Box, cover_faults
+from shardopt.sharding.box import cover_faults
 from shardopt.world import world
 
 _REMEDY = "restore from another checkpoint"
@@ -122,8 +130,14 @@ def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
     yield from (name for name in remains if name not in referred)
 
 
-Members = Mapping[str, tuple[StoredTensor, Box]]
-"""The contents of one file by its manifest: key in the file → the tensor, and the box of it that the file holds."""
+class _Members(NamedTuple):
+    """The contents of one file by its manifest: key in the file → the form of the box, and the files with deltas on it.
+
+    `deltas` are the keys of those that it holds itself.
+    """
+
+    boxes: Mapping[str, tuple[Form, tuple[int, ...]]]
+    deltas: Collection[str]
 
 
 class _MembersByFile:
@@ -135,24 +149,31 @@ class _MembersByFile:
             if tensor.tied_to is None:  # else it is stored as the tensor that it is tied to
                 self._layouts.setdefault(id(tensor.layout), (tensor.layout, []))[1].append((key, tensor))
         self._boxes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._with_deltas: defaultdict[int, set[int]] = defaultdict(set)
         for at, (layout, _) in self._layouts.items():
             for box, file in enumerate(layout.files):
                 self._boxes[file].append((at, box))
+            for entry in layout.entries:
+                for file in entry.deltas:
+                    self._with_deltas[file].add(at)
 
-    def of(self, number: int) -> Members:
+    def of(self, number: int) -> _Members:
         """Returns the members of a file."""
-        members = {}
+        boxes = {}
         for at, box in self._boxes[number]:
             layout, tensors = self._layouts[at]
             entry = layout.entry(box)
-            members.update({entry.key(each.stored_as or key): (each, entry.box) for key, each in tensors})
-        return members
+            for key, each in tensors:
+                boxes[entry.key(each.stored_as or key)] = form_of(each.dtype, entry.box), entry.deltas
+        keys = [each.stored_as or key for at in self._with_deltas[number] for key, each in self._layouts[at][1]]
+        return _Members(boxes, {prefix + key for key in keys for prefix in (DELTA_PREFIX, DELTA_INDEX_PREFIX)})
 
 
 def _bytes_to_read(file: DataFile, number: int, members: _MembersByFile) -> int:
     if file.directory is None:
         return file.nbytes
-    return sum(box.numel * tensor.dtype.itemsize for tensor, box in members.of(number).values())
+    of_file = members.of(number)
+    return file.nbytes if of_file.deltas else sum(form.nbytes for form, _ in of_file.boxes.values())
 
 
 def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Counter) -> list[Problem]:
@@ -163,22 +184,26 @@ def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Coun
     except CorruptionError as error:
         done.add(_bytes_to_read(file, number, by_file))
         return [*error.problems]
-    members = by_file.of(number)
+    boxes, deltas = by_file.of(number)
     # Of a file that is referred to, what other checkpoints have in it is theirs.
-    entries = dict(opened.entries) if file.directory is None else {}
-    for key, (tensor, box) in members.items():
+    is_own = file.directory is None
+    entries = {key: (opened, entry) for key, entry in opened.entries.items() if is_own or key in deltas}
+    with_deltas: dict[tuple[int, ...], OpenFile] = {(): opened}
+    for key, (form, numbers) in boxes.items():
         try:
-            entries[key] = opened.entry(key, form_of(tensor.dtype, box))
+            if numbers not in with_deltas:
+                with_deltas[numbers] = open_with_deltas(opened, [source.open_file(each) for each in numbers])
+            entries[key] = with_deltas[numbers], with_deltas[numbers].entry(key, form)
         except CorruptionError as error:
             problems += error.problems
-    for key, entry in entries.items():
+    for key, (of_file, entry) in entries.items():
         if key.startswith(CHECKSUMS_PREFIX):
             continue
-        known = key in members or key in source.read_through
+        known = key in boxes or key in deltas or key in source.read_through
         if not known and not key.startswith(PER_RANK_PREFIX):
             problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
         try:
-            problems += damaged_segments(opened, entry, done.add, once=True)
+            problems += damaged_segments(of_file, entry, done.add, once=True)
         except CorruptionError as error:
             problems += error.problems
     return problems

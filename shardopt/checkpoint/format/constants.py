@@ -6,7 +6,8 @@ A checkpoint is a directory:
     <save_id>-r00000-1.safetensors     the second box of tensors of which a rank writes two, and so on
     manifest.json                      written last: its existence is the commit
 
-Boxes that have not changed may lie in data files of an earlier save, in a directory beside this one.
+Boxes that have not changed, or only in some elements, may lie in data files of an earlier save, in a directory beside
+this one.
 docs/format.md is the specification of the format.
 """
 
@@ -24,7 +25,7 @@ import xxhash
 from shardopt.errors import CorruptionError, Problem
 
 FORMAT_NAME = "shardopt"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """The version that is written, and the newest version that can be read."""
 
 MANIFEST_NAME = "manifest.json"
@@ -55,6 +56,8 @@ SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
 CHECKSUMS_PREFIX = "__xxh3__."
 PER_RANK_PREFIX = "__per_rank__."
 PATCH_PREFIX = "__rows__."
+DELTA_PREFIX = "__delta__."
+DELTA_INDEX_PREFIX = "__delta_index__."
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,9 @@ def file_stem(rank: int, slot: int) -> str:
     return f"r{rank:05d}" + (f"-{slot}" if slot else "")
 
 
-def patch_key(key: str, row: int) -> str:
-    """Returns the key of a patch in a data file: some rows of a box, from this row of the tensor on."""
-    return f"{PATCH_PREFIX}{row}.{key}"
+def patch_prefix(row: int) -> str:
+    """Returns what stands before the key of a patch in a data file: some rows of a box, from this row on."""
+    return f"{PATCH_PREFIX}{row}."
 
 
 def segment_count(nbytes: int) -> int:

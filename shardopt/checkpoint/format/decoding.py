@@ -64,7 +64,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise FormatError("the checkpoint needs a newer reader", [problem], code="newer-format")
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
-        sizes = [(len(each["files"]) + len(each.get("entries", ())), len(each["shape"])) for each in body["layouts"]]
+        sizes = [(_size_of(each), len(each["shape"])) for each in body["layouts"]]
         excess = limit_exceeded(sizes)
         if excess:
             raise damaged(where, excess)
@@ -125,6 +125,12 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
     return rules
 
 
+def _size_of(layout: Mapping[str, Any]) -> int:
+    """Returns `StoredLayout.size` of a layout that is not decoded yet."""
+    deltas = sum(len(entry[3]) for entry in layout.get("entries", ()) if entry is not None and len(entry) > 3)
+    return len(layout["files"]) + len(layout.get("entries", ())) + deltas
+
+
 _Grids = dict[tuple[tuple[int, ...], ...], tuple[Box, ...]]
 """The boxes of grids by their cuts: layouts over many files are few grids that differ in which file has which cell."""
 
@@ -143,7 +149,7 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int, grids: _Grids) -> S
         raise ValueError("boxes in files that are not there")
     if not is_shape(shape):  # nothing may overflow that is computed from here on
         raise ValueError(f"the shape {list(shape)}")
-    entries = _decode_entries(wire["entries"], shape, boxes) if "entries" in wire else ()
+    entries = _decode_entries(wire["entries"], shape, boxes, file_count) if "entries" in wire else ()
     of_files = {(file, entry.box) for file, entry in zip(files, entries, strict=False) if not entry.is_patch}
     if len({file for file, _ in of_files}) < len(of_files):
         raise ValueError("two boxes of a tensor in one file")
@@ -161,18 +167,23 @@ def _decode_grid(wire: Sequence[Any], dimensions: int, cells: int, grids: _Grids
     return grids[cuts]
 
 
-def _decode_entries(wire: Sequence[Any], shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[StoredEntry, ...]:
+def _decode_entries(
+    wire: Sequence[Any], shape: tuple[int, ...], boxes: Sequence[Box], file_count: int
+) -> tuple[StoredEntry, ...]:
     entries = []
     for box, entry in zip(boxes, wire, strict=True):
         if entry is None:
             entries.append(StoredEntry(box, False))
             continue
-        offsets, sizes, is_patch = entry
+        offsets, sizes, is_patch, *more = entry
+        deltas = read_sizes(*more) if more else ()
+        if len(set(deltas)) < len(deltas) or max(deltas, default=-1) >= file_count or (deltas and is_patch):
+            raise ValueError("deltas in files that are not there, twice in one, or of a patch")
         stored = Box(read_sizes(offsets), read_sizes(sizes))
         fits = len(stored.offsets) == len(stored.sizes) == len(shape) and stored.contains(box)
         if type(is_patch) is not bool or not shape or not fits or not whole(shape).contains(stored):
             raise ValueError("an entry of a file that a box cannot be taken from")
-        entries.append(StoredEntry(stored, is_patch))
+        entries.append(StoredEntry(stored, is_patch, deltas))
     return tuple(entries)
 
 

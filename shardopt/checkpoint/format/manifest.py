@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.constants import (
     MOST_OFFSETS,
     SEAL_BYTES,
     Dtype,
-    patch_key,
+    patch_prefix,
     seal,
 )
 from shardopt.checkpoint.format.values import Values, decode_each, encode_each, encode_path, pack
@@ -33,14 +33,18 @@ _HALF_KNOWN = b'{"any":'  # begins the form of an `OnAnyRank`, which is stored a
 
 
 class StoredEntry(NamedTuple):
-    """The stored entry that a box is read from: a box that contains it, under the tensor's key or as a patch."""
+    """The stored entry that a box is read from: a box that contains it, under the tensor's key or as a patch.
+
+    `deltas` are the numbers of the files with what has changed in it since, in order.
+    """
 
     box: Box
     is_patch: bool
+    deltas: tuple[int, ...] = ()
 
     def key(self, key: str) -> str:
         """Returns the key in the file of a tensor that data files store under `key`."""
-        return patch_key(key, self.box.offsets[0]) if self.is_patch else key
+        return patch_prefix(self.box.offsets[0]) + key if self.is_patch else key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +58,11 @@ class StoredLayout:
     boxes: tuple[Box, ...]
     files: tuple[int, ...]
     entries: tuple[StoredEntry, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of boxes, entries and deltas, which the format limits."""
+        return len(self.boxes) + len(self.entries) + sum(len(entry.deltas) for entry in self.entries)
 
     def entry(self, number: int) -> StoredEntry:
         """Returns the entry that a box, by its number, is read from."""
@@ -80,6 +89,9 @@ class StoredTensors(dict[str, StoredTensor]):
     @cached_property
     def min_reader_version(self) -> int:
         """The lowest version of the format that can express these tensors."""
+        layouts = {id(tensor.layout): tensor.layout for tensor in self.values()}
+        if any(entry.deltas for layout in layouts.values() for entry in layout.entries):
+            return 5
         return 2 if any(tensor.tied_to is not None for tensor in self.values()) else 1
 
     @cached_property
@@ -97,7 +109,7 @@ class StoredTensors(dict[str, StoredTensor]):
             if number == len(distinct):
                 distinct.append(layout)
             tensors[key] = (dtype.name, number, encode_path(key, path))
-        excess = limit_exceeded([(len(layout.boxes) + len(layout.entries), len(layout.shape)) for layout in distinct])
+        excess = limit_exceeded([(layout.size, len(layout.shape)) for layout in distinct])
         if excess:
             problem = Problem("manifest", excess, "layouts within the limit", "have fewer dimensions, ranks or layouts")
             raise StateError("the manifest would be unreadable", [problem])
@@ -165,11 +177,13 @@ def encode_manifest(manifest: Manifest, wires: Values | None = None) -> bytes:
         StateError: it is too large for readers.
     """
     values = pack(encode_each(manifest.values) if wires is None else wires)
-    needed = 3 if "shared" in values else manifest.tensors.min_reader_version
+    needed = max(3 if "shared" in values else 1, manifest.tensors.min_reader_version)
+    if any(file.directory is not None for file in manifest.files):
+        needed = max(needed, 4)
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "min_reader_version": 4 if any(file.directory is not None for file in manifest.files) else needed,
+        "min_reader_version": needed,
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
         "files": [
@@ -210,8 +224,10 @@ def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
     wire["files"] = layout.files
     if layout.entries:
         wire["entries"] = [
-            None if not is_patch and box == own else [box.offsets, box.sizes, is_patch]
-            for own, (box, is_patch) in zip(layout.boxes, layout.entries, strict=True)
+            None
+            if entry == StoredEntry(own, False)
+            else [entry.box.offsets, entry.box.sizes, entry.is_patch, *([entry.deltas] if entry.deltas else [])]
+            for own, entry in zip(layout.boxes, layout.entries, strict=True)
         ]
     return wire
 

@@ -29,17 +29,19 @@ _Found = tuple[Part, ...] | int | None
 def refer(plan: SavePlan, unchanged: Unchanged) -> tuple[list[tuple[int, int]], tuple[DataFile, ...], StoredTensors]:
     """Returns rank and slot of each written file, the files that are referred to, and all tensors."""
     found: dict[str, list[_Found]] = {key: [None] * len(each.boxes) for key, each in plan.assigned.items()}
-    writers = []
+    written = set[tuple[int, int]]()
     for rank, slot in plan.files:
         boxes = plan.boxes_in_order.get((rank, slot), ())
         parts = unpack_parts(unchanged.by_rank[rank]).get(slot, {})
         for position, of_box in parts.items():
             key, number = boxes[position]
             found[key][number] = of_box if isinstance(of_box, int) else (*of_box,)
-        some = (part for of_box in parts.values() if not isinstance(of_box, int) for part in of_box)
+        some = [part for of_box in parts.values() if not isinstance(of_box, int) for part in of_box]
         is_written = len(parts) < len(boxes) or any(part.unchanged_in is None for part in some)
         if is_written or (plan.geometry.per_rank and slot == 0):
-            writers.append((rank, slot))
+            written.add((rank, slot))
+        written |= {(rank, part.delta_slot) for part in some if part.delta_slot is not None}
+    writers = sorted(written)
     files = _Files(unchanged.base, writers)
     layouts: dict[tuple[Assignment, StoredLayout | None, tuple[_Found, ...]], StoredLayout] = {}
     stored = StoredTensors()
@@ -73,6 +75,10 @@ class _Files:
             self.referred.append(self._base.data_file(number))
         return self._numbers[number]
 
+    def entry_in_base(self, entry: StoredEntry) -> StoredEntry:
+        """Returns an entry of the base with this manifest's numbers of the files with its deltas."""
+        return entry._replace(deltas=(*map(self.in_base, entry.deltas),)) if entry.deltas else entry
+
 
 def _layout(assignment: Assignment, base: StoredLayout | None, found: Sequence[_Found], files: _Files) -> StoredLayout:
     boxes: list[Box] = []
@@ -89,14 +95,17 @@ def _layout(assignment: Assignment, base: StoredLayout | None, found: Sequence[_
             add(box, files.written(writer), StoredEntry(box, False))
         elif isinstance(of_box, int):
             assert base is not None
-            add(box, files.in_base(base.files[of_box]), base.entry(of_box))
+            add(box, files.in_base(base.files[of_box]), files.entry_in_base(base.entry(of_box)))
         else:
-            for begin, end, number in of_box:
+            for begin, end, number, delta_slot in of_box:
                 part = Box((begin, *box.offsets[1:]), (end - begin, *box.sizes[1:]))
                 if number is None:
                     add(part, files.written(writer), StoredEntry(part, True))
                 else:
                     assert base is not None
-                    add(part, files.in_base(base.files[number]), base.entry(number))
+                    entry = files.entry_in_base(base.entry(number))
+                    if delta_slot is not None:
+                        entry = entry._replace(deltas=(*entry.deltas, files.written((writer[0], delta_slot))))
+                    add(part, files.in_base(base.files[number]), entry)
     as_they_are = all(entry == StoredEntry(box, False) for box, entry in zip(boxes, entries, strict=True))
     return StoredLayout(assignment.shape, (*boxes,), (*numbers,), () if as_they_are else (*entries,))

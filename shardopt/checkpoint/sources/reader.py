@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, Dtype
 from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.sources.contents import CheckpointContents
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, fetch, fill, memory_problem
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest, form_of
+from shardopt.checkpoint.sources.reading.with_deltas import FileWithDeltas, open_with_deltas
 from shardopt.checkpoint.sources.source import Source
 from shardopt.errors import MismatchError, Problem
 from shardopt.runtime.torch_private import out_of_inference_mode
@@ -76,6 +77,7 @@ class CheckpointReader(CheckpointContents):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         self._files: dict[int, OpenFile] = {}
+        self._with_deltas: dict[tuple[int, ...], FileWithDeltas] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
 
@@ -189,17 +191,21 @@ class CheckpointReader(CheckpointContents):
                     number, entry, *_ = overlap
                     name = entry.key(own_name) if entry.is_patch else own_name
                     names_in[number].add(name)
+                    for each in entry.deltas:
+                        names_in[each] |= {DELTA_INDEX_PREFIX + name, DELTA_PREFIX + name}
                     reads.append((overlap, name, dtype, tensor))
         self._open_all(dict.fromkeys(names_in) if others_follow else names_in)
         requests = []
-        for (number, _, form, sizes, stored, part), name, dtype, tensor in reads:
-            file, target = self._files[number], tensor if part is None else narrowed(tensor, part)
+        for (number, entry, form, sizes, stored, part), name, dtype, tensor in reads:
+            target = tensor if part is None else narrowed(tensor, part)
+            file = self._with(number, *entry.deltas) if entry.deltas else self._files[number]
             requests += [(file, each) for each in file.requests(name, form, dtype, sizes, stored, target)]
         return requests
 
     def close(self) -> None:
         """Forgets the files, none of which is kept open between reads."""
         self._files.clear()
+        self._with_deltas.clear()
         self._overlaps.clear()
         self._overlaps_kept = 0
 
@@ -208,6 +214,13 @@ class CheckpointReader(CheckpointContents):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _with(self, *numbers: int) -> FileWithDeltas:
+        """Returns an open file with the deltas of others, all by number."""
+        if numbers not in self._with_deltas:
+            base, *deltas = (self._files[number] for number in numbers)
+            self._with_deltas[numbers] = open_with_deltas(base, deltas)
+        return self._with_deltas[numbers]
 
     def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:
         """Opens files by number, in several threads, unless they are open. None stands for all keys."""

@@ -9,8 +9,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from torch import Tensor
+
 from shardopt.checkpoint.format.assign import Assignment, assign
-from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, patch_key, segment_count
+from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, segment_count
 from shardopt.checkpoint.format.data_file import build_header
 from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.checkpoint.saving.planning.describe import Geometry
@@ -22,8 +24,8 @@ from shardopt.sharding.pieces import View
 class WriteRequest(NamedTuple):
     """One box of a tensor that this rank writes: a `piece` of its view, narrowed to `inner` unless that is None.
 
-    `is_patch` for some rows of what the plan has as one box, the rest of which an earlier save has: they get a key of
-    their own in the data file.
+    `prefix` for what gets a key of its own in the data file: some rows of what the plan has as one box, the rest of
+    which an earlier save has; or a delta, whose bytes are in `memory`.
     """
 
     key: str
@@ -31,12 +33,13 @@ class WriteRequest(NamedTuple):
     box: Box
     piece: int
     inner: Box | None
-    is_patch: bool = False
+    prefix: str = ""
+    memory: Tensor | None = None
 
     @property
     def name(self) -> str:
         """The key in the data file."""
-        return patch_key(self.key, self.box.offsets[0]) if self.is_patch else self.key
+        return self.prefix + self.key
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +112,7 @@ class RankWrites:
         self._tensor_bytes: dict[int, int] = {}
 
     def only(self, slots: Mapping[int, Sequence[WriteRequest]]) -> RankWrites:
-        """Returns the writes with fewer requests, or patches of them. Slots without requests have no file."""
+        """Returns the writes with fewer requests, patches or deltas of them. Slots without requests have no file."""
         writes = copy.copy(self)
         writes.slots = defaultdict(list)
         for slot, requests in slots.items():
@@ -148,7 +151,7 @@ class RankWrites:
         for slot, (_, header) in self._headers.items():
             requests, offset = self.slots.get(slot, ()), len(header)
             for request in requests if self.tensor_bytes(slot) >= LARGE_BYTES * len(requests) else ():
-                if request.nbytes >= LARGE_BYTES:
+                if request.nbytes >= LARGE_BYTES and request.memory is None:
                     offsets[request.key, request.box] = offset
                 offset += request.nbytes
         return offsets

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import DELTA_PREFIX, DIRECTORY_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
 from shardopt.checkpoint.sources.own import OwnSource, manifest_bytes
-from shardopt.checkpoint.sources.reading.open_file import DataFileReader, form_of
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader, SummedFile, form_of
+from shardopt.checkpoint.sources.reading.with_deltas import FileWithDeltas
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, OptionError, Problem
 from shardopt.sharding.box import Box
@@ -38,12 +40,26 @@ class FoundBase(NamedTuple):
 class Part(NamedTuple):
     """Rows of a box to write, `begin` to `end` in the tensor's rows.
 
-    `unchanged_in` is the number of the base's box that has them; None where they have changed.
+    `unchanged_in` is the number of the base's box that has them; None where they have changed. `delta_slot` is that of
+    the file with what has changed of them since; None where that is nothing.
     """
 
     begin: int
     end: int
     unchanged_in: int | None
+    delta_slot: int | None = None
+
+
+class InBase(NamedTuple):
+    """What the base has of a box: an open file, the entry there, and the bytes of the deltas on it."""
+
+    file: SummedFile
+    entry: Entry
+    delta_bytes: int
+
+    @property
+    def checksums(self) -> bytes:
+        return self.file.checksums(self.entry)
 
 
 class Base:
@@ -74,6 +90,7 @@ class Base:
         self.source = OwnSource(storage, data)
         self.manifest = self.source.manifest
         self._files: dict[int, DataFileReader | None] = {}
+        self._with_deltas: dict[tuple[int, ...], FileWithDeltas] = {}
         self._columns: dict[StoredLayout, Mapping[tuple[Any, ...], list[tuple[int, int, int]]]] = {}
 
     @property
@@ -125,21 +142,30 @@ class Base:
             self._columns[layout] = columns
         return self._columns[layout].get(columns_of(box), [])
 
-    def checksums(self, number: int, request: WriteRequest, entry: StoredEntry) -> bytes | None:
-        """Returns the checksums of an entry of one of the base's files; None if it is not as it was written."""
+    def stored(self, number: int, request: WriteRequest, entry: StoredEntry) -> InBase | None:
+        """Returns an entry of one of the base's files; None if it is not as it was written."""
         try:
-            if number not in self._files:
-                self._files[number] = None
-                self._files[number] = self.source.open_file(number)
-            file = self._files[number]
-            return (
-                None
-                if file is None
-                else file.checksums(file.entry(entry.key(request.key), form_of(request.dtype, entry.box)))
-            )
+            files = [self._file(each) for each in (number, *entry.deltas)]
+            if None in files:
+                return None
+            base, *deltas = (file for file in files if file is not None)
+            key = entry.key(request.key)
+            file: SummedFile = base
+            if deltas:
+                file = self._with_deltas.setdefault((number, *entry.deltas), FileWithDeltas(base, deltas))
+            stored = file.entry(key, form_of(request.dtype, entry.box))
+            of_deltas = (each.entries[DELTA_PREFIX + key] for each in deltas)
+            return InBase(file, stored, sum(each.end - each.begin for each in of_deltas))
         except CheckpointError as error:
             _log.warning("what an earlier save has is written again: %s", error)
             return None
+
+    def _file(self, number: int) -> DataFileReader | None:
+        """Returns one of the base's files, open; None if it was damaged."""
+        if number not in self._files:
+            self._files[number] = None
+            self._files[number] = self.source.open_file(number)
+        return self._files[number]
 
 
 def find_base(

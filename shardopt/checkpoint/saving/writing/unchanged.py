@@ -1,4 +1,4 @@
-"""Finds boxes, and rows of boxes, whose bytes an earlier save already has. No communication.
+"""Finds boxes, rows of boxes and elements whose bytes an earlier save already has. No communication.
 
     row: an index of the first dimension; a box's rows follow one another in its bytes
     unit: the fewest rows whose bytes are whole segments; only between units a box is cut
@@ -15,15 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
-import xxhash
-from torch import Tensor
-
-from shardopt.checkpoint.format.constants import SEGMENT_BYTES, segment_count
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, patch_prefix, segment_count
 from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
-from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.base import Base, Part, columns_of, rows_of
-from shardopt.checkpoint.saving.writing.device_stream import to_host
+from shardopt.checkpoint.saving.writing.deltas import BuiltDelta, TensorBytes, delta_of
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
@@ -44,13 +40,19 @@ def cut_by_changes(
         The writes that are left; by slot and position there, the parts of each box of which something is referred to;
         and the bytes of tensors that are.
     """
-    found = {
-        (slot, position): _parts_of(base, request, memory_of(request, views))
-        for slot, requests in writes.slots.items()
-        for position, request in enumerate(requests)
-    }
+    delta_slot = 1 + max(writes.slots, default=0)  # a file of its own, as the others may soon be of no more use
+    found: dict[tuple[int, int], list[Part]] = {}
+    deltas: dict[tuple[int, int], BuiltDelta] = {}
+    for slot, requests in writes.slots.items():
+        for position, request in enumerate(requests):
+            memory = TensorBytes(memory_of(request, views))
+            found[slot, position] = of_box = _parts_of(base, request, memory)
+            delta = delta_of(base, request, memory, most_bytes=request.nbytes - _bytes_in(request, of_box))
+            if delta is not None:
+                found[slot, position] = [Part(*rows_of(request.box), delta.number, delta_slot)]
+                deltas[slot, position] = delta
     used = _files_in_use(base, writes, found)
-    left: dict[int, list[WriteRequest]] = {}
+    left: dict[int, list[WriteRequest]] = {delta_slot: []}
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
     unchanged_bytes = 0
     for slot, requests in writes.slots.items():
@@ -64,8 +66,12 @@ def cut_by_changes(
             for part in of_box:
                 if part.unchanged_in is None:
                     left[slot].append(_patch(request, part))
-                else:
+                elif part.delta_slot is None:
                     unchanged_bytes += (part.end - part.begin) * _row_bytes(request)
+                else:
+                    delta = deltas[slot, position]
+                    left[part.delta_slot] += delta.requests
+                    unchanged_bytes += request.nbytes - delta.nbytes
     return writes.only(left), parts, unchanged_bytes
 
 
@@ -75,7 +81,7 @@ def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int]
     for (slot, position), of_box in found.items():
         request = writes.slots[slot][position]
         for part in of_box:
-            used[base.file_of(request, part)] += (part.end - part.begin) * _row_bytes(request)
+            used[base.file_of(request, part)] += _bytes_in(request, [part])
     return frozenset(number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.bytes_in(number))
 
 
@@ -89,7 +95,7 @@ def pack_parts(parts: PartsBySlot) -> dict[str, list[list[Any]]]:
     for slot, of_slot in parts.items():
         items: list[list[Any]] = []
         for position, of_box in sorted(of_slot.items()):
-            number = of_box[0].unchanged_in if len(of_box) == 1 else None
+            number = of_box[0].unchanged_in if len(of_box) == 1 and of_box[0].delta_slot is None else None
             if number is None:
                 items.append([position, [list(part) for part in of_box]])
             elif items and len(items[-1]) == 3 and items[-1][2] == number and sum(items[-1][:2]) == position:
@@ -114,14 +120,13 @@ def unpack_parts(wire: Mapping[str, Any]) -> dict[int, dict[int, list[Part] | in
     return parts
 
 
-def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
+def _parts_of(base: Base, request: WriteRequest, memory: TensorBytes) -> list[Part]:
     """Returns the unchanged parts of a box, in order; none if all of it must be written."""
     layout = base.layout_of(request)
     if layout is None:
         return []
     first, last = rows_of(request.box)
     same: list[Part] = []
-    memory = _Memory(tensor)
     for begin, end, number in base.rows_like(layout, request.box):
         entry = layout.entry(number)
         if request.box.numel and min(end, last) <= max(begin, first):
@@ -130,11 +135,13 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
             continue
         if columns_of(entry.box) != columns_of(request.box):
             continue
-        sums = base.checksums(layout.files[number], request, entry)
-        if sums is not None and not request.box.numel:
+        stored = base.stored(layout.files[number], request, entry)
+        if stored is None:
+            continue
+        if not request.box.numel:
             return [Part(first, last, number)]
         rows = max(begin, first), min(end, last)
-        for unchanged in _unchanged_rows(request, entry, rows, sums, memory) if sums is not None else ():
+        for unchanged in _unchanged_rows(request, entry, rows, stored.checksums, memory):
             # A part that was cut before stays as it is, however short: it would be written again and again.
             if unchanged == rows or (unchanged[1] - unchanged[0]) * _LEAST_SHARE >= last - first:
                 same.append(Part(*unchanged, number))
@@ -157,7 +164,7 @@ def _with_changed(same: Sequence[Part], first: int, last: int) -> list[Part]:
 
 
 def _unchanged_rows(
-    request: WriteRequest, entry: StoredEntry, rows: tuple[int, int], sums: bytes, memory: _Memory
+    request: WriteRequest, entry: StoredEntry, rows: tuple[int, int], sums: bytes, memory: TensorBytes
 ) -> Iterator[tuple[int, int]]:
     """Yields the ranges of rows of a box in an entry whose segments have the entry's checksums."""
     row_bytes = _row_bytes(request)
@@ -174,9 +181,8 @@ def _unchanged_rows(
 
     def is_unchanged(segment: int) -> bool:
         offset = segment * SEGMENT_BYTES
-        digest = xxhash.xxh3_64_digest(memory.read(at + offset, at + min(offset + SEGMENT_BYTES, nbytes)))
         place = 8 * (first_segment + segment)
-        return digest == sums[place : place + 8]
+        return memory.digest(at + offset, at + min(offset + SEGMENT_BYTES, nbytes)) == sums[place : place + 8]
 
     sampled = {count * i // _SAMPLED_SEGMENTS for i in range(_SAMPLED_SEGMENTS)} | {count - 1}
     known = {segment: is_unchanged(segment) for segment in sorted(sampled)}
@@ -221,24 +227,12 @@ def _patch(request: WriteRequest, part: Part) -> WriteRequest:
     return request._replace(
         box=Box((part.begin, *box.offsets[1:]), (rows, *box.sizes[1:])),
         inner=Box((inner.offsets[0] + begin, *inner.offsets[1:]), (rows, *inner.sizes[1:])),
-        is_patch=True,
+        prefix=patch_prefix(part.begin),
     )
 
 
-class _Memory:
-    """The bytes of a tensor in C order, by range; copies only that range from accelerators."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._memory = bytes_of(tensor) if is_plain_memory(tensor) else None
-
-    def read(self, begin: int, end: int) -> memoryview:
-        if self._memory is None and not self._tensor.is_contiguous():
-            self._memory = bytes_of(to_host(self._tensor))
-        if self._memory is not None:
-            return self._memory[begin:end]
-        size = self._tensor.element_size()
-        return bytes_of(to_host(self._tensor.detach().reshape(-1)[begin // size : end // size]))
+def _bytes_in(request: WriteRequest, parts: Sequence[Part]) -> int:
+    return sum(part.end - part.begin for part in parts) * _row_bytes(request)
 
 
 def _row_bytes(request: WriteRequest) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.data_file import Entry
@@ -56,23 +56,29 @@ def sizes_for(storage: Storage) -> ReadSizes:
 
 
 def read_entry(file: DataFileReader, entry: Entry) -> bytearray:
-    """Returns all bytes of an entry of a data file, verified.
+    """Returns all bytes of an entry of a data file, verified; raises as `read_entries`."""
+    return read_entries(file, [entry])[0]
+
+
+def read_entries(file: DataFileReader, entries: Sequence[Entry]) -> list[bytearray]:
+    """Returns all bytes of entries of a data file, verified. Those that follow one another take one read.
 
     Raises:
         CorruptionError: bytes that fail their checksum, in the last copy where there are several.
     """
-    memory = bytearray(entry.end - entry.begin)
-    while memory:
+    memories = [bytearray(entry.end - entry.begin) for entry in entries]
+    while any(memories):
         copy = file.storage.copy_of(file.name)
         try:
-            file.read_into([Span(entry.begin, memoryview(memory))])
-            for number in file.failed_segments(entry.segment, memoryview(memory)):
-                raise file.segment_error(entry, number)
+            file.read_into([Span(entry.begin, memoryview(each)) for entry, each in zip(entries, memories, strict=True)])
+            for entry, memory in zip(entries, memories, strict=True):
+                for number in file.failed_segments(entry.segment, memoryview(memory)):
+                    raise file.segment_error(entry, number)
             break
         except CheckpointError as error:
             if not file.storage.pass_over(file.name, copy, error):
                 raise
-    return memory
+    return memories
 
 
 def damaged_segments(

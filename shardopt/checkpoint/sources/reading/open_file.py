@@ -153,7 +153,44 @@ class OpenFile(ABC):
             read(spans)
 
 
-class DataFileReader(OpenFile):
+class SummedFile(OpenFile):
+    """A file with a checksum for each segment."""
+
+    sums: bytes | bytearray
+    """The checksums of all segments, by their numbers in the file."""
+
+    def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
+        if following:
+            running = xxhash.xxh3_64(memory)
+            for each in following:
+                running.update(each)
+            digest = running.digest()
+        else:
+            digest = xxhash.xxh3_64_digest(memory)
+        return digest == self.sums[8 * segment : 8 * segment + 8]
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        segment = entry.segment
+        for chunk in read(entry.begin, entry.end):
+            for failed in self.failed_segments(segment, chunk):
+                yield from self.segment_error(entry, failed).problems
+            segment += segment_count(chunk.nbytes)
+
+    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
+        begins = range(0, memory.nbytes, SEGMENT_BYTES)
+        # The last one first: it was just read, and is in the core's cache.
+        digests = [xxhash.xxh3_64_digest(memory[begin : begin + SEGMENT_BYTES]) for begin in reversed(begins)]
+        digests.reverse()
+        stored = self.sums[8 * segment : 8 * (segment + len(digests))]
+        if b"".join(digests) == stored:
+            return []
+        return [segment + i for i, digest in enumerate(digests) if digest != stored[8 * i : 8 * i + 8]]
+
+    def checksums(self, entry: Entry) -> bytes:
+        return bytes(self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))])
+
+
+class DataFileReader(SummedFile):
     """A data file with verified header and checksums, which take two reads, or one for a small file.
 
     Args:
@@ -228,6 +265,11 @@ class DataFileReader(OpenFile):
             self._all = self._kept = self._read(max(self.header_bytes, HEAD_BYTES))
         return self._all
 
+    @property
+    def kept(self) -> Collection[Entry]:
+        """The entries that are kept: all, or those that were wanted when the file was opened."""
+        return self._kept.values()
+
     def entry(self, key: str, form: Form) -> Entry:
         entry = self._kept.get(key) or self.entries.get(key)
         if entry is None or entry.shape != form.shape or entry.dtype != form.dtype:
@@ -236,33 +278,3 @@ class DataFileReader(OpenFile):
         if entry.end - entry.begin != form.nbytes:
             raise damaged(self.where, f"{entry.end - entry.begin} bytes for {key!r}")
         return entry
-
-    def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
-        if following:
-            running = xxhash.xxh3_64(memory)
-            for each in following:
-                running.update(each)
-            digest = running.digest()
-        else:
-            digest = xxhash.xxh3_64_digest(memory)
-        return digest == self.sums[8 * segment : 8 * segment + 8]
-
-    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
-        segment = entry.segment
-        for chunk in read(entry.begin, entry.end):
-            for failed in self.failed_segments(segment, chunk):
-                yield from self.segment_error(entry, failed).problems
-            segment += segment_count(chunk.nbytes)
-
-    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
-        begins = range(0, memory.nbytes, SEGMENT_BYTES)
-        # The last one first: it was just read, and is in the core's cache.
-        digests = [xxhash.xxh3_64_digest(memory[begin : begin + SEGMENT_BYTES]) for begin in reversed(begins)]
-        digests.reverse()
-        stored = self.sums[8 * segment : 8 * (segment + len(digests))]
-        if b"".join(digests) == stored:
-            return []
-        return [segment + i for i, digest in enumerate(digests) if digest != stored[8 * i : 8 * i + 8]]
-
-    def checksums(self, entry: Entry) -> bytes:
-        return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]

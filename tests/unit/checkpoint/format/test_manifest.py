@@ -85,7 +85,7 @@ def test_what_is_written_is_read(manifest):
     body = json.loads(data)
     ties = any(tensor.tied_to is not None for tensor in manifest.tensors.values())
     refers = any(file.directory for file in manifest.files)
-    assert (body["version"], body["min_reader_version"]) == (4, 4 if refers else 2 if ties else 1)
+    assert (body["version"], body["min_reader_version"]) == (5, 4 if refers else 2 if ties else 1)
     assert ("tied" in body) == ties
 
 
@@ -335,7 +335,7 @@ def test_what_is_no_plain_json_object_is_refused(text):
 def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
     for change, said in (
         ({"format": "other"}, "is not a manifest"),
-        ({"min_reader_version": 5}, "needs a newer reader"),
+        ({"min_reader_version": 6}, "needs a newer reader"),
         ({"min_reader_version": None}, "is not a manifest"),
     ):
         body = json.loads(sound) | change

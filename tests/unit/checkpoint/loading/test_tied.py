@@ -59,7 +59,7 @@ def test_tied_weights_are_stored_once(saved):
 def test_a_checkpoint_without_ties_is_for_readers_of_version_1_too(tmp_path):
     checkpoint.save(tmp_path / "c", {"m": Model(7.0, tied=False)})
     body = json.loads((tmp_path / "c" / "manifest.json").read_bytes())
-    assert (body["version"], body["min_reader_version"]) == (4, 1)
+    assert (body["version"], body["min_reader_version"]) == (5, 1)
     assert "tied" not in body
 
 

@@ -37,7 +37,8 @@ def table(segments):
 
 def app_of(step, segments=8):
     rows = table(segments)
-    rows[ROWS * (step % segments)] += step
+    begin = ROWS * (step % segments)
+    rows[begin : begin + ROWS] += step  # a whole segment: of a few elements a delta would be written
     return {"frozen": torch.arange(300_000.0), "table": rows, "adapter": torch.full((7, 5), float(step)), "step": step}
 
 

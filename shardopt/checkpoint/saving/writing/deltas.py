@@ -1,0 +1,154 @@
+"""Deltas of boxes of which a few elements have changed since an earlier save. No communication."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import xxhash
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, SEGMENT_BYTES
+from shardopt.checkpoint.format.delta import DeltaBuilder, index_bytes, word_bytes
+from shardopt.checkpoint.format.manifest import StoredEntry
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, tensor_over
+from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
+from shardopt.checkpoint.saving.writing.base import Base, InBase
+from shardopt.checkpoint.saving.writing.device_stream import to_host
+from shardopt.checkpoint.storage import Span
+from shardopt.errors import CheckpointError
+from shardopt.sharding.box import whole
+
+_MOST_DELTAS = 64  # on a box
+_HEADER_BYTES = 512  # of both entries of a delta in a file's header
+_READ_SEGMENTS = 8  # at a time, which are compared while they are in the core's cache
+_WORTH = 0.8  # of the bytes of changed rows: what is saved must pay for restores that read more than one file
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class TensorBytes:
+    """The bytes of a tensor in C order, by range; copies only that range from accelerators."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._memory = bytes_of(tensor) if is_plain_memory(tensor) else None
+        self._digests: dict[tuple[int, int], bytes] = {}
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Returns a range of bytes."""
+        if self._memory is None and not self._tensor.is_contiguous():
+            self._memory = bytes_of(to_host(self._tensor))
+        if self._memory is not None:
+            return self._memory[begin:end]
+        size = self._tensor.element_size()
+        return bytes_of(to_host(self._tensor.detach().reshape(-1)[begin // size : end // size]))
+
+    def digest(self, begin: int, end: int) -> bytes:
+        """Returns the checksum of a range, which is computed once."""
+        digest = self._digests.get((begin, end))
+        if digest is None:
+            digest = self._digests[begin, end] = xxhash.xxh3_64_digest(self.read(begin, end))
+        return digest
+
+
+class BuiltDelta(NamedTuple):
+    """What has changed in a box of the base, by its number there, and what is to be written of it."""
+
+    number: int
+    requests: tuple[WriteRequest, WriteRequest]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(request.nbytes for request in self.requests)
+
+
+def delta_of(base: Base, request: WriteRequest, memory: TensorBytes, most_bytes: int) -> BuiltDelta | None:
+    """Returns the delta between what the base has of a box and what it is now; None where that does not pay.
+
+    The earlier bytes are read again, so the base must be on a disk.
+
+    Args:
+        most_bytes: that would be written otherwise.
+    """
+    fixed = index_bytes(request.nbytes) + _HEADER_BYTES
+    budget = int(_WORTH * most_bytes) - fixed
+    found = _as_a_whole(base, request) if budget > 0 and not base.source.storage.is_remote else None
+    if found is None:
+        return None
+    number, entry, stored = found
+    budget = min(budget, request.nbytes - stored.delta_bytes)  # a restore reads at most twice the bytes of a box
+    if budget <= 0 or len(entry.deltas) >= _MOST_DELTAS:
+        return None
+    try:
+        built = _built(request, stored, memory, most_bytes, budget)
+    except CheckpointError as error:
+        _log.warning("what an earlier save has is written again: %s", error)
+        return None
+    if built is None:
+        return None
+    requests = [
+        request._replace(dtype=DTYPES["uint8"], box=whole((len(data),)), inner=None, prefix=prefix, memory=_over(data))
+        for prefix, data in zip((DELTA_INDEX_PREFIX, DELTA_PREFIX), built, strict=True)
+    ]
+    return BuiltDelta(number, (requests[0], requests[1]))
+
+
+def _as_a_whole(base: Base, request: WriteRequest) -> tuple[int, StoredEntry, InBase] | None:
+    """Returns number, entry and file of a box of the base that is just the box of a request."""
+    layout = base.layout_of(request)
+    if layout is None or not request.box.sizes or request.prefix:
+        return None
+    begin = request.box.offsets[0]
+    for first, _, number in base.rows_like(layout, request.box):
+        entry = layout.entry(number)
+        if first == begin and layout.boxes[number] == request.box == entry.box and not entry.is_patch:
+            stored = base.stored(layout.files[number], request, entry)
+            return None if stored is None else (number, entry, stored)
+    return None
+
+
+def _built(
+    request: WriteRequest, stored: InBase, memory: TensorBytes, most_bytes: int, budget: int
+) -> tuple[bytearray, bytearray] | None:
+    """Returns index and body of a delta; None if the body would have more bytes than `budget`."""
+    nbytes, before = request.nbytes, stored.checksums
+    bounds = [(begin, min(begin + SEGMENT_BYTES, nbytes)) for begin in range(0, nbytes, SEGMENT_BYTES)]
+    sums = [before[at : at + 8] for at in range(0, len(before), 8)]
+
+    def compared(runs: Iterable[Sequence[int]], most: int) -> DeltaBuilder | None:
+        builder = DeltaBuilder(nbytes, word_bytes(stored.entry.dtype))
+        with stored.file.opened() as read:
+            for run in runs:
+                begin, end = bounds[run[0]][0], bounds[run[-1]][1]
+                old = memoryview(bytearray(end - begin))
+                read([Span(stored.entry.begin + begin, old)])
+                for failed in stored.file.failed_segments(stored.entry.segment + run[0], old):
+                    raise stored.file.segment_error(stored.entry, failed)
+                builder.add(run[0], old, memory.read(begin, end))
+                if builder.nbytes > most:
+                    return None
+        return builder
+
+    # One changed segment first: where most of it has changed, the others need not be looked at.
+    sample = next((i for i, each in enumerate(bounds) if memory.digest(*each) != sums[i]), None)
+    if sample is None or compared([[sample]], budget * SEGMENT_BYTES // most_bytes) is None:
+        return None
+    after = [memory.digest(*each) for each in bounds]
+    builder = compared(_runs([i for i in range(len(bounds)) if after[i] != sums[i]]), budget)
+    return None if builder is None else builder.build(before, b"".join(after))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yields adjacent numbers, a few at a time."""
+    begin = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1 or i - begin == _READ_SEGMENTS:
+            yield numbers[begin:i]
+            begin = i
+
+
+def _over(data: bytearray) -> Tensor:
+    """Returns a tensor over bytes."""
+    return tensor_over(memoryview(data), 0, DTYPES["uint8"], (len(data),))

@@ -1,0 +1,152 @@
+"""Boxes of a data file with the deltas that later saves wrote: their bytes are those of the last of these saves."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, damaged
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.delta import Delta, DeltaIndex, decode_index, digest_of, index_bytes, word_bytes
+from shardopt.checkpoint.sources.reading.checking import read_entries
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader, Form, OpenFile, SummedFile, form_of
+from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.sharding.box import whole
+from shardopt.world import world
+
+_JOINED_BYTES = 8 << 20  # of small entries that are read at once
+_KEPT_BYTES = 64 << 20  # of deltas that are kept beside those of the box that is read
+
+
+class _Box(NamedTuple):
+    """An entry that has changed, the bytes of its words, and the index of each delta."""
+
+    entry: Entry
+    word: int
+    indices: Sequence[DeltaIndex]
+
+
+class FileWithDeltas(SummedFile):
+    """A data file whose boxes have the changes of deltas, each of which must belong on what is before it.
+
+    A reader sees the entries of the file, with the bytes and checksums that they have after the last delta. Deltas are
+    read when the bytes that they change are read, and forgotten when no thread reads.
+
+    Args:
+        base: the file.
+        deltas: the files that have a delta for each box that is read, in order.
+    """
+
+    def __init__(self, base: DataFileReader, deltas: Sequence[DataFileReader]) -> None:
+        super().__init__(base.storage, base.name)
+        self.sums: bytearray = bytearray(base.sums)
+        self._base, self._deltas = base, [_DeltaFile(file) for file in deltas]
+        self._boxes: dict[int, _Box] = {}  # by offset in the file
+        self._begins: list[int] = []
+        self._lock, self._readers = world().lock(), 0
+
+    def entry(self, key: str, form: Form) -> Entry:
+        entry = self._base.entry(key, form)
+        with self._lock:
+            if entry.begin not in self._boxes:
+                self._add(entry, word_bytes(form.dtype))
+        return entry
+
+    @contextmanager
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
+        with self._lock:
+            self._readers += 1
+        try:
+            with self._base.opened(once) as read:
+                yield partial(self._read, read)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                for each in self._deltas if not self._readers else ():
+                    each.forget()
+
+    def _add(self, entry: Entry, word: int) -> None:
+        """Adds a box; checks its deltas as far as that is possible without their words."""
+        sums = self.checksums(entry)
+        indices = []
+        for file in self._deltas:
+            index = file.index(entry, word)
+            if index.before != digest_of(sums):
+                raise damaged(file.where, f"a delta of {entry.key!r} that does not belong on what {self.where} has")
+            sums = index.after
+            indices.append(index)
+        self.sums[8 * entry.segment : 8 * entry.segment + len(sums)] = sums
+        self._boxes[entry.begin] = _Box(entry, word, indices)
+        self._begins = sorted(self._boxes)
+
+    def _read(self, read: ReadInto, spans: Sequence[Span]) -> None:
+        read(spans)
+        for offset, memory in spans:
+            if not memory.nbytes:
+                continue
+            box = self._boxes[self._begins[bisect_right(self._begins, offset) - 1]]
+            for file, index in zip(self._deltas, box.indices, strict=True):
+                with self._lock:
+                    delta = file.delta(box.entry, box.word, index)
+                delta.apply(offset - box.entry.begin, memory)
+
+
+def open_with_deltas(base: OpenFile, deltas: Sequence[OpenFile]) -> FileWithDeltas:
+    """Returns data files as one that has the changes; only checkpoints of our own format have deltas."""
+    opened = [file for file in (base, *deltas) if isinstance(file, DataFileReader)]
+    assert len(opened) == 1 + len(deltas)
+    return FileWithDeltas(opened[0], opened[1:])
+
+
+class _DeltaFile:
+    """The deltas in one data file. Not safe for threads."""
+
+    def __init__(self, file: DataFileReader) -> None:
+        self.where, self._file = file.where, file
+        self._read: dict[str, bytearray] = {}  # ahead, by key in the file
+        self._deltas: dict[str, Delta] = {}
+        self._kept_bytes = 0
+
+    def index(self, entry: Entry, word: int) -> DeltaIndex:
+        """Returns the index of a box's delta."""
+        nbytes, key = entry.end - entry.begin, DELTA_INDEX_PREFIX + entry.key
+        return decode_index(self._bytes_of(key, index_bytes(nbytes)), nbytes, word, f"{self.where}: {key}")
+
+    def delta(self, entry: Entry, word: int, index: DeltaIndex) -> Delta:
+        """Returns a box's delta."""
+        delta = self._deltas.get(entry.key)
+        if delta is None:
+            key, nbytes = DELTA_PREFIX + entry.key, index.nbytes(word)
+            if self._kept_bytes + nbytes > _KEPT_BYTES:
+                self.forget()
+            delta = Delta(index, self._bytes_of(key, nbytes), entry.end - entry.begin, word, f"{self.where}: {key}")
+            self._deltas[entry.key] = delta
+            self._kept_bytes += nbytes
+        return delta
+
+    def forget(self) -> None:
+        """Forgets what was read of deltas."""
+        self._read.clear()
+        self._deltas.clear()
+        self._kept_bytes = 0
+
+    def _bytes_of(self, key: str, nbytes: int) -> bytearray:
+        """Returns the bytes of an entry. Small ones that follow it are read with it: of many tensors all are wanted."""
+        first = self._file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,))))
+        if key not in self._read:
+            kind = key[: key.index(".")]
+            entries = [first]
+            for entry in sorted((each for each in self._file.kept if each.begin >= first.end), key=_begin):
+                follows = entry.begin == entries[-1].end and entry.key.startswith(kind)
+                if not follows or entry.end - first.begin > _JOINED_BYTES:
+                    break
+                entries.append(entry)
+            self._read |= zip((each.key for each in entries), read_entries(self._file, entries), strict=True)
+        return self._read.pop(key)
+
+
+def _begin(entry: Entry) -> int:
+    return entry.begin
