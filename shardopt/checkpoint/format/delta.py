@@ -59,7 +59,17 @@ class DeltaIndex(NamedTuple):
 
     def nbytes(self, word: int) -> int:
         """Returns the bytes of the delta's other entry: words and skips."""
-        return int(self.counts.sum(dtype=np.int64)) * word + int(self.lengths.sum(dtype=np.int64))
+        return int(self.counts.sum()) * word + int(self.lengths.sum())
+
+    def part(self, first: int, last: int, word: int) -> tuple[DeltaIndex, tuple[tuple[int, int], tuple[int, int]]]:
+        """Returns the index of some segments, and where their words and their skips begin and end in the other entry.
+
+        The index of a part is of no use but to decode it: its `before` and `after` are those of the whole.
+        """
+        words, skips = ((int(each[:first].sum()), int(each[:last].sum())) for each in (self.counts, self.lengths))
+        skips_at = int(self.counts.sum()) * word
+        part = self._replace(counts=self.counts[first:last], lengths=self.lengths[first:last])
+        return part, ((words[0] * word, words[1] * word), (skips_at + skips[0], skips_at + skips[1]))
 
 
 def index_bytes(nbytes: int) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, damaged
+from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.delta import Delta, DeltaIndex, decode_index, digest_of, index_bytes, word_bytes
 from shardopt.checkpoint.sources.reading.checking import read_entries
@@ -18,7 +18,8 @@ from shardopt.sharding.box import whole
 from shardopt.world import world
 
 _JOINED_BYTES = 8 << 20  # of small entries that are read at once
-_KEPT_BYTES = 64 << 20  # of deltas that are kept beside those of the box that is read
+_KEPT_BYTES = 16 << 20  # of one file's deltas, beside the one that is applied
+_WINDOW_SEGMENTS = 64  # of a large box, whose deltas are read as its bytes are
 
 
 class _Box(NamedTuple):
@@ -88,10 +89,13 @@ class FileWithDeltas(SummedFile):
             if not memory.nbytes:
                 continue
             box = self._boxes[self._begins[bisect_right(self._begins, offset) - 1]]
-            for file, index in zip(self._deltas, box.indices, strict=True):
-                with self._lock:
-                    delta = file.delta(box.entry, box.word, index)
-                delta.apply(offset - box.entry.begin, memory)
+            for begin, end in _windows(box.entry, offset, offset + memory.nbytes):
+                first = (begin - box.entry.begin) // SEGMENT_BYTES // _WINDOW_SEGMENTS * _WINDOW_SEGMENTS
+                for file, index in zip(self._deltas, box.indices, strict=True):
+                    with self._lock:
+                        delta = file.delta(box, index, first)
+                    part = memory[begin - offset : end - offset]
+                    delta.apply(begin - box.entry.begin - first * SEGMENT_BYTES, part)
 
 
 def open_with_deltas(base: OpenFile, deltas: Sequence[OpenFile]) -> FileWithDeltas:
@@ -107,7 +111,7 @@ class _DeltaFile:
     def __init__(self, file: DataFileReader) -> None:
         self.where, self._file = file.where, file
         self._read: dict[str, bytearray] = {}  # ahead, by key in the file
-        self._deltas: dict[str, Delta] = {}
+        self._deltas: dict[tuple[str, int], Delta] = {}  # by key of the box, and the first segment
         self._kept_bytes = 0
 
     def index(self, entry: Entry, word: int) -> DeltaIndex:
@@ -115,16 +119,28 @@ class _DeltaFile:
         nbytes, key = entry.end - entry.begin, DELTA_INDEX_PREFIX + entry.key
         return decode_index(self._bytes_of(key, index_bytes(nbytes)), nbytes, word, f"{self.where}: {key}")
 
-    def delta(self, entry: Entry, word: int, index: DeltaIndex) -> Delta:
-        """Returns a box's delta."""
-        delta = self._deltas.get(entry.key)
+    def delta(self, box: _Box, index: DeltaIndex, first: int) -> Delta:
+        """Returns the delta of a window of a box, from a segment on."""
+        entry, word, _ = box
+        delta = self._deltas.get((entry.key, first))
         if delta is None:
-            key, nbytes = DELTA_PREFIX + entry.key, index.nbytes(word)
-            if self._kept_bytes + nbytes > _KEPT_BYTES:
-                self.forget()
-            delta = Delta(index, self._bytes_of(key, nbytes), entry.end - entry.begin, word, f"{self.where}: {key}")
-            self._deltas[entry.key] = delta
-            self._kept_bytes += nbytes
+            key, nbytes = DELTA_PREFIX + entry.key, entry.end - entry.begin - first * SEGMENT_BYTES
+            if len(index.counts) > _WINDOW_SEGMENTS:
+                whole_entry = self._entry(key, index.nbytes(word))
+                index, (words, skips) = index.part(first, first + _WINDOW_SEGMENTS, word)
+                body = bytearray(index.nbytes(word))
+                cut = words[1] - words[0]
+                spans = [(words[0], memoryview(body)[:cut]), (skips[0], memoryview(body)[cut:])]
+                # Not verified by its own checksums: those of the box are compared after it was applied.
+                self._file.read_into([Span(whole_entry.begin + at, memory) for at, memory in spans])
+            else:
+                body = self._bytes_of(key, index.nbytes(word))
+            if self._kept_bytes + len(body) > _KEPT_BYTES:
+                self._deltas.clear()
+                self._kept_bytes = 0
+            nbytes = min(nbytes, _WINDOW_SEGMENTS * SEGMENT_BYTES)
+            delta = self._deltas[entry.key, first] = Delta(index, body, nbytes, word, f"{self.where}: {key}")
+            self._kept_bytes += len(body)
         return delta
 
     def forget(self) -> None:
@@ -133,9 +149,12 @@ class _DeltaFile:
         self._deltas.clear()
         self._kept_bytes = 0
 
+    def _entry(self, key: str, nbytes: int) -> Entry:
+        return self._file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,))))
+
     def _bytes_of(self, key: str, nbytes: int) -> bytearray:
         """Returns the bytes of an entry. Small ones that follow it are read with it: of many tensors all are wanted."""
-        first = self._file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,))))
+        first = self._entry(key, nbytes)
         if key not in self._read:
             kind = key[: key.index(".")]
             entries = [first]
@@ -146,6 +165,15 @@ class _DeltaFile:
                 entries.append(entry)
             self._read |= zip((each.key for each in entries), read_entries(self._file, entries), strict=True)
         return self._read.pop(key)
+
+
+def _windows(entry: Entry, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yields the ranges between two offsets in the file that are within one window of a box each."""
+    nbytes = _WINDOW_SEGMENTS * SEGMENT_BYTES
+    while begin < end:
+        stop = min(end, begin - (begin - entry.begin) % nbytes + nbytes)
+        yield begin, stop
+        begin = stop
 
 
 def _begin(entry: Entry) -> int:
