@@ -154,7 +154,7 @@ class _MembersByFile:
             for box, file in enumerate(layout.files):
                 self._boxes[file].append((at, box))
             for entry in layout.entries:
-                for file in entry.deltas:
+                for file in entry.delta_files:
                     self._with_deltas[file].add(at)
 
     def of(self, number: int) -> _Members:

@@ -127,7 +127,7 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
 
 def _size_of(layout: Mapping[str, Any]) -> int:
     """Returns `StoredLayout.size` of a layout that is not decoded yet."""
-    deltas = sum(len(entry[3]) for entry in layout.get("entries", ()) if entry is not None and len(entry) > 3)
+    deltas = sum(1 + len(entry[3]) for entry in layout.get("entries", ()) if entry is not None and len(entry) > 3)
     return len(layout["files"]) + len(layout.get("entries", ())) + deltas
 
 
@@ -176,14 +176,16 @@ def _decode_entries(
             entries.append(StoredEntry(box, False))
             continue
         offsets, sizes, is_patch, *more = entry
-        deltas = read_sizes(*more) if more else ()
-        if len(set(deltas)) < len(deltas) or max(deltas, default=-1) >= file_count or (deltas and is_patch):
+        deltas = read_sizes(more[0]) if more else ()
+        bridge = read_size(more[1]) if len(more) > 1 else None
+        numbers = deltas if bridge is None else (*deltas, bridge)
+        if len(set(numbers)) < len(numbers) or max(numbers, default=-1) >= file_count or (numbers and is_patch):
             raise ValueError("deltas in files that are not there, twice in one, or of a patch")
         stored = Box(read_sizes(offsets), read_sizes(sizes))
         fits = len(stored.offsets) == len(stored.sizes) == len(shape) and stored.contains(box)
         if type(is_patch) is not bool or not shape or not fits or not whole(shape).contains(stored):
             raise ValueError("an entry of a file that a box cannot be taken from")
-        entries.append(StoredEntry(stored, is_patch, deltas))
+        entries.append(StoredEntry(stored, is_patch, deltas, bridge))
     return tuple(entries)
 
 

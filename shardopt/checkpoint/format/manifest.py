@@ -35,12 +35,19 @@ _HALF_KNOWN = b'{"any":'  # begins the form of an `OnAnyRank`, which is stored a
 class StoredEntry(NamedTuple):
     """The stored entry that a box is read from: a box that contains it, under the tensor's key or as a patch.
 
-    `deltas` are the numbers of the files with what has changed in it since, in order.
+    `deltas` are the numbers of the files with what has changed in it since, in order. `bridge` is that of the file with
+    the delta by which it comes from what the save before had, for readers that have that.
     """
 
     box: Box
     is_patch: bool
     deltas: tuple[int, ...] = ()
+    bridge: int | None = None
+
+    @property
+    def delta_files(self) -> tuple[int, ...]:
+        """The numbers of all files with deltas that concern it."""
+        return self.deltas if self.bridge is None else (*self.deltas, self.bridge)
 
     def key(self, key: str) -> str:
         """Returns the key in the file of a tensor that data files store under `key`."""
@@ -62,7 +69,7 @@ class StoredLayout:
     @property
     def size(self) -> int:
         """The number of boxes, entries and deltas, which the format limits."""
-        return len(self.boxes) + len(self.entries) + sum(len(entry.deltas) for entry in self.entries)
+        return len(self.boxes) + len(self.entries) + sum(len(entry.delta_files) for entry in self.entries)
 
     def entry(self, number: int) -> StoredEntry:
         """Returns the entry that a box, by its number, is read from."""
@@ -90,7 +97,7 @@ class StoredTensors(dict[str, StoredTensor]):
     def min_reader_version(self) -> int:
         """The lowest version of the format that can express these tensors."""
         layouts = {id(tensor.layout): tensor.layout for tensor in self.values()}
-        if any(entry.deltas for layout in layouts.values() for entry in layout.entries):
+        if any(entry.delta_files for layout in layouts.values() for entry in layout.entries):
             return 5
         return 2 if any(tensor.tied_to is not None for tensor in self.values()) else 1
 
@@ -224,12 +231,17 @@ def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
     wire["files"] = layout.files
     if layout.entries:
         wire["entries"] = [
-            None
-            if entry == StoredEntry(own, False)
-            else [entry.box.offsets, entry.box.sizes, entry.is_patch, *([entry.deltas] if entry.deltas else [])]
+            None if entry == StoredEntry(own, False) else _encode_entry(entry)
             for own, entry in zip(layout.boxes, layout.entries, strict=True)
         ]
     return wire
+
+
+def _encode_entry(entry: StoredEntry) -> list[Any]:
+    wire = [entry.box.offsets, entry.box.sizes, entry.is_patch]
+    if entry.delta_files:
+        wire.append(entry.deltas)
+    return wire if entry.bridge is None else [*wire, entry.bridge]
 
 
 def limit_exceeded(sizes: Sequence[tuple[int, int]]) -> str:

@@ -77,7 +77,8 @@ class _Files:
 
     def entry_in_base(self, entry: StoredEntry) -> StoredEntry:
         """Returns an entry of the base with this manifest's numbers of the files with its deltas."""
-        return entry._replace(deltas=(*map(self.in_base, entry.deltas),)) if entry.deltas else entry
+        deltas = (*map(self.in_base, entry.deltas),)
+        return entry._replace(deltas=deltas, bridge=None) if entry.delta_files else entry
 
 
 def _layout(assignment: Assignment, base: StoredLayout | None, found: Sequence[_Found], files: _Files) -> StoredLayout:
@@ -99,7 +100,9 @@ def _layout(assignment: Assignment, base: StoredLayout | None, found: Sequence[_
         else:
             for begin, end, number, delta_slot in of_box:
                 part = Box((begin, *box.offsets[1:]), (end - begin, *box.sizes[1:]))
-                if number is None:
+                if number is None and delta_slot is not None:
+                    add(box, files.written(writer), StoredEntry(box, False, (), files.written((writer[0], delta_slot))))
+                elif number is None:
                     add(part, files.written(writer), StoredEntry(part, True))
                 else:
                     assert base is not None

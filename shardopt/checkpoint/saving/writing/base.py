@@ -41,7 +41,8 @@ class Part(NamedTuple):
     """Rows of a box to write, `begin` to `end` in the tensor's rows.
 
     `unchanged_in` is the number of the base's box that has them; None where they have changed. `delta_slot` is that of
-    the file with what has changed of them since; None where that is nothing.
+    the file with what has changed of them since; None where that is nothing. With a delta alone they are written
+    whole as well.
     """
 
     begin: int

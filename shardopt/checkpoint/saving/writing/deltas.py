@@ -64,13 +64,16 @@ class BuiltDelta(NamedTuple):
         return sum(request.nbytes for request in self.requests)
 
 
-def delta_of(base: Base, request: WriteRequest, memory: TensorBytes, most_bytes: int) -> BuiltDelta | None:
+def delta_of(
+    base: Base, request: WriteRequest, memory: TensorBytes, most_bytes: int, is_bridge: bool = False
+) -> BuiltDelta | None:
     """Returns the delta between what the base has of a box and what it is now; None where that does not pay.
 
     The earlier bytes are read again, so the base must be on a disk.
 
     Args:
         most_bytes: that would be written otherwise.
+        is_bridge: whether the box is written whole as well, and so begins a new chain.
     """
     fixed = index_bytes(request.nbytes) + _HEADER_BYTES
     budget = int(_WORTH * most_bytes) - fixed
@@ -78,9 +81,10 @@ def delta_of(base: Base, request: WriteRequest, memory: TensorBytes, most_bytes:
     if found is None:
         return None
     number, entry, stored = found
-    budget = min(budget, request.nbytes - stored.delta_bytes)  # a restore reads at most twice the bytes of a box
-    if budget <= 0 or len(entry.deltas) >= _MOST_DELTAS:
-        return None
+    if not is_bridge:
+        budget = min(budget, request.nbytes - stored.delta_bytes)  # a restore reads at most twice the bytes of a box
+        if budget <= 0 or len(entry.deltas) >= _MOST_DELTAS:
+            return None
     try:
         built = _built(request, stored, memory, most_bytes, budget)
     except CheckpointError as error:

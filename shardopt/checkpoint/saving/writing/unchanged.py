@@ -31,6 +31,25 @@ _MOST_PARTS = 64  # of a box, or it is written whole again: manifests are not to
 _LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for the sake of a few
 
 
+def compared_with(
+    base: Base, writes: RankWrites, views: Mapping[str, View], is_anchor: bool
+) -> tuple[RankWrites, dict[str, list[list[Any]]], int]:
+    """Compares what a rank is to write with the base.
+
+    Args:
+        is_anchor: whether all is written, with deltas for readers that have what the base has.
+
+    Returns:
+        What is left to write; the parts of boxes that are written otherwise, as JSON; the bytes of tensors that the
+        base has.
+    """
+    if is_anchor:
+        writes, parts = _with_bridges(base, writes, views)
+        return writes, pack_parts(parts), 0
+    writes, parts, unchanged_bytes = cut_by_changes(base, writes, views)
+    return writes, pack_parts(parts), unchanged_bytes
+
+
 def cut_by_changes(
     base: Base, writes: RankWrites, views: Mapping[str, View]
 ) -> tuple[RankWrites, dict[int, dict[int, list[Part]]], int]:
@@ -47,7 +66,7 @@ def cut_by_changes(
         for position, request in enumerate(requests):
             memory = TensorBytes(memory_of(request, views))
             found[slot, position] = of_box = _parts_of(base, request, memory)
-            delta = delta_of(base, request, memory, most_bytes=request.nbytes - _bytes_in(request, of_box))
+            delta = delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box))
             if delta is not None:
                 found[slot, position] = [Part(*rows_of(request.box), delta.number, delta_slot)]
                 deltas[slot, position] = delta
@@ -73,6 +92,22 @@ def cut_by_changes(
                     left[part.delta_slot] += delta.requests
                     unchanged_bytes += request.nbytes - delta.nbytes
     return writes.only(left), parts, unchanged_bytes
+
+
+def _with_bridges(
+    base: Base, writes: RankWrites, views: Mapping[str, View]
+) -> tuple[RankWrites, dict[int, dict[int, list[Part]]]]:
+    """Returns a rank's writes with deltas in a file of their own; and for each the part that it is of, by position."""
+    delta_slot = 1 + max(writes.slots, default=0)
+    all_writes = {slot: [*requests] for slot, requests in writes.slots.items()} | {delta_slot: []}
+    parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
+    for slot, requests in writes.slots.items():
+        for position, request in enumerate(requests):
+            delta = delta_of(base, request, TensorBytes(memory_of(request, views)), request.nbytes, is_bridge=True)
+            if delta is not None:
+                all_writes[delta_slot] += delta.requests
+                parts[slot][position] = [Part(*rows_of(request.box), None, delta_slot)]
+    return writes.only(all_writes), parts
 
 
 def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int], Sequence[Part]]) -> frozenset[int]:
