@@ -57,6 +57,8 @@ Code: TypeAlias = Literal[
     "run-root",
     "host-directory",
     "storage-failed",
+    "torn-weights",
+    "publisher-silent",
     # steps
     "gradient-mismatch",
     "missing-gradient",

@@ -29,5 +29,8 @@ from shardopt.checkpoint.saving.writing.pending import PendingSave as PendingSav
 from shardopt.checkpoint.sources.open import open as open
 from shardopt.checkpoint.sources.reader import CheckpointReader as CheckpointReader
 from shardopt.checkpoint.sources.reader import TensorInfo as TensorInfo
+from shardopt.checkpoint.stream.follower import Follower as Follower
+from shardopt.checkpoint.stream.follower import UpdateReport as UpdateReport
+from shardopt.checkpoint.stream.publisher import Publisher as Publisher
 from shardopt.sharding.box import Box as Box
 from shardopt.state.state import PerRank as PerRank

@@ -230,7 +230,7 @@ def _load_into(
     """Loads into the state that `app` has, step by step. Also returns the warnings."""
     begin = world().monotonic()
     with damage_told(CHANGED_NOTHING):
-        plan = _compare(ranks, what, look, options)
+        plan = compare_with_app(ranks, what, look, options)
         match, names, manifest = plan.match, plan.names, plan.reader.manifest
         schedules = plan.flat.schedules() if ranks.rank == 0 else []
         arguments = other_arguments(schedules, names) if schedules else []
@@ -268,7 +268,7 @@ def _load_into(
     return report, match.warnings
 
 
-def _compare(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
+def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
     """Plans this rank's reads, once all ranks know that everything fits; changes nothing."""
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
     decide = partial(compare_plans, what.removeprefix("loading "))

@@ -41,11 +41,21 @@ class Steps:
         stage: as for `async_save`; None to save in the call.
         incremental: whether a save refers to the previous checkpoint.
         terms: of all saves.
+        anchor_every: after so many saves one writes all, with deltas beside; None for never. With `incremental`.
     """
 
-    def __init__(self, run: Run, after: AfterCommit, stage: Stage | None, incremental: bool, terms: SaveTerms) -> None:
+    def __init__(
+        self,
+        run: Run,
+        after: AfterCommit,
+        stage: Stage | None,
+        incremental: bool,
+        terms: SaveTerms,
+        anchor_every: int | None = None,
+    ) -> None:
         self._run, self._after, self._tiers = run, after, after.tiers
         self._stage, self._incremental, self._terms = stage, incremental, terms
+        self._anchor_every, self._since_anchor = anchor_every, 0
         self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
         self._warned_of_step = False
 
@@ -185,7 +195,12 @@ class Steps:
 
     def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
         """Returns terms with the save to refer to, and the fallback URLs for full tiers."""
-        return replace(terms, base=self._after.base if self._incremental else None, fallback_urls=tuple(urls[1:]))
+        base, is_anchor = self._after.base if self._incremental else None, False
+        if self._anchor_every is not None:
+            self._since_anchor = 0 if base is None else self._since_anchor + 1
+            is_anchor = self._since_anchor >= self._anchor_every
+            self._since_anchor = 0 if is_anchor else self._since_anchor
+        return replace(terms, base=base, fallback_urls=tuple(urls[1:]), is_anchor=is_anchor)
 
     def restore(
         self,

@@ -191,14 +191,14 @@ class CheckpointReader(CheckpointContents):
                     number, entry, *_ = overlap
                     name = entry.key(own_name) if entry.is_patch else own_name
                     names_in[number].add(name)
-                    for each in entry.deltas:
+                    for each in self._delta_files(entry):
                         names_in[each] |= {DELTA_INDEX_PREFIX + name, DELTA_PREFIX + name}
                     reads.append((overlap, name, dtype, tensor))
         self._open_all(dict.fromkeys(names_in) if others_follow else names_in)
         requests = []
         for (number, entry, form, sizes, stored, part), name, dtype, tensor in reads:
             target = tensor if part is None else narrowed(tensor, part)
-            file = self._with(number, *entry.deltas) if entry.deltas else self._files[number]
+            file = self._file_of(number, entry)
             requests += [(file, each) for each in file.requests(name, form, dtype, sizes, stored, target)]
         return requests
 
@@ -215,11 +215,19 @@ class CheckpointReader(CheckpointContents):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _with(self, *numbers: int) -> FileWithDeltas:
-        """Returns an open file with the deltas of others, all by number."""
+    def _delta_files(self, entry: StoredEntry) -> tuple[int, ...]:
+        """Returns the numbers of the files with deltas that reads of an entry need."""
+        return entry.deltas
+
+    def _file_of(self, number: int, entry: StoredEntry) -> OpenFile:
+        """Returns the open file that an entry is read from."""
+        if not entry.deltas:
+            return self._files[number]
+        numbers = number, *entry.deltas
         if numbers not in self._with_deltas:
-            base, *deltas = (self._files[number] for number in numbers)
-            self._with_deltas[numbers] = open_with_deltas(base, deltas)
+            self._with_deltas[numbers] = open_with_deltas(
+                self._files[number], [self._files[each] for each in entry.deltas]
+            )
         return self._with_deltas[numbers]
 
     def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:

@@ -19,10 +19,11 @@ from shardopt.world import world
 
 _JOINED_BYTES = 8 << 20  # of small entries that are read at once
 _KEPT_BYTES = 16 << 20  # of one file's deltas, beside the one that is applied
-_WINDOW_SEGMENTS = 64  # of a large box, whose deltas are read as its bytes are
+WINDOW_SEGMENTS = 64
+"""Segments of a large box whose deltas are read at a time."""
 
 
-class _Box(NamedTuple):
+class ChangedBox(NamedTuple):
     """An entry that has changed, the bytes of its words, and the index of each delta."""
 
     entry: Entry
@@ -44,8 +45,8 @@ class FileWithDeltas(SummedFile):
     def __init__(self, base: DataFileReader, deltas: Sequence[DataFileReader]) -> None:
         super().__init__(base.storage, base.name)
         self.sums: bytearray = bytearray(base.sums)
-        self._base, self._deltas = base, [_DeltaFile(file) for file in deltas]
-        self._boxes: dict[int, _Box] = {}  # by offset in the file
+        self._base, self._deltas = base, [DeltaFile(file) for file in deltas]
+        self._boxes: dict[int, ChangedBox] = {}  # by offset in the file
         self._begins: list[int] = []
         self._lock, self._readers = world().lock(), 0
 
@@ -80,22 +81,29 @@ class FileWithDeltas(SummedFile):
             sums = index.after
             indices.append(index)
         self.sums[8 * entry.segment : 8 * entry.segment + len(sums)] = sums
-        self._boxes[entry.begin] = _Box(entry, word, indices)
+        self._boxes[entry.begin] = ChangedBox(entry, word, indices)
         self._begins = sorted(self._boxes)
 
     def _read(self, read: ReadInto, spans: Sequence[Span]) -> None:
         read(spans)
         for offset, memory in spans:
-            if not memory.nbytes:
-                continue
-            box = self._boxes[self._begins[bisect_right(self._begins, offset) - 1]]
-            for begin, end in _windows(box.entry, offset, offset + memory.nbytes):
-                first = (begin - box.entry.begin) // SEGMENT_BYTES // _WINDOW_SEGMENTS * _WINDOW_SEGMENTS
+            for box, begin, end in self._windows(offset, offset + memory.nbytes):
+                first = (begin - box.entry.begin) // SEGMENT_BYTES // WINDOW_SEGMENTS * WINDOW_SEGMENTS
                 for file, index in zip(self._deltas, box.indices, strict=True):
                     with self._lock:
                         delta = file.delta(box, index, first)
                     part = memory[begin - offset : end - offset]
                     delta.apply(begin - box.entry.begin - first * SEGMENT_BYTES, part)
+
+    def _windows(self, begin: int, end: int) -> Iterator[tuple[ChangedBox, int, int]]:
+        """Yields the ranges between two offsets in the file that are within one window of one box each."""
+        nbytes = WINDOW_SEGMENTS * SEGMENT_BYTES
+        while begin < end:  # small boxes that follow one another are read as one span
+            box = self._boxes[self._begins[bisect_right(self._begins, begin) - 1]]
+            stop = min(end, box.entry.end, begin - (begin - box.entry.begin) % nbytes + nbytes)
+            assert begin < stop, "bytes of no box that was asked for"
+            yield box, begin, stop
+            begin = stop
 
 
 def open_with_deltas(base: OpenFile, deltas: Sequence[OpenFile]) -> FileWithDeltas:
@@ -105,29 +113,37 @@ def open_with_deltas(base: OpenFile, deltas: Sequence[OpenFile]) -> FileWithDelt
     return FileWithDeltas(opened[0], opened[1:])
 
 
-class _DeltaFile:
-    """The deltas in one data file. Not safe for threads."""
+class DeltaFile:
+    """The deltas in one data file. Not safe for threads.
+
+    Attributes:
+        where: the file's place, for errors.
+    """
 
     def __init__(self, file: DataFileReader) -> None:
         self.where, self._file = file.where, file
+        self._indices: dict[str, DeltaIndex] = {}
         self._read: dict[str, bytearray] = {}  # ahead, by key in the file
         self._deltas: dict[tuple[str, int], Delta] = {}  # by key of the box, and the first segment
         self._kept_bytes = 0
 
     def index(self, entry: Entry, word: int) -> DeltaIndex:
         """Returns the index of a box's delta."""
-        nbytes, key = entry.end - entry.begin, DELTA_INDEX_PREFIX + entry.key
-        return decode_index(self._bytes_of(key, index_bytes(nbytes)), nbytes, word, f"{self.where}: {key}")
+        if entry.key not in self._indices:
+            nbytes, key = entry.end - entry.begin, DELTA_INDEX_PREFIX + entry.key
+            data = self._bytes_of(key, index_bytes(nbytes))
+            self._indices[entry.key] = decode_index(data, nbytes, word, f"{self.where}: {key}")
+        return self._indices[entry.key]
 
-    def delta(self, box: _Box, index: DeltaIndex, first: int) -> Delta:
+    def delta(self, box: ChangedBox, index: DeltaIndex, first: int) -> Delta:
         """Returns the delta of a window of a box, from a segment on."""
         entry, word, _ = box
         delta = self._deltas.get((entry.key, first))
         if delta is None:
             key, nbytes = DELTA_PREFIX + entry.key, entry.end - entry.begin - first * SEGMENT_BYTES
-            if len(index.counts) > _WINDOW_SEGMENTS:
+            if len(index.counts) > WINDOW_SEGMENTS:
                 whole_entry = self._entry(key, index.nbytes(word))
-                index, (words, skips) = index.part(first, first + _WINDOW_SEGMENTS, word)
+                index, (words, skips) = index.part(first, first + WINDOW_SEGMENTS, word)
                 body = bytearray(index.nbytes(word))
                 cut = words[1] - words[0]
                 spans = [(words[0], memoryview(body)[:cut]), (skips[0], memoryview(body)[cut:])]
@@ -138,7 +154,7 @@ class _DeltaFile:
             if self._kept_bytes + len(body) > _KEPT_BYTES:
                 self._deltas.clear()
                 self._kept_bytes = 0
-            nbytes = min(nbytes, _WINDOW_SEGMENTS * SEGMENT_BYTES)
+            nbytes = min(nbytes, WINDOW_SEGMENTS * SEGMENT_BYTES)
             delta = self._deltas[entry.key, first] = Delta(index, body, nbytes, word, f"{self.where}: {key}")
             self._kept_bytes += len(body)
         return delta
@@ -165,15 +181,6 @@ class _DeltaFile:
                 entries.append(entry)
             self._read |= zip((each.key for each in entries), read_entries(self._file, entries), strict=True)
         return self._read.pop(key)
-
-
-def _windows(entry: Entry, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields the ranges between two offsets in the file that are within one window of a box each."""
-    nbytes = _WINDOW_SEGMENTS * SEGMENT_BYTES
-    while begin < end:
-        stop = min(end, begin - (begin - entry.begin) % nbytes + nbytes)
-        yield begin, stop
-        begin = stop
 
 
 def _begin(entry: Entry) -> int:

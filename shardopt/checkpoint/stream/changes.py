@@ -1,0 +1,148 @@
+"""Changes of one tensor's memory: read and checked beside the program that uses it, then applied at once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, torch_dtype
+from shardopt.checkpoint.saving.writing.device_stream import to_host
+from shardopt.checkpoint.sources.reading.open_file import ReadRequest
+from shardopt.checkpoint.sources.reading.with_deltas import WINDOW_SEGMENTS
+from shardopt.checkpoint.stream.chains import Link, box_of
+
+_WINDOW_BYTES = WINDOW_SEGMENTS * SEGMENT_BYTES
+_HASHED_BYTES = 8 << 20  # of an accelerator's memory at a time
+
+
+def digest_of_memory(tensor: Tensor) -> bytes:
+    """Returns a hash of a tensor's elements, by which it is known again."""
+    running = xxhash.xxh3_64()
+    pieces: Sequence[Tensor] = [tensor]
+    if tensor.dim() and not is_plain_memory(tensor):
+        pieces = torch.split(tensor.detach(), max(_HASHED_BYTES // max(tensor[:1].nbytes, 1), 1))
+    for piece in pieces:
+        running.update(bytes_of(piece if is_plain_memory(piece) else to_host(piece)))
+    return running.digest()
+
+
+class Scatter(NamedTuple):
+    """Elements to be set: their positions in the memory of a target, from its first element on, and their values."""
+
+    target: Tensor
+    positions: Any  # an array of NumPy, or a tensor on the target's device
+    values: Any
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.positions.nbytes + self.values.nbytes)
+
+    def apply(self) -> None:
+        """Sets the elements."""
+        if not len(self.positions):
+            return
+        if isinstance(self.positions, np.ndarray):
+            memory = (ctypes.c_ubyte * (_extent(self.target) * self.target.element_size())).from_address(
+                self.target.data_ptr()
+            )
+            words = np.frombuffer(memoryview(memory), np.dtype(self.values.dtype))
+            words[self.positions] = self.values
+            return
+        flat = self.target.detach().as_strided((_extent(self.target),), (1,))
+        if flat.dtype != self.values.dtype:
+            flat = flat.view(self.values.dtype)
+        flat.index_copy_(0, self.positions, self.values)
+
+
+def is_scattered(request: ReadRequest) -> bool:
+    """Whether deltas can be applied to the target of a request: its elements are words."""
+    return request.dtype.safetensors is not None
+
+
+def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
+    """Yields what deltas change of a target, in order; reads them a window at a time.
+
+    Raises:
+        CorruptionError: a delta is not what was written.
+    """
+    entry, dtype, sizes, wanted, target = request
+    if not target.numel():
+        return
+    box = box_of(entry)
+    dims = _merged(sizes, wanted.offsets, wanted.sizes, target.stride())
+    begin = _position(wanted.offsets, sizes) * dtype.itemsize
+    end = (_position([last - 1 for last in wanted.ends], sizes) + 1) * dtype.itemsize
+    for link in links:
+        for at in range(begin - begin % _WINDOW_BYTES, end, _WINDOW_BYTES):
+            delta = link.file.delta(box, link.index, at // SEGMENT_BYTES)
+            low, high = max(begin, at), min(end, at + _WINDOW_BYTES)
+            positions, values = delta.changes(low - at, high - at)
+            positions, values = _in_target(positions + at // dtype.itemsize, values, dims)
+            yield _on_device(target, torch_dtype(dtype), positions, values)
+        link.file.forget()
+
+
+class _Dimension(NamedTuple):
+    """A dimension of a stored box: its size there, what is wanted of it, and the stride in the target."""
+
+    size: int
+    offset: int
+    wanted: int
+    stride: int
+
+
+def _merged(
+    sizes: Sequence[int], offsets: Sequence[int], wanted: Sequence[int], strides: Sequence[int]
+) -> list[_Dimension]:
+    """Returns as few dimensions as there can be: one is joined to that before it where all of it is wanted in order."""
+    dims: list[_Dimension] = []
+    for each in map(_Dimension, sizes, offsets, wanted, strides):
+        last = dims[-1] if dims else None
+        if last is not None and each.wanted == each.size and last.stride == each.stride * each.size:
+            joined = (last.size * each.size, last.offset * each.size, last.wanted * each.size, each.stride)
+            dims[-1] = _Dimension(*joined)
+        else:
+            dims.append(each)
+    return dims
+
+
+def _in_target(positions: Any, values: Any, dims: Sequence[_Dimension]) -> tuple[Any, Any]:
+    """Returns the positions in a target's memory of those elements of a box that are wanted, and their values."""
+    if len(dims) == 1 and dims[0].stride == 1:
+        inside = slice(*np.searchsorted(positions, (dims[0].offset, dims[0].offset + dims[0].wanted)))
+        return positions[inside] - dims[0].offset, values[inside]
+    places, is_inside = np.zeros_like(positions), np.ones(len(positions), bool)
+    for size, offset, wanted, stride in reversed(dims):
+        positions, index = np.divmod(positions, size)
+        index -= offset
+        is_inside &= (index >= 0) & (index < wanted)
+        places += index * stride
+    return places[is_inside], values[is_inside]
+
+
+def _on_device(target: Tensor, stored: torch.dtype, positions: Any, values: Any) -> Scatter:
+    if target.is_cpu and target.dtype == stored:
+        return Scatter(target, positions, values.copy())
+    bits = torch.from_numpy(values.view(f"<i{values.itemsize}").copy())
+    elements = bits if target.dtype == stored else bits.view(stored).to(target.dtype)
+    return Scatter(target, torch.from_numpy(positions).to(target.device), elements.to(target.device))
+
+
+def _position(index: Sequence[int], sizes: Sequence[int]) -> int:
+    """Returns the position of an index in C order."""
+    position = 0
+    for i, size in zip(index, sizes, strict=True):
+        position = position * size + i
+    return position
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns the number of elements from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

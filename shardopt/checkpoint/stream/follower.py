@@ -1,0 +1,465 @@
+"""Follows the weights that a publisher writes: brings those of a program to the newest step, in place."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from shardopt.checkpoint.arguments import refuse
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
+from shardopt.checkpoint.loading.names import Names, names_as_stored
+from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
+from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule
+from shardopt.checkpoint.reports import OfUrl, announce, emit_report
+from shardopt.checkpoint.run.branches import CheckpointId, branches_of
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.sources.detect_format import open_source
+from shardopt.checkpoint.sources.open import reading
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.reading.fetch import fetch
+from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
+from shardopt.checkpoint.storage import storage_of, use_options
+from shardopt.checkpoint.stream.chains import Chain, ChainReader, KnownFiles, Link
+from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
+from shardopt.checkpoint.stream.served import Weights, weights_of
+from shardopt.checkpoint.text import nbytes_text, seconds_text
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    Problem,
+    StateError,
+)
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
+from shardopt.runtime.gc_pause import gc_paused
+from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.state.flatten import flatten
+from shardopt.state.state import FlatState
+from shardopt.world import world
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+Place = tuple[Any, ...]
+"""A part of a stored box and the memory that it goes to: the same in the next step, if neither has moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport(OfUrl):
+    """The report of an update, on this rank.
+
+    Args:
+        url: of the published step.
+        step: that the weights are of now.
+        previous: that they were of before; None for none.
+        bytes_read: from data files.
+        seconds: of the call.
+        pause_seconds: for which serving was kept out.
+        age_seconds: from the commit of the step to the end of the update, by the clocks of both hosts.
+        whole: of how many parts all bytes were read, and not the changes alone.
+        parts: of weights, on this rank.
+    """
+
+    url: str
+    step: int
+    previous: int | None
+    bytes_read: int
+    seconds: float
+    pause_seconds: float
+    age_seconds: float | None
+    whole: int
+    parts: int
+
+
+class _Held(NamedTuple):
+    """What is known of a part that was updated: the state of its box, and a hash of its memory."""
+
+    state: bytes
+    digest: bytes
+
+
+class _Part(NamedTuple):
+    """A part to update: its chain and request, and the deltas; None where all of it is read."""
+
+    chain: OpenFile
+    request: ReadRequest
+    place: Place
+    links: list[Link] | None
+
+
+class Follower:
+    """Brings weights in place to the newest step that a `Publisher` has committed under a root. Never a mixture.
+
+    With several ranks all calls are collective, except `step` and `serving`: all ranks take the same step, or none.
+
+    Args:
+        root: of the publisher: a path, or a URL that fsspec knows.
+        app: a module, or tensors by name: plain, or sharded in any layout. Their memory is updated.
+        rename, rearrange: as for `load`: from the published names and tensors to those of `app`.
+        strict: as for `load`.
+        memory_bytes: host memory, beside `app`, for what is read before it is applied. What does not fit is read during
+            the pause.
+        silence_seconds: without a new step for so long, a warning says so.
+        deadline_seconds: how long a rank may show no sign of life, and how long an update waits for `serving`.
+        process_group: the ranks that follow together: a process group, or a device mesh. None is the job, or this
+            process where there is none.
+        storage_options: as for `load`.
+
+    Raises:
+        OptionError: arguments of the wrong type or out of their range.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        app: Weights,
+        *,
+        rename: Mapping[str, str] | None = None,
+        rearrange: Sequence[AnyRule] = (),
+        strict: bool | Strictness = True,
+        memory_bytes: int = 1 << 30,
+        silence_seconds: float = 600.0,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        process_group: Group | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        problems = []
+        if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 0:
+            problems.append(Problem("memory_bytes", repr(memory_bytes), "0 or more, as an int", "give a number"))
+        for name, value in (("silence_seconds", silence_seconds), ("deadline_seconds", deadline_seconds)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                problems.append(Problem(name, repr(value), "more than 0 seconds", "give a number"))
+        refuse(problems)
+        if storage_options is not None:
+            use_options(root, storage_options)
+        weights_of(app, "app")
+        self._root, self._app = Root(storage_of(root)), app
+        self._rename, self._memory_bytes, self._silence_seconds = rename, memory_bytes, silence_seconds
+        self._options = LoadOptions(
+            strictness=STRICT if strict is True else strictness_of(strict),
+            select=None,
+            rename=rename,
+            rearrange=tuple(rearrange),
+            skip=None,
+            transactional=False,
+            share_reads="never",
+            init_state=False,
+            progress=None,
+            deadline_seconds=deadline_seconds,
+            process_group=process_group,
+            tied=None,
+        )
+        self._known: KnownFiles = {}
+        self._held: dict[Place, _Held] = {}
+        self._id: CheckpointId | None = None
+        self._previous: int | None = None
+        self._is_torn = False
+        self._damaged: set[CheckpointId] = set()
+        self._changed, self._serving, self._pausing = world().condition(), 0, False
+        self._seen: tuple[CheckpointId | None, float] = (None, world().monotonic())
+        self._has_warned = False
+
+    @property
+    def step(self) -> int | None:
+        """The step that the weights are of. None before the first update, and after one that was interrupted. Local."""
+        return None if self._id is None or self._is_torn else self._id.step
+
+    @contextmanager
+    def serving(self) -> Iterator[int]:
+        """Keeps updates from changing weights while the context is open; gives their step. Local; from any thread.
+
+        Raises:
+            StateError: there are no whole weights: no update was made, or the last one was interrupted.
+            CheckpointError: an update takes longer than `deadline_seconds`.
+        """
+        with self._changed:
+            self._wait_until(lambda: not self._pausing, "an update to end")
+            if self.step is None:
+                found = "weights of which an update was interrupted" if self._is_torn else "no published weights yet"
+                problem = Problem(self._root.url, found, "those of one step", "call update() until it returns a report")
+                raise StateError("the weights are not to be used", [problem], code="torn-weights")
+            self._serving += 1
+            step = self.step
+        try:
+            yield step
+        finally:
+            with self._changed:
+                self._serving -= 1
+                self._changed.notify(1 << 30)
+
+    def poll(self) -> int | None:
+        """Returns the newest published step, if the weights are of another one; reads none of it. Collective."""
+        found = self._newest(self._ranks())
+        return None if found is None or not (self._is_torn or self._is_other(found)) else found.step
+
+    def update(self, step: int | None = None) -> UpdateReport | None:
+        """Brings the weights to the newest published step, or to a given one. Collective.
+
+        Reading and checking go on while other threads use the weights; only applying keeps `serving` out. If an update
+        fails before that, nothing was changed. A step that is damaged is logged, and the next older one taken that is
+        newer than the weights.
+
+        Returns:
+            A report; None where there is nothing new.
+
+        Raises:
+            MismatchError: the published weights do not fit. All of it is listed; nothing was changed.
+            CheckpointNotFoundError: the given step is not there.
+            CorruptionError: the given step is damaged.
+            CheckpointError, RankError: it cannot be read, or `serving` was not left in time, or a rank failed.
+        """
+        ranks, begin = self._ranks(), world().monotonic()
+        failure: CheckpointError | None = None
+        while True:
+            found = self._newest(ranks) if step is None else self._of_step(ranks, step)
+            if found is None or not (self._is_torn or self._is_other(found, step)):
+                if self._is_torn and failure is not None:
+                    raise failure
+                return None
+            url = self._root.checkpoint(found).url
+            try:
+                with out_of_inference_mode(), torch.no_grad(), reading(url), ranks.beating(), gc_paused():
+                    report = self._update(ranks, found, url, begin)
+            except (CorruptionError, CheckpointNotFoundError) as error:
+                if step is not None:
+                    raise
+                failure = error
+                self._damaged.add(found)
+                if ranks.rank == 0:
+                    _log.warning("step %d cannot be taken, looking for another one: %s", found.step, error)
+            else:
+                emit_report("update", report, for_all=ranks.rank == 0)
+                if ranks.rank == 0:
+                    announce(_line_of(report))
+                return report
+
+    def _is_other(self, found: CheckpointId, asked_for: int | None = None) -> bool:
+        """Whether a step is newer than the weights, or was asked for and is another one."""
+        if self._id is None or asked_for is not None:
+            return found != self._id
+        return found.branch > self._id.branch or (found.branch == self._id.branch and found.step > self._id.step)
+
+    def _update(self, ranks: Ranks, id: CheckpointId, url: str, begin: float) -> UpdateReport:
+        what = f"updating to step {id.step} of {self._root.url}"
+        known: KnownFiles = dict(self._known)
+        chains: list[ChainReader] = []
+
+        def look() -> tuple[CheckpointReader, FlatState, Names]:
+            own = ChainReader(open_source(storage_of(url)), known)
+            chains[:] = [own]
+            reader = rearranged(own, self._options.rearrange) if self._options.rearrange else own
+            flat = flatten(weights_of(self._app, "app"))
+            names = None if self._rename else names_as_stored(reader, flat)
+            return reader, flat, names or names_in_app(reader, flat, None, self._rename, None)
+
+        plan = compare_with_app(ranks, what, look, self._options)
+        staged, _ = ranks.agree(what, work=lambda: self._staged(plan.requests))
+        pause = self._apply(ranks, what, staged)
+        self._id, self._known = id, known
+        chains[0].keep_files()
+        saved_at = plan.reader.manifest.saved_at
+        previous, self._previous = self._previous, id.step
+        return UpdateReport(
+            url=url,
+            step=id.step,
+            previous=previous,
+            bytes_read=staged.bytes_read,
+            seconds=world().monotonic() - begin,
+            pause_seconds=pause,
+            age_seconds=None if saved_at is None else world().wall_clock() - saved_at,
+            whole=staged.whole,
+            parts=len(staged.parts),
+        )
+
+    def _staged(self, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> _Staged:
+        """Reads and checks what changes, as far as it has room in host memory."""
+        staged = _Staged([self._part(file, request) for file, request in requests], self._memory_bytes)
+        staged.read()
+        return staged
+
+    def _part(self, file: OpenFile, request: ReadRequest) -> _Part:
+        entry, _, sizes, wanted, target = request
+        place = (entry.key, sizes, wanted, target.device, target.data_ptr(), target.dtype, target.stride())
+        held = self._held.get(place)
+        if not isinstance(file, Chain) or held is None or not is_scattered(request) or self._is_torn:
+            return _Part(file, request, place, None)
+        links = file.since(entry, held.state)
+        if links is not None and digest_of_memory(target) != held.digest:
+            _log.warning("%s was changed since the last update: all of it is read again [torn-weights]", entry.key)
+            links = None
+        return _Part(file, request, place, links)
+
+    def _apply(self, ranks: Ranks, what: str, staged: _Staged) -> float:
+        """Applies what was staged, while serving is kept out; returns for how many seconds."""
+        doing = f"{what} (applying)"
+        self._enter_pause(ranks, doing)
+        begin = world().monotonic()
+        self._is_torn = True
+        try:
+            ranks.agree(doing, work=staged.apply)
+            self._held = {part.place: _held_of(part) for part in staged.parts if isinstance(part.chain, Chain)}
+            self._is_torn = False
+        finally:
+            pause = world().monotonic() - begin
+            self._leave_pause()
+        return pause
+
+    def _enter_pause(self, ranks: Ranks, doing: str) -> None:
+        def enter() -> None:
+            with self._changed:
+                self._pausing = True
+                self._wait_until(lambda: not self._serving, "serving to end")
+
+        try:
+            ranks.agree(f"{doing} after serving", work=enter)
+        except BaseException:
+            self._leave_pause()
+            raise
+
+    def _leave_pause(self) -> None:
+        with self._changed:
+            self._pausing = False
+            self._changed.notify(1 << 30)
+
+    def _wait_until(self, is_so: Callable[[], bool], waited_for: str) -> None:
+        """Waits, with the condition held, until something is so; raises CheckpointError after the deadline."""
+        seconds = self._options.deadline_seconds
+        end = world().monotonic() + seconds
+        while not is_so():
+            left = end - world().monotonic()
+            if left <= 0:
+                problem = Problem(self._root.url, f"waited {seconds:g} s", waited_for, "serve in shorter turns")
+                raise CheckpointError("the weights were not updated", [problem], code="torn-weights")
+            self._changed.wait(left)
+
+    def _ranks(self) -> Ranks:
+        return ranks_of(self._options.process_group, self._options.deadline_seconds)
+
+    def _newest(self, ranks: Ranks) -> CheckpointId | None:
+        """Returns the newest committed step that is not known to be damaged. Collective."""
+        found = ranks.on_rank_0(f"looking for steps in {self._root.url}", self._look)
+        newest = None if found is None else CheckpointId(*found)
+        self._note(newest, ranks)
+        return newest
+
+    def _look(self, step: int | None = None) -> list[int] | None:
+        ids = self._root.ids()
+        branches = branches_of(self._root.records.values())
+        own = [id for id in ids if branches.has(id) and id not in self._damaged and step in (None, id.step)]
+        return next((list(id) for id in reversed(own) if self._root.is_committed(id)), None)
+
+    def _of_step(self, ranks: Ranks, step: int) -> CheckpointId:
+        found = ranks.on_rank_0(f"looking for step {step} in {self._root.url}", partial(self._look, step))
+        if found is None:
+            problem = Problem(self._root.url, "no such step", f"step {step}", "give one that is published")
+            raise CheckpointNotFoundError("there is nothing to update to", [problem])
+        return CheckpointId(*found)
+
+    def _note(self, newest: CheckpointId | None, ranks: Ranks) -> None:
+        """Notes what is there; warns once of a publisher that has not been heard of for long."""
+        last, since = self._seen
+        if newest != last:
+            self._seen, self._has_warned = (newest, world().monotonic()), False
+        elif not self._has_warned and world().monotonic() - since > self._silence_seconds and ranks.rank == 0:
+            self._has_warned = True
+            what = "no step" if newest is None else f"nothing after step {newest.step}"
+            seconds = seconds_text(world().monotonic() - since)
+            _log.warning("%s was published in %s for %s [publisher-silent]", what, self._root.url, seconds)
+
+
+class _Staged:
+    """The changes of all parts, read as far as host memory allows.
+
+    Args:
+        parts: of the weights of this rank.
+        memory_bytes: that may be taken.
+    """
+
+    def __init__(self, parts: Sequence[_Part], memory_bytes: int) -> None:
+        self.parts, self.bytes_read, self.whole = parts, 0, 0
+        self._room = memory_bytes
+        self._scatters: list[Scatter] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._late: list[_Part] = []
+
+    def read(self) -> None:
+        """Reads and checks what has room."""
+        reads: list[tuple[OpenFile, ReadRequest]] = []
+        for part in self.parts:
+            _, request, _, links = part
+            if links is None:
+                self.whole += 1
+                nbytes = request.wanted.numel * request.dtype.itemsize
+                if nbytes <= self._room:
+                    self._room -= nbytes
+                    memory = torch.empty(request.wanted.sizes, dtype=torch_dtype(request.dtype), device="cpu")
+                    self._copies.append((request.target, memory))
+                    reads.append((_whole(part), request._replace(target=memory)))
+                else:
+                    self._late.append(part)
+            elif links:
+                self.bytes_read += _bytes_of(part)
+                made: list[Scatter] = []
+                for each in scatters(request, links):
+                    made.append(each)
+                    self._room -= each.nbytes
+                    if self._room < 0:
+                        break
+                if self._room < 0:
+                    self._room += sum(each.nbytes for each in made)
+                    self._late.append(part)
+                else:
+                    self._scatters += made
+        self.bytes_read += fetch(reads)
+
+    def apply(self) -> None:
+        """Changes the weights."""
+        increment_version([part.request.target for part in self.parts])
+        for target, memory in self._copies:
+            target.copy_(memory)
+        for each in self._scatters:
+            each.apply()
+        for part in self._late:
+            if part.links is None:
+                self.bytes_read += fetch([(_whole(part), part.request)])
+            else:
+                for each in scatters(part.request, part.links):
+                    each.apply()
+        for device in {part.request.target.device for part in self.parts} - {torch.device("cpu")}:
+            torch.get_device_module(device).synchronize(device)
+
+
+def _whole(part: _Part) -> OpenFile:
+    if not isinstance(part.chain, Chain):
+        return part.chain
+    whole, entry = part.chain.whole, part.request.entry
+    whole.entry(entry.key, Form(entry.dtype, entry.shape, entry.end - entry.begin))  # which looks at its deltas
+    return whole
+
+
+def _bytes_of(part: _Part) -> int:
+    links = part.links or ()
+    word = part.request.dtype.itemsize
+    return sum(each.index.nbytes(word) + len(each.index.encode()) for each in links)
+
+
+def _held_of(part: _Part) -> _Held:
+    assert isinstance(part.chain, Chain)
+    return _Held(part.chain.state_of(part.request.entry), digest_of_memory(part.request.target))
+
+
+def _line_of(report: UpdateReport) -> str:
+    age = "" if report.age_seconds is None else f", published {seconds_text(max(report.age_seconds, 0.0))} ago"
+    read = f"{nbytes_text(report.bytes_read)} in {seconds_text(report.seconds)}"
+    return f"updated to step {report.step}: {read} (serving waited {seconds_text(report.pause_seconds)}){age}"

@@ -1,0 +1,163 @@
+"""Publishes the weights of a training job, step by step, for followers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from shardopt.checkpoint.arguments import count_problem, refuse
+from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.run.after_commit import AfterCommit
+from shardopt.checkpoint.run.context import Run
+from shardopt.checkpoint.run.options import check_run_options, check_step
+from shardopt.checkpoint.run.retention import Retention, retention_of
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import Steps
+from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.writing.pending import PendingSave
+from shardopt.checkpoint.storage import storage_of, use_options
+from shardopt.checkpoint.stream.served import Weights, as_served, weights_of
+from shardopt.errors import Problem
+from shardopt.ranks import DEADLINE_SECONDS, Group, SharedGroup
+from shardopt.runtime.signals import SAVING, WAITING, is_part_of, refuse_within
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class Publisher:
+    """Commits the weights of a job under a root, in the background, as changes of the step before.
+
+    All ranks make the same calls. Each step is a checkpoint that `load`, `open` and `convert` read like any other, and
+    that a `Follower` takes over by the changes alone. Of a box whose elements changed here and there, positions and
+    values are written; see `docs/streams.md`.
+
+    A job that starts again publishes its first step whole. If it is not after the newest published one, what was
+    published from there on is removed, and followers take the new steps.
+
+    Args:
+        root: a path, or a URL that fsspec knows; for nothing else.
+        anchor_every: after so many steps all weights are written too, for followers that join and for those that find
+            damage. Between two of them steps depend on one another.
+        keep: how many of the newest steps stay, or a `Retention`; None keeps all. Files stay as long as a kept step
+            needs them.
+        rename: regex → replacement, applied in turn to the names of weights, as by `re.sub`.
+        dtype: of the published weights, if they are of floating point; None for their own. They are cast before they
+            are compared, in memory of their device.
+        durable: as for `save`.
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        process_group: the ranks that publish, where they are not all of the job: a process group, or a device mesh.
+        storage_options: as for `save`.
+
+    Raises:
+        OptionError: arguments of the wrong type or out of their range. Or this rank is not in `process_group`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        anchor_every: int = 50,
+        keep: int | Retention | None = 4,
+        rename: Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+        durable: bool = True,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        process_group: Group | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        problems = count_problem("anchor_every", anchor_every, 1)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            problems.append(Problem("dtype", repr(dtype), "a dtype of floating point", "pass it as torch.bfloat16"))
+        refuse(problems)
+        if isinstance(root, str | os.PathLike):
+            use_options(root, storage_options)
+        rules = retention_of(keep)
+        terms = SaveTerms(
+            durable=durable, deadline_seconds=deadline_seconds, process_group=process_group, base_required=False
+        )
+        check_run_options(root, None, 1, "now", False, terms)
+        self._rename, self._dtype = dict(rename or {}), dtype
+        self._run = Run(Root(storage_of(root)), SharedGroup(process_group, deadline_seconds), None, 1, rules)
+        self._after = AfterCommit(self._run, None, None, None)
+        self._steps = Steps(self._run, self._after, "now", True, terms, anchor_every)
+        self._has_begun = self._closed = False
+
+    @is_part_of(SAVING)
+    def publish(self, step: int, model: Weights, *, metrics: Mapping[str, float] | None = None) -> PendingSave:
+        """Publishes weights as they are at the call; returns once they are in host memory. Collective.
+
+        The step before is waited for, as the new one refers to it.
+
+        Args:
+            step: greater than that before.
+            model: a module, of which parameters and persistent buffers count; or tensors by name.
+            metrics: numbers by name, kept with the step; rank 0's count.
+
+        Returns:
+            The save in the background: its `result()` waits for the commit, and raises its failure. So does the next
+            call.
+
+        Raises:
+            OptionError: the step is none, or `model`, or two weights get one name.
+            ShardoptError: as `async_save`, or the step before has failed.
+        """
+        if self._closed:
+            raise RuntimeError("this Publisher was closed; make a new one")
+        check_step(step)
+        weights = as_served(weights_of(model, "model"), self._rename, self._dtype)
+        refuse_within(f"publishing step {step} to {self._run.root.url}", weights)
+        with self._run.ranks.beating():
+            if not self._has_begun:
+                self._take_back(step)
+            pending = self._steps.save(step, weights, metrics, at_root=True)
+        assert not isinstance(pending, SaveReport)
+        if pending is None:
+            problem = Problem("step", f"{step}, which was published", "a step after it", "count steps up")
+            refuse([problem])
+            raise AssertionError
+        return pending
+
+    def _take_back(self, step: int) -> None:
+        """Removes what an earlier job published from a step on. Collective."""
+        branches, newest = self._steps.branches(), self._run.newest()
+        if newest is not None and newest.step >= step > 0:
+            if self._run.ranks.rank == 0:
+                _log.warning("step %d was published before: steps %d to %d are removed", step, step, newest.step)
+            self._run.take_back(step - 1, branches.current, "remove", [])
+        self._has_begun = True
+
+    @is_part_of(WAITING)
+    def wait(self) -> None:
+        """Waits for the step in the background. Raises its failure. Collective where it has failed."""
+        with self._run.ranks.beating():
+            self._steps.wait()
+
+    @is_part_of(WAITING)
+    def close(self) -> None:
+        """Waits as `wait` does, and frees the host memory."""
+        self._close(alone=False)
+
+    def _close(self, alone: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as last_first:
+            last_first.callback(self._after.close_own)
+            last_first.callback(self._after.close)
+            last_first.callback(self._steps.background.close, alone)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._close(alone=error is not None)
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.error("the step in the background has failed too: %s", failure)

@@ -1,0 +1,56 @@
+"""Weights by name, as a publisher gives them and a follower has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardopt.errors import OptionError, Problem
+
+Weights = nn.Module | Mapping[str, Tensor]
+"""A module, of which parameters and persistent buffers count; or tensors by name."""
+
+
+def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
+    """Returns the tensors of a module or mapping by name; tied ones are one object.
+
+    Raises:
+        OptionError: it is neither, or has something else than tensors.
+    """
+    named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    found = type(model).__name__
+    if isinstance(named, Mapping):
+        others = [name for name, each in named.items() if not isinstance(name, str) or not isinstance(each, Tensor)]
+        if not others or isinstance(model, nn.Module):
+            return {name: each for name, each in named.items() if name not in others}
+        found = f"{found} with {str(others[0])[:80]!r}: {type(named[others[0]]).__name__}"
+    problem = Problem(argument, found, "a module, or tensors by name", "pass the model, or its state_dict()")
+    raise OptionError("invalid arguments", [problem])
+
+
+def as_served(weights: Mapping[str, Tensor], rename: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Returns weights under their new names, the floating ones in a dtype. Those of that dtype are not copied.
+
+    Raises:
+        OptionError: two names become one.
+    """
+    served: dict[str, Tensor] = {}
+    was: dict[str, str] = {}
+    casts: dict[int, Tensor] = {}  # of tied tensors one
+    for name, tensor in weights.items():
+        new = name
+        for pattern, into in rename.items():
+            new = re.sub(pattern, into, new)
+        if new in served:
+            problem = Problem(new, f"{was[new]} and {name}", "a name for each", "mend the rules of rename")
+            raise OptionError("two weights would have one name", [problem])
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            if id(tensor) not in casts:
+                casts[id(tensor)] = tensor.detach().to(dtype)
+            tensor = casts[id(tensor)]
+        served[new], was[new] = tensor, name
+    return served
