@@ -308,11 +308,11 @@ class Follower:
         self._is_torn = True
         try:
             ranks.agree(doing, work=staged.apply)
-            self._held = {part.place: _held_of(part) for part in staged.parts if isinstance(part.chain, Chain)}
             self._is_torn = False
         finally:
             pause = world().monotonic() - begin
             self._leave_pause()
+        self._held = {part.place: _held_of(part) for part in staged.parts if isinstance(part.chain, Chain)}
         return pause
 
     def _enter_pause(self, ranks: Ranks, doing: str) -> None:
