@@ -57,8 +57,7 @@ Code: TypeAlias = Literal[
     "run-root",
     "host-directory",
     "storage-failed",
-    "torn-weights",
-    "publisher-silent",
+    "following",
     # steps
     "gradient-mismatch",
     "missing-gradient",

@@ -84,6 +84,16 @@ VERBS = (
         ),
     ),
     Verb(
+        "follow",
+        "print each step of a run or of published weights as it is committed, with bytes, ages and seconds",
+        "shardopt.cli.verbs.follow:follow",
+        (
+            _arg("url", help="a run, or the root of a Publisher"),
+            _arg("--count", help="end after so many steps", type=int, metavar="N"),
+            _arg("--every", help="look so often", type=float, default=1.0, metavar="SECONDS"),
+        ),
+    ),
+    Verb(
         "show",
         "show what a checkpoint holds: a tree, one tensor with statistics, or one value",
         "shardopt.cli.verbs.show:show",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import (
@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.constants import (
     pack_record,
     unpack_record,
 )
-from shardopt.checkpoint.run.branches import Branch, CheckpointId, parse_id, read_records
+from shardopt.checkpoint.run.branches import Branch, CheckpointId, branches_of, parse_id, read_records
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 
@@ -150,6 +150,17 @@ class Root:
         committed = [id for id in ids if id in known or self.is_committed(id)]
         self._committed = frozenset(committed)
         return committed
+
+    def newest(self, but: Collection[CheckpointId] = (), step: int | None = None) -> CheckpointId | None:
+        """Returns the newest committed checkpoint of the branch that the run is on; None if there is none.
+
+        Args:
+            but: checkpoints that do not count.
+            step: the only one that counts; None for any.
+        """
+        ids, branches = self.ids(), branches_of(self.records.values())
+        own = (id for id in reversed(ids) if branches.has(id) and id not in but and step in (None, id.step))
+        return next(filter(self.is_committed, own), None)
 
     def forget(self, ids: Iterable[CheckpointId]) -> None:
         """Forgets that checkpoints were committed, before they are removed or saved again."""

@@ -23,7 +23,7 @@ from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictnes
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, announce, emit_report
-from shardopt.checkpoint.run.branches import CheckpointId, branches_of
+from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
@@ -188,7 +188,7 @@ class Follower:
             if self.step is None:
                 found = "weights of which an update was interrupted" if self._is_torn else "no published weights yet"
                 problem = Problem(self._root.url, found, "those of one step", "call update() until it returns a report")
-                raise StateError("the weights are not to be used", [problem], code="torn-weights")
+                raise StateError("the weights are not to be used", [problem], code="following")
             self._serving += 1
             step = self.step
         try:
@@ -296,7 +296,7 @@ class Follower:
             return _Part(file, request, place, None)
         links = file.since(entry, held.state)
         if links is not None and digest_of_memory(target) != held.digest:
-            _log.warning("%s was changed since the last update: all of it is read again [torn-weights]", entry.key)
+            _log.warning("%s was changed since the last update: all of it is read again [following]", entry.key)
             links = None
         return _Part(file, request, place, links)
 
@@ -340,7 +340,7 @@ class Follower:
             left = end - world().monotonic()
             if left <= 0:
                 problem = Problem(self._root.url, f"waited {seconds:g} s", waited_for, "serve in shorter turns")
-                raise CheckpointError("the weights were not updated", [problem], code="torn-weights")
+                raise CheckpointError("the weights were not updated", [problem], code="following")
             self._changed.wait(left)
 
     def _ranks(self) -> Ranks:
@@ -348,19 +348,14 @@ class Follower:
 
     def _newest(self, ranks: Ranks) -> CheckpointId | None:
         """Returns the newest committed step that is not known to be damaged. Collective."""
-        found = ranks.on_rank_0(f"looking for steps in {self._root.url}", self._look)
+        found = ranks.on_rank_0(f"looking for steps in {self._root.url}", partial(self._root.newest, self._damaged))
         newest = None if found is None else CheckpointId(*found)
         self._note(newest, ranks)
         return newest
 
-    def _look(self, step: int | None = None) -> list[int] | None:
-        ids = self._root.ids()
-        branches = branches_of(self._root.records.values())
-        own = [id for id in ids if branches.has(id) and id not in self._damaged and step in (None, id.step)]
-        return next((list(id) for id in reversed(own) if self._root.is_committed(id)), None)
-
     def _of_step(self, ranks: Ranks, step: int) -> CheckpointId:
-        found = ranks.on_rank_0(f"looking for step {step} in {self._root.url}", partial(self._look, step))
+        look = partial(self._root.newest, step=step)
+        found = ranks.on_rank_0(f"looking for step {step} in {self._root.url}", look)
         if found is None:
             problem = Problem(self._root.url, "no such step", f"step {step}", "give one that is published")
             raise CheckpointNotFoundError("there is nothing to update to", [problem])
@@ -375,7 +370,7 @@ class Follower:
             self._has_warned = True
             what = "no step" if newest is None else f"nothing after step {newest.step}"
             seconds = seconds_text(world().monotonic() - since)
-            _log.warning("%s was published in %s for %s [publisher-silent]", what, self._root.url, seconds)
+            _log.warning("%s was published in %s for %s [following]", what, self._root.url, seconds)
 
 
 class _Staged:

@@ -1,0 +1,62 @@
+"""`shardopt follow`: prints each step of a run or a stream as it is committed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
+from shardopt.cli.output import Output, Span
+from shardopt.errors import CheckpointNotFoundError, OptionError, Problem
+from shardopt.world import utc_text, world
+
+
+def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
+    """Prints what is newest, and each later step, until so many were printed or it is interrupted."""
+    if every <= 0 or (count is not None and count < 1):
+        found, required = f"{every:g} and {count}", "more than 0 seconds, and at least 1 step"
+        raise OptionError("invalid arguments", [Problem("--every, --count", found, required, "give other numbers")])
+    root, printed, seen = Root(storage_of(url)), 0, None
+    while count is None or printed < count:
+        newest = root.newest()
+        if newest is not None and newest != seen:
+            with suppress(CheckpointNotFoundError):  # removed meanwhile: then there is a newer one
+                step = _figures(root, newest)
+                seen, printed = newest, printed + 1
+                output.line(*_line(step))
+                output.data(step)
+                output.finish()
+        if count is None or printed < count:
+            world().sleep(every)
+    return 0
+
+
+def _figures(root: Root, newest: CheckpointId) -> dict[str, Any]:
+    manifest, _ = read_manifest(root.checkpoint(newest))
+    layouts = {id(each.layout): each.layout for each in manifest.tensors.values()}.values()
+    return {
+        "step": newest.step,
+        "branch": newest.branch,
+        "url": root.checkpoint(newest).url,
+        "bytes": sum(file.nbytes for file in manifest.own_files),
+        "bytes_beside": sum(file.nbytes for file in manifest.referred_files),
+        "deltas": max((len(entry.deltas) for layout in layouts for entry in layout.entries), default=0),
+        "saved_at": manifest.saved_at,
+        "age_seconds": None if manifest.saved_at is None else world().wall_clock() - manifest.saved_at,
+        "seconds": manifest.seconds,
+    }
+
+
+def _line(step: dict[str, Any]) -> list[str | Span]:
+    kind = f"{plural(step['deltas'], 'delta')} after an anchor" if step["deltas"] else "whole"
+    parts = [f": {nbytes_text(step['bytes'])}, {kind}"]
+    if step["seconds"] is not None:
+        parts.append(f", written in {seconds_text(step['seconds'])}")
+    if step["saved_at"] is not None:
+        age = seconds_text(max(step["age_seconds"], 0.0))
+        parts.append(f", committed on {utc_text(step['saved_at'])}, {age} ago")
+    return [Span(f"step {step['step']}", "bold"), "".join(parts)]
