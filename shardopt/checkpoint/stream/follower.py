@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from shardopt.checkpoint.arguments import refuse
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
@@ -28,12 +25,11 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.fetch import fetch
-from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import storage_of, use_options
-from shardopt.checkpoint.stream.chains import Chain, ChainReader, KnownFiles, Link
-from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
+from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
 from shardopt.checkpoint.stream.served import Weights, weights_of
+from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
 from shardopt.checkpoint.text import nbytes_text, seconds_text
 from shardopt.errors import (
     CheckpointError,
@@ -50,9 +46,6 @@ from shardopt.state.state import FlatState
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
-
-Place = tuple[Any, ...]
-"""A part of a stored box and the memory that it goes to: the same in the next step, if neither has moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +73,6 @@ class UpdateReport(OfUrl):
     age_seconds: float | None
     whole: int
     parts: int
-
-
-class _Held(NamedTuple):
-    """What is known of a part that was updated: the state of its box, and a hash of its memory."""
-
-    state: bytes
-    digest: bytes
-
-
-class _Part(NamedTuple):
-    """A part to update: its chain and request, and the deltas; None where all of it is read."""
-
-    chain: OpenFile
-    request: ReadRequest
-    place: Place
-    links: list[Link] | None
 
 
 class Follower:
@@ -161,7 +138,7 @@ class Follower:
             tied=None,
         )
         self._known: KnownFiles = {}
-        self._held: dict[Place, _Held] = {}
+        self._held: dict[Place, Held] = {}
         self._id: CheckpointId | None = None
         self._previous: int | None = None
         self._is_torn = False
@@ -282,25 +259,14 @@ class Follower:
             parts=len(staged.parts),
         )
 
-    def _staged(self, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> _Staged:
+    def _staged(self, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> Staged:
         """Reads and checks what changes, as far as it has room in host memory."""
-        staged = _Staged([self._part(file, request) for file, request in requests], self._memory_bytes)
+        held = {} if self._is_torn else self._held
+        staged = Staged([part_of(file, request, held) for file, request in requests], self._memory_bytes)
         staged.read()
         return staged
 
-    def _part(self, file: OpenFile, request: ReadRequest) -> _Part:
-        entry, _, sizes, wanted, target = request
-        place = (entry.key, sizes, wanted, target.device, target.data_ptr(), target.dtype, target.stride())
-        held = self._held.get(place)
-        if not isinstance(file, Chain) or held is None or not is_scattered(request) or self._is_torn:
-            return _Part(file, request, place, None)
-        links = file.since(entry, held.state)
-        if links is not None and digest_of_memory(target) != held.digest:
-            _log.warning("%s was changed since the last update: all of it is read again [following]", entry.key)
-            links = None
-        return _Part(file, request, place, links)
-
-    def _apply(self, ranks: Ranks, what: str, staged: _Staged) -> float:
+    def _apply(self, ranks: Ranks, what: str, staged: Staged) -> float:
         """Applies what was staged, while serving is kept out; returns for how many seconds."""
         doing = f"{what} (applying)"
         self._enter_pause(ranks, doing)
@@ -312,7 +278,7 @@ class Follower:
         finally:
             pause = world().monotonic() - begin
             self._leave_pause()
-        self._held = {part.place: _held_of(part) for part in staged.parts if isinstance(part.chain, Chain)}
+        self._held = staged.held()
         return pause
 
     def _enter_pause(self, ranks: Ranks, doing: str) -> None:
@@ -371,87 +337,6 @@ class Follower:
             what = "no step" if newest is None else f"nothing after step {newest.step}"
             seconds = seconds_text(world().monotonic() - since)
             _log.warning("%s was published in %s for %s [following]", what, self._root.url, seconds)
-
-
-class _Staged:
-    """The changes of all parts, read as far as host memory allows.
-
-    Args:
-        parts: of the weights of this rank.
-        memory_bytes: that may be taken.
-    """
-
-    def __init__(self, parts: Sequence[_Part], memory_bytes: int) -> None:
-        self.parts, self.bytes_read, self.whole = parts, 0, 0
-        self._room = memory_bytes
-        self._scatters: list[Scatter] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._late: list[_Part] = []
-
-    def read(self) -> None:
-        """Reads and checks what has room."""
-        reads: list[tuple[OpenFile, ReadRequest]] = []
-        for part in self.parts:
-            _, request, _, links = part
-            if links is None:
-                self.whole += 1
-                nbytes = request.wanted.numel * request.dtype.itemsize
-                if nbytes <= self._room:
-                    self._room -= nbytes
-                    memory = torch.empty(request.wanted.sizes, dtype=torch_dtype(request.dtype), device="cpu")
-                    self._copies.append((request.target, memory))
-                    reads.append((_whole(part), request._replace(target=memory)))
-                else:
-                    self._late.append(part)
-            elif links:
-                self.bytes_read += _bytes_of(part)
-                made: list[Scatter] = []
-                for each in scatters(request, links):
-                    made.append(each)
-                    self._room -= each.nbytes
-                    if self._room < 0:
-                        break
-                if self._room < 0:
-                    self._room += sum(each.nbytes for each in made)
-                    self._late.append(part)
-                else:
-                    self._scatters += made
-        self.bytes_read += fetch(reads)
-
-    def apply(self) -> None:
-        """Changes the weights."""
-        increment_version([part.request.target for part in self.parts])
-        for target, memory in self._copies:
-            target.copy_(memory)
-        for each in self._scatters:
-            each.apply()
-        for part in self._late:
-            if part.links is None:
-                self.bytes_read += fetch([(_whole(part), part.request)])
-            else:
-                for each in scatters(part.request, part.links):
-                    each.apply()
-        for device in {part.request.target.device for part in self.parts} - {torch.device("cpu")}:
-            torch.get_device_module(device).synchronize(device)
-
-
-def _whole(part: _Part) -> OpenFile:
-    if not isinstance(part.chain, Chain):
-        return part.chain
-    whole, entry = part.chain.whole, part.request.entry
-    whole.entry(entry.key, Form(entry.dtype, entry.shape, entry.end - entry.begin))  # which looks at its deltas
-    return whole
-
-
-def _bytes_of(part: _Part) -> int:
-    links = part.links or ()
-    word = part.request.dtype.itemsize
-    return sum(each.index.nbytes(word) + len(each.index.encode()) for each in links)
-
-
-def _held_of(part: _Part) -> _Held:
-    assert isinstance(part.chain, Chain)
-    return _Held(part.chain.state_of(part.request.entry), digest_of_memory(part.request.target))
 
 
 def _line_of(report: UpdateReport) -> str:

@@ -78,6 +78,7 @@ FLOORS = {
     "checkpoint/run/after_commit": 32,
     "checkpoint/run/steps": 33,
     "checkpoint/run/manager": 34,
+    "checkpoint/stream": 34,
     "checkpoint/public": 35,
     "checkpoint/__init__": 36,
     "nn": 33,  # over optim, whose optimizers it runs inside of backward
