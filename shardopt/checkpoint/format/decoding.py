@@ -153,6 +153,9 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int, grids: _Grids) -> S
     of_files = {(file, entry.box) for file, entry in zip(files, entries, strict=False) if not entry.is_patch}
     if len({file for file, _ in of_files}) < len(of_files):
         raise ValueError("two boxes of a tensor in one file")
+    with_deltas = {(file, entry.box) for entry in entries for file in entry.delta_files}
+    if len({file for file, _ in with_deltas}) < len(with_deltas):
+        raise ValueError("deltas of two boxes of a tensor in one file")
     return StoredLayout(shape, boxes, files, entries)
 
 
@@ -178,10 +181,12 @@ def _decode_entries(
         offsets, sizes, is_patch, *more = entry
         deltas = read_sizes(more[0]) if more else ()
         bridge = read_size(more[1]) if len(more) > 1 else None
-        numbers = deltas if bridge is None else (*deltas, bridge)
-        if len(set(numbers)) < len(numbers) or max(numbers, default=-1) >= file_count or (numbers and is_patch):
-            raise ValueError("deltas in files that are not there, twice in one, or of a patch")
         stored = Box(read_sizes(offsets), read_sizes(sizes))
+        numbers = deltas if bridge is None else (*deltas, bridge)
+        if len(set(numbers)) < len(numbers) or max(numbers, default=-1) >= file_count:
+            raise ValueError("deltas in files that are not there, or twice in one")
+        if numbers and (is_patch or 0 in stored.sizes):
+            raise ValueError("deltas of a patch, or of an empty box")
         fits = len(stored.offsets) == len(stored.sizes) == len(shape) and stored.contains(box)
         if type(is_patch) is not bool or not shape or not fits or not whole(shape).contains(stored):
             raise ValueError("an entry of a file that a box cannot be taken from")

@@ -195,12 +195,12 @@ class Steps:
 
     def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
         """Returns terms with the save to refer to, and the fallback URLs for full tiers."""
-        base, is_anchor = self._after.base if self._incremental else None, False
+        base, chain = self._after.base if self._incremental else None, terms.chain
         if self._anchor_every is not None:
             self._since_anchor = 0 if base is None else self._since_anchor + 1
-            is_anchor = self._since_anchor >= self._anchor_every
-            self._since_anchor = 0 if is_anchor else self._since_anchor
-        return replace(terms, base=base, fallback_urls=tuple(urls[1:]), is_anchor=is_anchor)
+            chain = "anchor" if self._since_anchor >= self._anchor_every else "link"
+            self._since_anchor = 0 if chain == "anchor" else self._since_anchor
+        return replace(terms, base=base, fallback_urls=tuple(urls[1:]), chain=chain)
 
     def restore(
         self,

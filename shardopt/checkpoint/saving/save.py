@@ -32,7 +32,7 @@ from shardopt.checkpoint.saving.refer import Unchanged
 from shardopt.checkpoint.saving.writing.base import FoundBase, find_base, open_found
 from shardopt.checkpoint.saving.writing.low_priority import write_beside_training
 from shardopt.checkpoint.saving.writing.pending import raise_failures
-from shardopt.checkpoint.saving.writing.unchanged import compared_with
+from shardopt.checkpoint.saving.writing.unchanged import Chain, compared_with
 from shardopt.checkpoint.saving.writing.write import memory_of, write_files
 from shardopt.checkpoint.storage import absolute_url, use_options, wrap_os_errors
 from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, StateError
@@ -92,7 +92,8 @@ class SaveTerms(SaveOptions):
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
     or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
     rules of `rename` that the names had since the run began, if known. `in_background`: training continues meanwhile.
-    `is_anchor`: all is written, with deltas for readers that have what the base has.
+    `chain` is what deltas are for: "bounded" to save bytes, as long as restores stay fast; "link" for followers, wherever
+    they take fewer bytes; "anchor" for followers, beside all that is written whole.
     """
 
     process_group: Group | None = None
@@ -101,7 +102,7 @@ class SaveTerms(SaveOptions):
     fallback_urls: tuple[str, ...] = ()
     renamed: RenameRules | None = None
     in_background: bool = False
-    is_anchor: bool = False
+    chain: Chain = "bounded"
 
 
 DEFAULT_OPTIONS = SaveTerms()
@@ -353,7 +354,7 @@ def _write(
     parts, unchanged_bytes = dict[str, Any](), 0
     with wrap_os_errors(f"write to {storage.url}"):
         if target.base is not None:
-            writes, parts, unchanged_bytes = compared_with(target.base, writes, views, options.is_anchor)
+            writes, parts, unchanged_bytes = compared_with(target.base, writes, views, options.chain)
         files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, options.progress)
         here.note(writes)
     as_json = [[file.name, file.nbytes, file.digest] for file in files]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import DELTA_PREFIX, DIRECTORY_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
@@ -150,13 +150,15 @@ class Base:
             if None in files:
                 return None
             base, *deltas = (file for file in files if file is not None)
-            key = entry.key(request.key)
-            file: SummedFile = base
-            if deltas:
-                file = self._with_deltas.setdefault((number, *entry.deltas), FileWithDeltas(base, deltas))
-            stored = file.entry(key, form_of(request.dtype, entry.box))
-            of_deltas = (each.entries[DELTA_PREFIX + key] for each in deltas)
-            return InBase(file, stored, sum(each.end - each.begin for each in of_deltas))
+            key, form = entry.key(request.key), form_of(request.dtype, entry.box)
+            if not deltas:
+                return InBase(base, base.entry(key, form), 0)
+            numbers = (number, *entry.deltas)
+            if numbers not in self._with_deltas:
+                self._with_deltas[numbers] = FileWithDeltas(base, deltas)
+            changed = self._with_deltas[numbers]
+            stored = changed.entry(key, form)
+            return InBase(changed, stored, changed.bytes_of_deltas(stored))
         except CheckpointError as error:
             _log.warning("what an earlier save has is written again: %s", error)
             return None

@@ -21,6 +21,7 @@ from shardopt.errors import CheckpointError
 from shardopt.sharding.box import whole
 
 _MOST_DELTAS = 64  # on a box
+_DELTA_COST = 32 << 10  # bytes that a restore reads in the time that a delta takes besides its bytes
 _HEADER_BYTES = 512  # of both entries of a delta in a file's header
 _READ_SEGMENTS = 8  # at a time, which are compared while they are in the core's cache
 _WORTH = 0.8  # of the bytes of changed rows: what is saved must pay for restores that read more than one file
@@ -65,7 +66,7 @@ class BuiltDelta(NamedTuple):
 
 
 def delta_of(
-    base: Base, request: WriteRequest, memory: TensorBytes, most_bytes: int, is_bridge: bool = False
+    base: Base, request: WriteRequest, memory: TensorBytes, most_bytes: int, is_bounded: bool
 ) -> BuiltDelta | None:
     """Returns the delta between what the base has of a box and what it is now; None where that does not pay.
 
@@ -73,7 +74,7 @@ def delta_of(
 
     Args:
         most_bytes: that would be written otherwise.
-        is_bridge: whether the box is written whole as well, and so begins a new chain.
+        is_bounded: whether there may be no more deltas on the box than restores take well.
     """
     fixed = index_bytes(request.nbytes) + _HEADER_BYTES
     budget = int(_WORTH * most_bytes) - fixed
@@ -81,8 +82,9 @@ def delta_of(
     if found is None:
         return None
     number, entry, stored = found
-    if not is_bridge:
-        budget = min(budget, request.nbytes - stored.delta_bytes)  # a restore reads at most twice the bytes of a box
+    if is_bounded:
+        # A restore takes at most about as long as two reads of the box. For a small one, deltas would take longer.
+        budget = min(budget, request.nbytes - stored.delta_bytes - _DELTA_COST * (1 + len(entry.deltas)))
         if budget <= 0 or len(entry.deltas) >= _MOST_DELTAS:
             return None
     try:
@@ -137,7 +139,9 @@ def _built(
 
     # One changed segment first: where most of it has changed, the others need not be looked at.
     sample = next((i for i, each in enumerate(bounds) if memory.digest(*each) != sums[i]), None)
-    if sample is None or compared([[sample]], budget * SEGMENT_BYTES // most_bytes) is None:
+    if sample is None:
+        return None
+    if len(bounds) > 1 and compared([[sample]], budget * SEGMENT_BYTES // most_bytes) is None:
         return None
     after = [memory.digest(*each) for each in bounds]
     builder = compared(_runs([i for i in range(len(bounds)) if after[i] != sums[i]]), budget)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
-from typing import Any
+from typing import Any, Literal
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, patch_prefix, segment_count
 from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
@@ -32,50 +32,53 @@ _LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for 
 
 
 def compared_with(
-    base: Base, writes: RankWrites, views: Mapping[str, View], is_anchor: bool
+    base: Base, writes: RankWrites, views: Mapping[str, View], chain: Chain
 ) -> tuple[RankWrites, dict[str, list[list[Any]]], int]:
     """Compares what a rank is to write with the base.
 
     Args:
-        is_anchor: whether all is written, with deltas for readers that have what the base has.
+        chain: as in `SaveTerms`.
 
     Returns:
         What is left to write; the parts of boxes that are written otherwise, as JSON; the bytes of tensors that the
         base has.
     """
-    if is_anchor:
+    if chain == "anchor":
         writes, parts = _with_bridges(base, writes, views)
         return writes, pack_parts(parts), 0
-    writes, parts, unchanged_bytes = cut_by_changes(base, writes, views)
+    writes, parts, unchanged_bytes = cut_by_changes(base, writes, views, chain == "bounded")
     return writes, pack_parts(parts), unchanged_bytes
 
 
 def cut_by_changes(
-    base: Base, writes: RankWrites, views: Mapping[str, View]
+    base: Base, writes: RankWrites, views: Mapping[str, View], is_bounded: bool = True
 ) -> tuple[RankWrites, dict[int, dict[int, list[Part]]], int]:
     """Drops from a rank's writes what the base has.
+
+    Args:
+        is_bounded: whether a box is written whole again before its deltas make restores much slower.
 
     Returns:
         The writes that are left; by slot and position there, the parts of each box of which something is referred to;
         and the bytes of tensors that are.
     """
-    delta_slot = 1 + max(writes.slots, default=0)  # a file of its own, as the others may soon be of no more use
+    # Deltas have files of their own, as the others may soon be of no more use: one for each slot, whose keys differ.
+    first_delta_slot = 1 + max(writes.slots, default=0)
     found: dict[tuple[int, int], list[Part]] = {}
     deltas: dict[tuple[int, int], BuiltDelta] = {}
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
             memory = TensorBytes(memory_of(request, views))
             found[slot, position] = of_box = _parts_of(base, request, memory)
-            delta = delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box))
+            delta = delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box), is_bounded)
             if delta is not None:
-                found[slot, position] = [Part(*rows_of(request.box), delta.number, delta_slot)]
+                found[slot, position] = [Part(*rows_of(request.box), delta.number, first_delta_slot + slot)]
                 deltas[slot, position] = delta
     used = _files_in_use(base, writes, found)
-    left: dict[int, list[WriteRequest]] = {delta_slot: []}
+    left: defaultdict[int, list[WriteRequest]] = defaultdict(list)
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
     unchanged_bytes = 0
     for slot, requests in writes.slots.items():
-        left[slot] = []
         for position, request in enumerate(requests):
             of_box = [part for part in found[slot, position] if base.file_of(request, part) in used]
             if not of_box:
@@ -98,15 +101,16 @@ def _with_bridges(
     base: Base, writes: RankWrites, views: Mapping[str, View]
 ) -> tuple[RankWrites, dict[int, dict[int, list[Part]]]]:
     """Returns a rank's writes with deltas in a file of their own; and for each the part that it is of, by position."""
-    delta_slot = 1 + max(writes.slots, default=0)
-    all_writes = {slot: [*requests] for slot, requests in writes.slots.items()} | {delta_slot: []}
+    first_delta_slot = 1 + max(writes.slots, default=0)
+    all_writes: dict[int, list[WriteRequest]] = {slot: [*requests] for slot, requests in writes.slots.items()}
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
-            delta = delta_of(base, request, TensorBytes(memory_of(request, views)), request.nbytes, is_bridge=True)
+            memory = TensorBytes(memory_of(request, views))
+            delta = delta_of(base, request, memory, request.nbytes, is_bounded=False)
             if delta is not None:
-                all_writes[delta_slot] += delta.requests
-                parts[slot][position] = [Part(*rows_of(request.box), None, delta_slot)]
+                all_writes.setdefault(first_delta_slot + slot, []).extend(delta.requests)
+                parts[slot][position] = [Part(*rows_of(request.box), None, first_delta_slot + slot)]
     return writes.only(all_writes), parts
 
 
@@ -119,6 +123,8 @@ def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int]
             used[base.file_of(request, part)] += _bytes_in(request, [part])
     return frozenset(number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.bytes_in(number))
 
+
+Chain = Literal["bounded", "link", "anchor"]
 
 PartsBySlot = Mapping[int, Mapping[int, Sequence[Part]]]
 """The parts of each box, by slot and by the box's position in that file's plan."""

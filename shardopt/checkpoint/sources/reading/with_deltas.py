@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, SEGMENT_BYTES, damaged
@@ -17,7 +18,9 @@ from shardopt.checkpoint.storage import ReadInto, Span
 from shardopt.sharding.box import whole
 from shardopt.world import world
 
-_JOINED_BYTES = 8 << 20  # of small entries that are read at once
+_FIRST_JOINED_BYTES = 256 << 10  # of small entries that are read at once, twice as many with each further read
+_JOINED_BYTES = 8 << 20  # at most
+_AHEAD_BYTES = 1 << 20  # of one file, that were read ahead and stay so between reads: of those who read box by box
 _KEPT_BYTES = 16 << 20  # of one file's deltas, beside the one that is applied
 WINDOW_SEGMENTS = 64
 """Segments of a large box whose deltas are read at a time."""
@@ -53,7 +56,7 @@ class FileWithDeltas(SummedFile):
     def entry(self, key: str, form: Form) -> Entry:
         entry = self._base.entry(key, form)
         with self._lock:
-            if entry.begin not in self._boxes:
+            if entry.begin < entry.end and entry.begin not in self._boxes:
                 self._add(entry, word_bytes(form.dtype))
         return entry
 
@@ -70,6 +73,11 @@ class FileWithDeltas(SummedFile):
                 for each in self._deltas if not self._readers else ():
                     each.forget()
 
+    def bytes_of_deltas(self, entry: Entry) -> int:
+        """Returns the bytes of words and skips of all deltas of a box that was asked for."""
+        box = self._boxes.get(entry.begin) if entry.begin < entry.end else None
+        return 0 if box is None else sum(index.nbytes(box.word) for index in box.indices)
+
     def _add(self, entry: Entry, word: int) -> None:
         """Adds a box; checks its deltas as far as that is possible without their words."""
         sums = self.checksums(entry)
@@ -82,7 +90,7 @@ class FileWithDeltas(SummedFile):
             indices.append(index)
         self.sums[8 * entry.segment : 8 * entry.segment + len(sums)] = sums
         self._boxes[entry.begin] = ChangedBox(entry, word, indices)
-        self._begins = sorted(self._boxes)
+        insort(self._begins, entry.begin)
 
     def _read(self, read: ReadInto, spans: Sequence[Span]) -> None:
         read(spans)
@@ -124,6 +132,9 @@ class DeltaFile:
         self.where, self._file = file.where, file
         self._indices: dict[str, DeltaIndex] = {}
         self._read: dict[str, bytearray] = {}  # ahead, by key in the file
+        self._read_bytes = 0
+        self._in_order: list[Entry] = []
+        self._joined_bytes = _FIRST_JOINED_BYTES
         self._deltas: dict[tuple[str, int], Delta] = {}  # by key of the box, and the first segment
         self._kept_bytes = 0
 
@@ -161,7 +172,10 @@ class DeltaFile:
 
     def forget(self) -> None:
         """Forgets what was read of deltas."""
-        self._read.clear()
+        if self._read_bytes > _AHEAD_BYTES:
+            self._read.clear()
+            self._read_bytes = 0
+        self._joined_bytes = _FIRST_JOINED_BYTES
         self._deltas.clear()
         self._kept_bytes = 0
 
@@ -172,15 +186,25 @@ class DeltaFile:
         """Returns the bytes of an entry. Small ones that follow it are read with it: of many tensors all are wanted."""
         first = self._entry(key, nbytes)
         if key not in self._read:
-            kind = key[: key.index(".")]
-            entries = [first]
-            for entry in sorted((each for each in self._file.kept if each.begin >= first.end), key=_begin):
-                follows = entry.begin == entries[-1].end and entry.key.startswith(kind)
-                if not follows or entry.end - first.begin > _JOINED_BYTES:
-                    break
-                entries.append(entry)
+            entries = [first, *self._following(first)]
+            self._joined_bytes = min(2 * self._joined_bytes, _JOINED_BYTES)
             self._read |= zip((each.key for each in entries), read_entries(self._file, entries), strict=True)
-        return self._read.pop(key)
+            self._read_bytes += entries[-1].end - first.begin
+        memory = self._read.pop(key)
+        self._read_bytes -= len(memory)
+        return memory
+
+    def _following(self, first: Entry) -> Iterator[Entry]:
+        """Yields the entries of its kind that follow an entry, and are to be read with it."""
+        if len(self._in_order) != len(self._file.kept):
+            self._in_order = sorted(self._file.kept, key=_begin)
+        kind, end = first.key[: first.key.index(".") + 1], first.end
+        for entry in islice(self._in_order, bisect_left(self._in_order, end, key=_begin), None):
+            is_next = entry.begin == end and entry.key.startswith(kind) and entry.key not in self._read
+            if not is_next or entry.end - first.begin > self._joined_bytes:
+                return
+            yield entry
+            end = entry.end
 
 
 def _begin(entry: Entry) -> int:
