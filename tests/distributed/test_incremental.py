@@ -115,9 +115,21 @@ def save_on(root, steps):
 
 def small(step):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    frozen = distribute_tensor(torch.arange(600.0).reshape(60, 10), mesh, [Shard(0)], src_data_rank=None)
-    adapter = distribute_tensor(torch.full((8,), float(step)), mesh, [Shard(0)], src_data_rank=None)
-    return {"frozen": frozen, "adapter": adapter, "step": step}
+    full = {
+        "frozen": torch.arange(600.0).reshape(60, 10),
+        "adapter": torch.full((8,), float(step)),
+        "drifting": drifted(step),
+    }
+    placed = {key: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for key, each in full.items()}
+    return {**placed, "step": step}
+
+
+def drifted(step):
+    """A tensor of which each step changes a few elements everywhere: saves write deltas of it."""
+    values = torch.arange(200_000, dtype=torch.int16)
+    for each in range(1, step + 1):
+        values[each::997] += 1
+    return values
 
 
 CALLS = ("os:open", "os:makedirs", "os:writev", "os:fsync", "os:link", "os:unlink", "os:rmdir", "os:listdir")
@@ -143,6 +155,9 @@ def survive(root, fault):
     with checkpoint.open(manager.path(5)) as reader:
         assert torch.equal(reader.read("frozen"), torch.arange(600.0).reshape(60, 10))
         assert reader.read("adapter").eq(5).all()
+        assert torch.equal(reader.read("drifting"), drifted(5))
+        entries = reader.manifest.tensors["drifting"].layout.entries
+        assert entries and all(entry.deltas for entry in entries)
     return steps[-1]
 
 
