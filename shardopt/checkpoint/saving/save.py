@@ -92,8 +92,8 @@ class SaveTerms(SaveOptions):
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
     or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
     rules of `rename` that the names had since the run began, if known. `in_background`: training continues meanwhile.
-    `chain` is what deltas are for: "bounded" to save bytes, as long as restores stay fast; "link" for followers, wherever
-    they take fewer bytes; "anchor" for followers, beside all that is written whole.
+    `chain` says what deltas are for: "bounded" for fewer bytes and fast restores, "link" and "anchor" for followers (an
+    anchor is written whole beside them).
     """
 
     process_group: Group | None = None
