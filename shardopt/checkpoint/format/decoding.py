@@ -127,7 +127,8 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
 
 def _size_of(layout: Mapping[str, Any]) -> int:
     """Returns `StoredLayout.size` of a layout that is not decoded yet."""
-    deltas = sum(1 + len(entry[3]) for entry in layout.get("entries", ()) if entry is not None and len(entry) > 3)
+    entries = [entry for entry in layout.get("entries", ()) if entry is not None and len(entry) > 3]
+    deltas = sum(len(entry[3]) + len(entry) - 4 for entry in entries)
     return len(layout["files"]) + len(layout.get("entries", ())) + deltas
 
 

@@ -357,8 +357,12 @@ def _write(
             writes, parts, unchanged_bytes = compared_with(target.base, writes, views, options.chain)
         files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, options.progress)
         here.note(writes)
-    as_json = [[file.name, file.nbytes, file.digest] for file in files]
-    return _Written(as_json, parts, sum(file.nbytes for file in files), unchanged_bytes)
+    return _Written(
+        [[file.name, file.nbytes, file.digest] for file in files],
+        parts,
+        sum(file.nbytes for file in files),
+        unchanged_bytes,
+    )
 
 
 def _commit(
