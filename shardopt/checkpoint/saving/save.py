@@ -92,8 +92,7 @@ class SaveTerms(SaveOptions):
     `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
     or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
     rules of `rename` that the names had since the run began, if known. `in_background`: training continues meanwhile.
-    `chain` says what deltas are for: "bounded" for fewer bytes and fast restores, "link" and "anchor" for followers (an
-    anchor is written whole beside them).
+    `chain`: deltas are for few bytes and fast restores ("bounded"), or for followers ("link"; "anchor": all is written).
     """
 
     process_group: Group | None = None
@@ -357,12 +356,8 @@ def _write(
             writes, parts, unchanged_bytes = compared_with(target.base, writes, views, options.chain)
         files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, options.progress)
         here.note(writes)
-    return _Written(
-        [[file.name, file.nbytes, file.digest] for file in files],
-        parts,
-        sum(file.nbytes for file in files),
-        unchanged_bytes,
-    )
+    as_json = [[file.name, file.nbytes, file.digest] for file in files]
+    return _Written(as_json, parts, sum(file.nbytes for file in files), unchanged_bytes)
 
 
 def _commit(
