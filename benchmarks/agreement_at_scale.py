@@ -26,8 +26,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # from 
 from benchmarks.agreement import CountedWorld, Job, _CountingSocket, processor_seconds, serve
 from shardopt.checkpoint.format.constants import file_name
 from shardopt.checkpoint.saving.agree_plan import PlanCache, Planning
+from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS
 from shardopt.checkpoint.saving.planning.describe import Description
-from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, Described, save_described
+from shardopt.checkpoint.saving.save import Described, save_described
 from shardopt.ranks import Ranks
 from shardopt.ranks.connections.frames import MAIN, Kind, Message
 from shardopt.ranks.connections.join import Entry, leader_key, read

@@ -28,7 +28,7 @@ import shardopt
 from benchmarks import dcp
 from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.state.flatten import flatten
 
 WIDTH = 2048

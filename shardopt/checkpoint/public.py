@@ -23,7 +23,7 @@ from shardopt.checkpoint.run.mirror import UploadReport as UploadReport
 from shardopt.checkpoint.run.options import Preemption as Preemption
 from shardopt.checkpoint.run.retention import Retention as Retention
 from shardopt.checkpoint.saving.async_save import async_save as async_save
-from shardopt.checkpoint.saving.save import SaveOptions as SaveOptions
+from shardopt.checkpoint.saving.options import SaveOptions as SaveOptions
 from shardopt.checkpoint.saving.save import save as save
 from shardopt.checkpoint.saving.writing.pending import PendingSave as PendingSave
 from shardopt.checkpoint.sources.open import open as open

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import CheckpointError, RankError, ShardoptError
 from tests.distributed import test_faults

@@ -13,7 +13,7 @@ from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.storage import marker, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from shardopt.ranks import SharedGroup

@@ -35,7 +35,7 @@ def app_of(mesh):
 
 
 def copied_bytes():
-    parts = async_save._default._shares.parts
+    parts = async_save._default._memories[0][1].parts
     return sum(tensor.nbytes for tensor in parts._tensors)
 
 

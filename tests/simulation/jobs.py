@@ -20,7 +20,7 @@ from shardopt.checkpoint.run.destinations import Mirror
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.run.options import Preemption
-from shardopt.checkpoint.saving.save import SaveOptions
+from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.errors import MismatchError, RankError, ShardoptError
 from tests.simulation.files import Inode
 from tests.simulation.objects import PROTOCOL

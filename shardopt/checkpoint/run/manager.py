@@ -39,7 +39,7 @@ from shardopt.checkpoint.run.steps import Steps, summary_of
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import Stage
-from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
+from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveOptions, SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.checkpoint.storage import storage_of, use_options

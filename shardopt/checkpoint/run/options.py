@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardopt.checkpoint.arguments import count_problem, is_count, optional_count_problem, refuse
-from shardopt.checkpoint.saving.save import SaveOptions
+from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.storage import is_in_archive, storage_of
 from shardopt.errors import Problem
 from shardopt.world import world

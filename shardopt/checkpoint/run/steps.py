@@ -16,7 +16,8 @@ from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
-from shardopt.checkpoint.saving.save import SaveTerms, save_now
+from shardopt.checkpoint.saving.options import SaveTerms
+from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import (
@@ -62,7 +63,7 @@ class Steps:
     @cached_property
     def background(self) -> AsyncSaver:
         """Saves in the background; made at first use, as a run that is only read needs none."""
-        return AsyncSaver()
+        return AsyncSaver(keeps=self._anchor_every is not None)
 
     def wait_for_save(self) -> None:
         """Waits for a save in the background, if any. Collective if it failed."""

@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -26,8 +27,9 @@ from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.saving.agree_plan import PlanCache
 from shardopt.checkpoint.saving.background_save import BackgroundSave, Staged
+from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveTerms
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
-from shardopt.checkpoint.saving.save import DEFAULT_OPTIONS, SaveTerms
+from shardopt.checkpoint.saving.writing.earlier import Kept
 from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.saving.writing.staging import Offsets, Shares, Staging
 from shardopt.checkpoint.storage import absolute_url, use_options
@@ -62,12 +64,15 @@ class AsyncSaver:
     """Saves in the background, one save at a time, through host memory that is reused between saves.
 
     All ranks of a job must make the same calls.
+
+    Args:
+        keeps: whether the bytes of a save stay in memory of their own, to be compared with those of the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
         self._side = SideRanks("saves in the background")
-        self._memory = HostMemory()
-        self._shares = Shares(HostMemory(), HostMemory())
+        self._kept = Kept() if keeps else None
+        self._memories = [(HostMemory(), Shares(HostMemory(), HostMemory())) for _ in range(1 + keeps)]
         self._plans: PlanCache = {}
         self._offsets: Offsets = {}
         self._ranks: Ranks | None = None  # of the last save, apart from those of the program
@@ -103,7 +108,7 @@ class AsyncSaver:
             afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
                 too.
         """
-        begin, url = world().monotonic(), absolute_url(url)
+        begin, url, options = world().monotonic(), absolute_url(url), replace(options, kept=self._kept)
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
@@ -169,8 +174,11 @@ class AsyncSaver:
             else:
                 self._wait(as_call("closing what saves in the background"), self._group)
         finally:
-            self._memory.free()
-            self._shares.free()
+            if self._kept is not None:
+                self._kept.forget()
+            for memory, shares in self._memories:
+                memory.free()
+                shares.free()
             self._side.forget()
             self._ranks = None
             self._offsets.clear()
@@ -225,8 +233,9 @@ class AsyncSaver:
             with out_of_inference_mode(), gc_paused():
                 tied, select, lazily = options.tied, options.select, stage == "lazy"
                 check_replicas = options.check_replicas if ranks.size > 1 else "none"
-                shares = self._shares if ranks.size > 1 else None
-                memory, offsets, members = self._memory, self._offsets, ranks.job_numbers
+                memory, all_shares = self._memories[0 if self._kept is None else self._kept.begin()]
+                shares = all_shares if ranks.size > 1 else None
+                offsets, members = self._offsets, ranks.job_numbers
                 staging = Staging(app, memory, lazily, members, tied, select, shares, check_replicas, offsets)
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.saving.agree_plan import PlanCache
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.planning.describe import Description
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
-from shardopt.checkpoint.saving.save import Described, SaveTerms, save_described
+from shardopt.checkpoint.saving.save import Described, save_described
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.saving.writing.staging import Staging
 from shardopt.ranks import Ranks

@@ -13,11 +13,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from shardopt.checkpoint.format.manifest import RenameRules
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.hosts.directory import PREFIX as HOSTS
 from shardopt.checkpoint.progress import Progress
@@ -25,86 +24,29 @@ from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.saving.agree_plan import Comparison, PlanCache, Planning, compare_reports
 from shardopt.checkpoint.saving.commit import SaveTarget, make_manifest
 from shardopt.checkpoint.saving.hosts_target import HostsTarget
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.planning.describe import Description, describe
-from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, refuse_unknown_choice
+from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
 from shardopt.checkpoint.saving.refer import Unchanged
 from shardopt.checkpoint.saving.writing.base import FoundBase, find_base, open_found
 from shardopt.checkpoint.saving.writing.low_priority import write_beside_training
 from shardopt.checkpoint.saving.writing.pending import raise_failures
-from shardopt.checkpoint.saving.writing.unchanged import Chain, compared_with
+from shardopt.checkpoint.saving.writing.unchanged import compared_with
 from shardopt.checkpoint.saving.writing.write import memory_of, write_files
 from shardopt.checkpoint.storage import absolute_url, use_options, wrap_os_errors
-from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, StateError
+from shardopt.errors import NoSpaceError, Problem, RankError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.gc_pause import gc_paused
 from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.state.flatten import flatten
-from shardopt.state.state import Tied, refuse_chains, refuse_no_regex
+from shardopt.state.state import Tied
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 _plans: PlanCache = {}
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """The options of a `Manager`'s saves, with the same meanings as for `save`.
-
-    Args:
-        durable, check_replicas, progress, select: as for `save`.
-        deadline_seconds: how long a rank may show no sign of life before the others give up and name it; in restores
-            too.
-        tied: as for `save`; in restores too.
-
-    Raises ValueError: `check_replicas` is none of its values. OptionError lists all other invalid arguments.
-    """
-
-    durable: bool = True
-    check_replicas: CheckReplicas = "sampled"
-    progress: Progress | None = None
-    deadline_seconds: float = DEADLINE_SECONDS
-    tied: Tied | None = None
-    select: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.check_replicas not in get_args(CheckReplicas):
-            refuse_unknown_choice(self.check_replicas)
-        if self.select is not None:
-            refuse_no_regex("select", self.select)
-        if self.tied:
-            refuse_chains(self.tied)
-        seconds, problems = self.deadline_seconds, []
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            problems.append(Problem("deadline_seconds", repr(seconds), "more than 0 seconds", "give a number"))
-        if not isinstance(self.durable, bool):
-            problems.append(Problem("durable", repr(self.durable), "one of True, False", "pass one of them"))
-        if problems:
-            raise OptionError("invalid arguments", problems)
-
-
-@dataclass(frozen=True)
-class SaveTerms(SaveOptions):
-    """All options of one save.
-
-    `process_group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base,
-    or a damaged one; otherwise all is written. `fallback_urls` are tried in turn if there is no room. `renamed` are the
-    rules of `rename` that the names had since the run began, if known. `in_background`: training continues meanwhile.
-    `chain`: deltas are for few bytes and fast restores ("bounded"), or for followers ("link"; "anchor": all is written).
-    """
-
-    process_group: Group | None = None
-    base: str | None = None
-    base_required: bool = True
-    fallback_urls: tuple[str, ...] = ()
-    renamed: RenameRules | None = None
-    in_background: bool = False
-    chain: Chain = "bounded"
-
-
-DEFAULT_OPTIONS = SaveTerms()
 
 
 def save(
@@ -350,12 +292,15 @@ def _write(
     """Writes this rank's files, without what the base has."""
     storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
     per_rank = json.dumps(own_values).encode() if planning.planned.plan.geometry.per_rank else None
-    parts, unchanged_bytes = dict[str, Any](), 0
+    left, parts, unchanged_bytes = writes, dict[str, Any](), 0
     with wrap_os_errors(f"write to {storage.url}"):
         if target.base is not None:
-            writes, parts, unchanged_bytes = compared_with(target.base, writes, views, options.chain)
-        files = write_files(storage, save_id, writes, partial(memory_of, views=views), per_rank, options.progress)
-        here.note(writes)
+            target.base.kept = options.kept
+            left, parts, unchanged_bytes = compared_with(target.base, writes, views, options.chain)
+        files = write_files(storage, save_id, left, partial(memory_of, views=views), per_rank, options.progress)
+        here.note(left)
+        if options.kept is not None:
+            options.kept.end(save_id, ((each, memory_of(each, views)) for of in writes.slots.values() for each in of))
     as_json = [[file.name, file.nbytes, file.digest] for file in files]
     return _Written(as_json, parts, sum(file.nbytes for file in files), unchanged_bytes)
 

@@ -18,7 +18,7 @@ from shardopt.checkpoint.run.options import check_run_options, check_step
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.served import Weights, as_served, weights_of

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME
-from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
+from shardopt.checkpoint.saving.writing.earlier import Earlier, Kept, OnDisk
 from shardopt.checkpoint.sources.own import OwnSource, manifest_bytes
-from shardopt.checkpoint.sources.reading.open_file import DataFileReader, SummedFile, form_of
+from shardopt.checkpoint.sources.reading.open_file import DataFileReader, form_of
 from shardopt.checkpoint.sources.reading.with_deltas import FileWithDeltas
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, OptionError, Problem
@@ -51,18 +51,6 @@ class Part(NamedTuple):
     delta_slot: int | None = None
 
 
-class InBase(NamedTuple):
-    """What the base has of a box: an open file, the entry there, and the bytes of the deltas on it."""
-
-    file: SummedFile
-    entry: Entry
-    delta_bytes: int
-
-    @property
-    def checksums(self) -> bytes:
-        return self.file.checksums(self.entry)
-
-
 class Base:
     """The earlier save that a save refers to.
 
@@ -70,6 +58,9 @@ class Base:
         url: of a committed checkpoint.
         target: where the new one is to be.
         data: the bytes of its manifest, where another rank has read them; None to read them here.
+
+    Attributes:
+        kept: what this rank has in memory of the last save, which may have been this one; None for nothing.
 
     Raises:
         OptionError: it does not lie beside the new one.
@@ -88,6 +79,7 @@ class Base:
             required = "a directory named by ASCII letters, digits and =+,@~._-"
             problem = Problem("base", repr(self.directory), required, "give the directory another name")
             raise OptionError("a save cannot refer to that", [problem], code="bad-base")
+        self.kept: Kept | None = None
         self.source = OwnSource(storage, data)
         self.manifest = self.source.manifest
         self._files: dict[int, DataFileReader | None] = {}
@@ -143,8 +135,12 @@ class Base:
             self._columns[layout] = columns
         return self._columns[layout].get(columns_of(box), [])
 
-    def stored(self, number: int, request: WriteRequest, entry: StoredEntry) -> InBase | None:
+    def stored(self, number: int, request: WriteRequest, entry: StoredEntry) -> Earlier | None:
         """Returns an entry of one of the base's files; None if it is not as it was written."""
+        if self.kept is not None and entry.box == request.box and not entry.is_patch:
+            kept = self.kept.of(self.manifest.save_id, request)
+            if kept is not None:
+                return kept
         try:
             files = [self._file(each) for each in (number, *entry.deltas)]
             if None in files:
@@ -152,13 +148,13 @@ class Base:
             base, *deltas = (file for file in files if file is not None)
             key, form = entry.key(request.key), form_of(request.dtype, entry.box)
             if not deltas:
-                return InBase(base, base.entry(key, form), 0)
+                return OnDisk(base, base.entry(key, form), 0)
             numbers = (number, *entry.deltas)
             if numbers not in self._with_deltas:
                 self._with_deltas[numbers] = FileWithDeltas(base, deltas)
             changed = self._with_deltas[numbers]
             stored = changed.entry(key, form)
-            return InBase(changed, stored, changed.bytes_of_deltas(stored))
+            return OnDisk(changed, stored, changed.bytes_of_deltas(stored))
         except CheckpointError as error:
             _log.warning("what an earlier save has is written again: %s", error)
             return None

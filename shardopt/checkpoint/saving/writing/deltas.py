@@ -6,17 +6,15 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, SEGMENT_BYTES
 from shardopt.checkpoint.format.delta import DeltaBuilder, index_bytes, word_bytes
 from shardopt.checkpoint.format.manifest import StoredEntry
-from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, tensor_over
+from shardopt.checkpoint.format.tensor_bytes import tensor_over
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
-from shardopt.checkpoint.saving.writing.base import Base, InBase
-from shardopt.checkpoint.saving.writing.device_stream import to_host
-from shardopt.checkpoint.storage import Span
+from shardopt.checkpoint.saving.writing.base import Base
+from shardopt.checkpoint.saving.writing.earlier import Earlier, OnDisk, TensorBytes
 from shardopt.errors import CheckpointError
 from shardopt.sharding.box import whole
 
@@ -27,31 +25,6 @@ _READ_SEGMENTS = 8  # at a time, which are compared while they are in the core's
 _WORTH = 0.8  # of the bytes of changed rows: what is saved must pay for restores that read more than one file
 
 _log = logging.getLogger("shardopt.checkpoint")
-
-
-class TensorBytes:
-    """The bytes of a tensor in C order, by range; copies only that range from accelerators."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._memory = bytes_of(tensor) if is_plain_memory(tensor) else None
-        self._digests: dict[tuple[int, int], bytes] = {}
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Returns a range of bytes."""
-        if self._memory is None and not self._tensor.is_contiguous():
-            self._memory = bytes_of(to_host(self._tensor))
-        if self._memory is not None:
-            return self._memory[begin:end]
-        size = self._tensor.element_size()
-        return bytes_of(to_host(self._tensor.detach().reshape(-1)[begin // size : end // size]))
-
-    def digest(self, begin: int, end: int) -> bytes:
-        """Returns the checksum of a range, which is computed once."""
-        digest = self._digests.get((begin, end))
-        if digest is None:
-            digest = self._digests[begin, end] = xxhash.xxh3_64_digest(self.read(begin, end))
-        return digest
 
 
 class BuiltDelta(NamedTuple):
@@ -70,7 +43,7 @@ def delta_of(
 ) -> BuiltDelta | None:
     """Returns the delta between what the base has of a box and what it is now; None where that does not pay.
 
-    The earlier bytes are read again, so the base must be on a disk.
+    The earlier bytes are read again, so the base must be on a disk, or kept in memory.
 
     Args:
         most_bytes: that would be written otherwise.
@@ -78,8 +51,8 @@ def delta_of(
     """
     fixed = index_bytes(request.nbytes) + _HEADER_BYTES
     budget = int(_WORTH * most_bytes) - fixed
-    found = _as_a_whole(base, request) if budget > 0 and not base.source.storage.is_remote else None
-    if found is None:
+    found = _as_a_whole(base, request) if budget > 0 else None
+    if found is None or (base.source.storage.is_remote and isinstance(found[2], OnDisk)):
         return None
     number, entry, stored = found
     if is_bounded:
@@ -101,7 +74,7 @@ def delta_of(
     return BuiltDelta(number, (requests[0], requests[1]))
 
 
-def _as_a_whole(base: Base, request: WriteRequest) -> tuple[int, StoredEntry, InBase] | None:
+def _as_a_whole(base: Base, request: WriteRequest) -> tuple[int, StoredEntry, Earlier] | None:
     """Returns number, entry and file of a box of the base that is just the box of a request."""
     layout = base.layout_of(request)
     if layout is None or not request.box.sizes or request.prefix:
@@ -116,7 +89,7 @@ def _as_a_whole(base: Base, request: WriteRequest) -> tuple[int, StoredEntry, In
 
 
 def _built(
-    request: WriteRequest, stored: InBase, memory: TensorBytes, most_bytes: int, budget: int
+    request: WriteRequest, stored: Earlier, memory: TensorBytes, most_bytes: int, budget: int
 ) -> tuple[bytearray, bytearray] | None:
     """Returns index and body of a delta; None if the body would have more bytes than `budget`."""
     nbytes, before = request.nbytes, stored.checksums
@@ -124,15 +97,11 @@ def _built(
     sums = [before[at : at + 8] for at in range(0, len(before), 8)]
 
     def compared(runs: Iterable[Sequence[int]], most: int) -> DeltaBuilder | None:
-        builder = DeltaBuilder(nbytes, word_bytes(stored.entry.dtype))
-        with stored.file.opened() as read:
+        builder = DeltaBuilder(nbytes, word_bytes(request.dtype.safetensors or ""))
+        with stored.reading() as read:
             for run in runs:
                 begin, end = bounds[run[0]][0], bounds[run[-1]][1]
-                old = memoryview(bytearray(end - begin))
-                read([Span(stored.entry.begin + begin, old)])
-                for failed in stored.file.failed_segments(stored.entry.segment + run[0], old):
-                    raise stored.file.segment_error(stored.entry, failed)
-                builder.add(run[0], old, memory.read(begin, end))
+                builder.add(run[0], read(begin, end), memory.read(begin, end))
                 if builder.nbytes > most:
                     return None
         return builder

@@ -19,7 +19,8 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES, patch_prefix, se
 from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.base import Base, Part, columns_of, rows_of
-from shardopt.checkpoint.saving.writing.deltas import BuiltDelta, TensorBytes, delta_of
+from shardopt.checkpoint.saving.writing.deltas import BuiltDelta, delta_of
+from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
@@ -68,7 +69,7 @@ def cut_by_changes(
     deltas: dict[tuple[int, int], BuiltDelta] = {}
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
-            memory = TensorBytes(memory_of(request, views))
+            memory = _bytes_of(base, request, views)
             found[slot, position] = of_box = _parts_of(base, request, memory)
             delta = delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box), is_bounded)
             if delta is not None:
@@ -106,7 +107,7 @@ def _with_bridges(
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
-            memory = TensorBytes(memory_of(request, views))
+            memory = _bytes_of(base, request, views)
             delta = delta_of(base, request, memory, request.nbytes, is_bounded=False)
             if delta is not None:
                 all_writes.setdefault(first_delta_slot + slot, []).extend(delta.requests)
@@ -270,6 +271,11 @@ def _patch(request: WriteRequest, part: Part) -> WriteRequest:
         inner=Box((inner.offsets[0] + begin, *inner.offsets[1:]), (rows, *inner.sizes[1:])),
         prefix=patch_prefix(part.begin),
     )
+
+
+def _bytes_of(base: Base, request: WriteRequest, views: Mapping[str, View]) -> TensorBytes:
+    tensor = memory_of(request, views)
+    return TensorBytes(tensor) if base.kept is None else base.kept.add(request, tensor)
 
 
 def _bytes_in(request: WriteRequest, parts: Sequence[Part]) -> int:

@@ -14,7 +14,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing import pending as pending_saves
 from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import StateError

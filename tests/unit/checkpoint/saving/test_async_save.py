@@ -16,7 +16,7 @@ from torch import nn
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing import staging
 from shardopt.checkpoint.saving.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
@@ -404,7 +404,8 @@ def test_what_is_stored_from_a_gpu_is_the_state_at_the_call(stage, saver, tmp_pa
         assert_stored(
             tmp_path / str(number), {key: v.cpu() if torch.is_tensor(v) else v for key, v in expected.items()}
         )
-    assert saver._memory._pinned.memory.is_pinned() and not saver._memory._plain.memory.is_pinned()
+    memory, _ = saver._memories[0]
+    assert memory._pinned.memory.is_pinned() and not memory._plain.memory.is_pinned()
 
 
 class Parts:

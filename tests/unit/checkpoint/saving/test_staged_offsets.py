@@ -12,7 +12,7 @@ from torch import nn
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.async_save import AsyncSaver
-from shardopt.checkpoint.saving.save import SaveTerms
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.storage import direct, local, mounts
 from tests.harness.ranks import run_ranks
 
@@ -138,7 +138,7 @@ def test_memory_is_allocated_once(tmp_path, copies):
     blocks = []
     for number in range(4):
         saver.save(str(tmp_path / f"{number}"), app).result()
-        blocks.append(saver._memory._plain)
+        blocks.append(saver._memories[0][0]._plain)
     assert taken(copies) and all(block is blocks[0] for block in blocks)
     saver.close()
 
