@@ -63,11 +63,15 @@ class Chain(OpenFile):
     def check(self, entry: Entry, read: ReadChunks) -> list[Problem]:  # type: ignore[override]  # as nothing is read
         raise AssertionError("a chain is read through `whole`")
 
+    def sums_of(self, entry: Entry) -> bytes:
+        """Returns the checksums of a box after the last delta."""
+        if self._deltas:
+            return self._deltas[-1].index(entry, word_bytes(entry.dtype)).after
+        return self._base.checksums(entry)
+
     def state_of(self, entry: Entry) -> bytes:
         """Returns the state of a box after the last delta."""
-        if self._deltas:
-            return digest_of(self._deltas[-1].index(entry, word_bytes(entry.dtype)).after)
-        return digest_of(self._base.checksums(entry))
+        return digest_of(self.sums_of(entry))
 
     def since(self, entry: Entry, state: bytes) -> list[Link] | None:
         """Returns the deltas that lead from a state of a box to the last one, in order; None if none do.

@@ -33,6 +33,16 @@ def digest_of_memory(tensor: Tensor) -> bytes:
     return running.digest()
 
 
+def has_sums(tensor: Tensor, sums: bytes) -> bool:
+    """Whether the segments of a tensor in plain memory have these checksums."""
+    memory = bytes_of(tensor)
+    begins = range(0, memory.nbytes, SEGMENT_BYTES)
+    return all(
+        xxhash.xxh3_64_digest(memory[begin : begin + SEGMENT_BYTES]) == sums[8 * i : 8 * i + 8]
+        for i, begin in enumerate(begins)
+    )
+
+
 class Scatter(NamedTuple):
     """Elements to be set: their positions in the memory of a target, from its first element on, and their values."""
 

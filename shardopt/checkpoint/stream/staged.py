@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, torch_dtype
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
 from shardopt.checkpoint.stream.chains import Chain, Link
-from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
+from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, has_sums, is_scattered, scatters
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -23,10 +23,18 @@ Place = tuple[Any, ...]
 
 
 class Held(NamedTuple):
-    """What is known of a part that was updated: the state of its box, and a hash of its memory."""
+    """What is known of a part that was updated: the state of its box, and how its memory is known again.
+
+    That is by the checksums of the box where the memory has all of it as it is stored, else by a hash of its own.
+    """
 
     state: bytes
-    digest: bytes
+    sums: bytes | None
+    digest: bytes | None
+
+    def is_in(self, memory: Tensor) -> bool:
+        """Whether memory is as the update has left it."""
+        return digest_of_memory(memory) == self.digest if self.sums is None else has_sums(memory, self.sums)
 
 
 class Part(NamedTuple):
@@ -46,7 +54,7 @@ def part_of(file: OpenFile, request: ReadRequest, held: Mapping[Place, Held]) ->
     if not isinstance(file, Chain) or known is None or not is_scattered(request):
         return Part(file, request, place, None)
     links = file.since(entry, known.state)
-    if links is not None and digest_of_memory(target) != known.digest:
+    if links is not None and not known.is_in(target):
         _log.warning("%s was changed since the last update: all of it is read again [following]", entry.key)
         links = None
     return Part(file, request, place, links)
@@ -115,11 +123,15 @@ class Staged:
 
     def held(self) -> dict[Place, Held]:
         """Returns what is known of the parts, once they were changed."""
-        return {
-            part.place: Held(part.chain.state_of(part.request.entry), digest_of_memory(part.request.target))
-            for part in self.parts
-            if isinstance(part.chain, Chain)
-        }
+        return {part.place: _held(part.chain, part.request) for part in self.parts if isinstance(part.chain, Chain)}
+
+
+def _held(chain: Chain, request: ReadRequest) -> Held:
+    entry, dtype, sizes, wanted, target = request
+    is_as_stored = wanted.sizes == sizes and target.dtype == torch_dtype(dtype) and is_plain_memory(target)
+    if is_as_stored:
+        return Held(chain.state_of(entry), chain.sums_of(entry), None)
+    return Held(chain.state_of(entry), None, digest_of_memory(target))
 
 
 def _whole(part: Part) -> OpenFile:

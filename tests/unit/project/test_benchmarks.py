@@ -50,6 +50,10 @@ SMALL = {
         "--rounds 1",
         {"WIDTH": 64, "RANKS": 1, "LAYERS_OF_RANKS": (1,), "STORED": first(1), "ALGORITHMS": first(1)},
     ),
+    "streams": (
+        "--gib 0.001 --trainers 1 --receivers 1 --repetitions 3",
+        {"TENSOR_BYTES": 1 << 16, "COLUMNS": 64, "RATES": (0.02,)},
+    ),
     "step": (f"{ROUND} --only AdamW", {"SIZES": {"400 × 4k": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
 }
 SIMULATED = {
