@@ -8,9 +8,11 @@ to find its way: it goes back from the newest delta until it meets the state tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, segment_count
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.delta import DeltaIndex, digest_of, word_bytes
 from shardopt.checkpoint.format.manifest import StoredEntry
@@ -18,24 +20,75 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader, Form, OpenFile, ReadChunks
 from shardopt.checkpoint.sources.reading.with_deltas import ChangedBox, DeltaFile, FileWithDeltas
 from shardopt.checkpoint.sources.source import Source
-from shardopt.errors import Problem
+from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.errors import CorruptionError, Problem
 
 KnownFiles = dict[tuple[str, str], DataFileReader]
 """Open data files by name and digest, kept from one step to the next: files do not change."""
+
+
+class ProvedDeltaFile(DeltaFile):
+    """The deltas in one data file, verified before they are used: no checksums of boxes are compared after them.
+
+    Attributes:
+        bytes_read: of it so far.
+    """
+
+    def __init__(self, file: DataFileReader) -> None:
+        super().__init__(file)
+        self.file, self.bytes_read = file, 0
+        self._segments: dict[int, bytearray] = {}  # verified, which the next window may begin in; by number in the file
+
+    def forget(self) -> None:
+        super().forget()
+        self._segments.clear()
+
+    def _bytes_of(self, key: str, nbytes: int) -> bytearray:
+        before = self._read_bytes
+        memory = super()._bytes_of(key, nbytes)
+        self.bytes_read += self._read_bytes + len(memory) - before
+        return memory
+
+    def _fill(self, entry: Entry, spans: Sequence[Span]) -> None:
+        numbers = [
+            range(entry.segment + offset // SEGMENT_BYTES, entry.segment + segment_count(offset + memory.nbytes))
+            for offset, memory in spans
+            if memory.nbytes
+        ]
+        found = self._segments
+        reads: dict[int, Span] = {}
+        for number in (number for each in numbers for number in each):
+            if number not in found and number not in reads:
+                begin = entry.begin + (number - entry.segment) * SEGMENT_BYTES
+                reads[number] = Span(begin, memoryview(bytearray(min(SEGMENT_BYTES, entry.end - begin))))
+        self._file.read_into([*reads.values()])
+        for number, (_, memory) in reads.items():
+            for failed in self._file.failed_segments(number, memory):
+                raise self._file.segment_error(entry, failed)
+            self.bytes_read += memory.nbytes
+        have = found | {number: bytearray(memory) for number, (_, memory) in reads.items()}
+        for offset, memory in spans:
+            for begin in range(offset - offset % SEGMENT_BYTES, offset + memory.nbytes, SEGMENT_BYTES):
+                low, high = max(begin, offset), min(begin + SEGMENT_BYTES, offset + memory.nbytes)
+                memory[low - offset : high - offset] = have[entry.segment + begin // SEGMENT_BYTES][
+                    low - begin : high - begin
+                ]
+        self._segments = {each[-1]: have[each[-1]] for each in numbers}
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """A delta of a box, and the file that has it."""
 
-    file: DeltaFile
+    file: ProvedDeltaFile
     index: DeltaIndex
 
 
 class Chain(OpenFile):
     """The boxes of a data file, with the deltas on them, and those that lead to it from what the save before had.
 
-    Reads go through `whole`; this object only says what is to be read.
+    It can be read as any other file, and then has the bytes after the last delta. Those that are read whole in an
+    update go through `whole` instead, which looks at the deltas of these boxes alone.
 
     Args:
         base: the file.
@@ -43,25 +96,43 @@ class Chain(OpenFile):
         bridge: the file with the delta from what the save before had; None where there is none.
     """
 
-    def __init__(self, base: DataFileReader, deltas: Sequence[DataFileReader], bridge: DataFileReader | None) -> None:
+    def __init__(self, base: DataFileReader, deltas: Sequence[ProvedDeltaFile], bridge: ProvedDeltaFile | None) -> None:
         super().__init__(base.storage, base.name)
-        self._base, self._opened = base, deltas
-        self._deltas = [DeltaFile(file) for file in deltas]
-        self._bridge = None if bridge is None else DeltaFile(bridge)
-        self._whole: DataFileReader | FileWithDeltas | None = None
-
-    @property
-    def whole(self) -> DataFileReader | FileWithDeltas:
+        self._base, self._deltas, self._bridge = base, deltas, bridge
+        self._asked_for: dict[str, Form] = {}
+        self.whole = FileWithDeltas(base, [each.file for each in deltas]) if deltas else base
         """The file as all of it is read."""
-        if self._whole is None:
-            self._whole = FileWithDeltas(self._base, self._opened) if self._opened else self._base
-        return self._whole
 
     def entry(self, key: str, form: Form) -> Entry:
+        self._asked_for[key] = form
         return self._base.entry(key, form)
 
-    def check(self, entry: Entry, read: ReadChunks) -> list[Problem]:  # type: ignore[override]  # as nothing is read
-        raise AssertionError("a chain is read through `whole`")
+    @contextmanager
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
+        with self._looked_at().opened(once) as read:
+            yield read
+
+    def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
+        return self._looked_at().is_intact(segment, memory, *following)
+
+    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
+        return self._looked_at().failed_segments(segment, memory)
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        return self._looked_at().check(entry, read)
+
+    def checksums(self, entry: Entry) -> bytes:
+        return self._looked_at().checksums(entry)
+
+    def segment_error(self, entry: Entry, segment: int) -> CorruptionError:
+        return self.whole.segment_error(entry, segment)
+
+    def _looked_at(self) -> DataFileReader | FileWithDeltas:
+        """Returns the file as all of it is read, which has looked at the deltas of what was asked for."""
+        for key, form in [*self._asked_for.items()]:
+            self.whole.entry(key, form)
+            self._asked_for.pop(key, None)  # afterwards, as other threads read too
+        return self.whole
 
     def sums_of(self, entry: Entry) -> bytes:
         """Returns the checksums of a box after the last delta."""
@@ -115,8 +186,14 @@ class ChainReader(CheckpointReader):
         super().__init__(source)
         self._known = known
         self._chains: dict[tuple[int | None, ...], Chain] = {}
+        self._of_deltas: dict[int, ProvedDeltaFile] = {}  # one for all chains, as it reads ahead for all
         self._keys = [(file.name, file.digest) for file in self.manifest.files]
         self._files |= {number: known[key] for number, key in enumerate(self._keys) if key in known}
+
+    @property
+    def delta_files(self) -> Collection[ProvedDeltaFile]:
+        """The files with deltas that were looked into."""
+        return self._of_deltas.values()
 
     def keep_files(self) -> None:
         """Keeps the open files for the next step, and no others."""
@@ -130,10 +207,15 @@ class ChainReader(CheckpointReader):
     def _file_of(self, number: int, entry: StoredEntry) -> OpenFile:
         numbers = number, entry.bridge, *entry.deltas
         if numbers not in self._chains:
-            base, *deltas = (self._opened(each) for each in (number, *entry.deltas))
-            bridge = None if entry.bridge is None else self._opened(entry.bridge)
-            self._chains[numbers] = Chain(base, deltas, bridge)
+            bridge = None if entry.bridge is None else self._deltas_in(entry.bridge)
+            deltas = [self._deltas_in(each) for each in entry.deltas]
+            self._chains[numbers] = Chain(self._opened(number), deltas, bridge)
         return self._chains[numbers]
+
+    def _deltas_in(self, number: int) -> ProvedDeltaFile:
+        if number not in self._of_deltas:
+            self._of_deltas[number] = ProvedDeltaFile(self._opened(number))
+        return self._of_deltas[number]
 
     def _opened(self, number: int) -> DataFileReader:
         file = self._files[number]

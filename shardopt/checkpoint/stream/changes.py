@@ -96,7 +96,6 @@ def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
             positions, values = delta.changes(low - at, high - at)
             positions, values = _in_target(positions + at // dtype.itemsize, values, dims)
             yield _on_device(target, torch_dtype(dtype), positions, values)
-        link.file.forget()
 
 
 class _Dimension(NamedTuple):

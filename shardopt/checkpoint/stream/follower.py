@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.arguments import refuse
+from shardopt.checkpoint.arguments import optional_count_problem, refuse
 from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
@@ -37,6 +37,7 @@ from shardopt.errors import (
     CorruptionError,
     Problem,
     StateError,
+    UnreadableError,
 )
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.runtime.gc_pause import gc_paused
@@ -177,7 +178,7 @@ class Follower:
 
     def poll(self) -> int | None:
         """Returns the newest published step, if the weights are of another one; reads none of it. Collective."""
-        found = self._newest(self._ranks())
+        found = self._newest(self._ranks(), self._damaged)
         return None if found is None or not (self._is_torn or self._is_other(found)) else found.step
 
     def update(self, step: int | None = None) -> UpdateReport | None:
@@ -191,15 +192,18 @@ class Follower:
             A report; None where there is nothing new.
 
         Raises:
+            OptionError: the step is none.
             MismatchError: the published weights do not fit. All of it is listed; nothing was changed.
             CheckpointNotFoundError: the given step is not there.
             CorruptionError: the given step is damaged.
             CheckpointError, RankError: it cannot be read, or `serving` was not left in time, or a rank failed.
         """
+        refuse(optional_count_problem("step", step, 0))
         ranks, begin = self._ranks(), world().monotonic()
         failure: CheckpointError | None = None
+        passed_over = set(self._damaged)
         while True:
-            found = self._newest(ranks) if step is None else self._of_step(ranks, step)
+            found = self._newest(ranks, passed_over) if step is None else self._of_step(ranks, step)
             if found is None or not (self._is_torn or self._is_other(found, step)):
                 if self._is_torn and failure is not None:
                     raise failure
@@ -212,7 +216,9 @@ class Follower:
                 if step is not None:
                     raise
                 failure = error
-                self._damaged.add(found)
+                passed_over.add(found)
+                if not isinstance(error, UnreadableError):  # of a disk, which may come back
+                    self._damaged.add(found)
                 if ranks.rank == 0:
                     _log.warning("step %d cannot be taken, looking for another one: %s", found.step, error)
             else:
@@ -241,9 +247,9 @@ class Follower:
             return reader, flat, names or names_in_app(reader, flat, None, self._rename, None)
 
         plan = compare_with_app(ranks, what, look, self._options)
-        staged, _ = ranks.agree(what, work=lambda: self._staged(plan.requests))
-        pause = self._apply(ranks, what, staged)
-        self._id, self._known = id, known
+        staged, _ = ranks.agree(what, work=lambda: self._staged(plan.requests, chains[0]))
+        pause = self._apply(ranks, what, staged, id)
+        self._known = known
         chains[0].keep_files()
         saved_at = plan.reader.manifest.saved_at
         previous, self._previous = self._previous, id.step
@@ -259,29 +265,29 @@ class Follower:
             parts=len(staged.parts),
         )
 
-    def _staged(self, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> Staged:
+    def _staged(self, requests: Sequence[tuple[OpenFile, ReadRequest]], reader: ChainReader) -> Staged:
         """Reads and checks what changes, as far as it has room in host memory."""
         held = {} if self._is_torn else self._held
-        staged = Staged([part_of(file, request, held) for file, request in requests], self._memory_bytes)
+        parts = [part_of(file, request, held) for file, request in requests]
+        staged = Staged(parts, reader.delta_files, self._memory_bytes)
         staged.read()
         return staged
 
-    def _apply(self, ranks: Ranks, what: str, staged: Staged) -> float:
+    def _apply(self, ranks: Ranks, what: str, staged: Staged, id: CheckpointId) -> float:
         """Applies what was staged, while serving is kept out; returns for how many seconds."""
         doing = f"{what} (applying)"
-        self._enter_pause(ranks, doing)
-        begin = world().monotonic()
-        self._is_torn = True
+        begin = self._enter_pause(ranks, doing)
         try:
+            self._is_torn = True
             ranks.agree(doing, work=staged.apply)
-            self._is_torn = False
+            self._id, self._is_torn = id, False  # in the pause: who serves next is told the step of these weights
         finally:
             pause = world().monotonic() - begin
             self._leave_pause()
         self._held = staged.held()
         return pause
 
-    def _enter_pause(self, ranks: Ranks, doing: str) -> None:
+    def _enter_pause(self, ranks: Ranks, doing: str) -> float:
         def enter() -> None:
             with self._changed:
                 self._pausing = True
@@ -292,6 +298,7 @@ class Follower:
         except BaseException:
             self._leave_pause()
             raise
+        return world().monotonic()
 
     def _leave_pause(self) -> None:
         with self._changed:
@@ -312,9 +319,9 @@ class Follower:
     def _ranks(self) -> Ranks:
         return ranks_of(self._options.process_group, self._options.deadline_seconds)
 
-    def _newest(self, ranks: Ranks) -> CheckpointId | None:
-        """Returns the newest committed step that is not known to be damaged. Collective."""
-        found = ranks.on_rank_0(f"looking for steps in {self._root.url}", partial(self._root.newest, self._damaged))
+    def _newest(self, ranks: Ranks, but: Collection[CheckpointId]) -> CheckpointId | None:
+        """Returns the newest committed step, except some that cannot be taken. Collective."""
+        found = ranks.on_rank_0(f"looking for steps in {self._root.url}", partial(self._root.newest, but))
         newest = None if found is None else CheckpointId(*found)
         self._note(newest, ranks)
         return newest

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.arguments import count_problem, refuse
-from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.after_commit import AfterCommit
+from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.options import check_run_options, check_step
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
 from shardopt.checkpoint.saving.options import SaveTerms
+from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.served import Weights, as_served, weights_of
@@ -85,7 +86,8 @@ class Publisher:
         self._run = Run(Root(storage_of(root)), SharedGroup(process_group, deadline_seconds), None, 1, rules)
         self._after = AfterCommit(self._run, None, None, None)
         self._steps = Steps(self._run, self._after, "now", True, terms, anchor_every)
-        self._has_begun = self._closed = False
+        self._last: tuple[int, PendingSave] | None = None
+        self._closed = False
 
     @is_part_of(SAVING)
     def publish(self, step: int, model: Weights, *, metrics: Mapping[str, float] | None = None) -> PendingSave:
@@ -112,24 +114,33 @@ class Publisher:
         weights = as_served(weights_of(model, "model"), self._rename, self._dtype)
         refuse_within(f"publishing step {step} to {self._run.root.url}", weights)
         with self._run.ranks.beating():
-            if not self._has_begun:
+            self._refuse_earlier(step)
+            if self._last is None:
                 self._take_back(step)
             pending = self._steps.save(step, weights, metrics, at_root=True)
-        assert not isinstance(pending, SaveReport)
-        if pending is None:
-            problem = Problem("step", f"{step}, which was published", "a step after it", "count steps up")
-            refuse([problem])
-            raise AssertionError
+        assert isinstance(pending, PendingSave)
+        self._last = step, pending
         return pending
+
+    def _refuse_earlier(self, step: int) -> None:
+        """Raises OptionError for a step that is not after the last one, unless that one has failed."""
+        if self._last is None or step > self._last[0]:
+            return
+        last, pending = self._last
+        pending.done.wait()
+        if step < last or pending.failure is None:
+            refuse([Problem("step", str(step), f"more than {last}, which was published", "count steps up")])
 
     def _take_back(self, step: int) -> None:
         """Removes what an earlier job published from a step on. Collective."""
         branches, newest = self._steps.branches(), self._run.newest()
-        if newest is not None and newest.step >= step > 0:
+        if newest is not None and newest.step >= step:
             if self._run.ranks.rank == 0:
                 _log.warning("step %d was published before: steps %d to %d are removed", step, step, newest.step)
-            self._run.take_back(step - 1, branches.current, "remove", [])
-        self._has_begun = True
+            self._run.take_back(max(step - 1, 0), branches.current, "remove", [])
+            if step == 0:  # which is on no branch of its own, and no checkpoint is written over
+                first = self._run.root.checkpoint(CheckpointId(0))
+                self._run.ranks.on_rank_0(f"removing step 0 of {self._run.root.url}", lambda: remove_checkpoint(first))
 
     @is_part_of(WAITING)
     def wait(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch.autograd.graph import increment_version
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, torch_dtype
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
-from shardopt.checkpoint.stream.chains import Chain, Link
+from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, has_sums, is_scattered, scatters
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -38,11 +40,20 @@ class Held(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part to update: its chain and request, and the deltas; None where all of it is read."""
+    """A part to update.
+
+    Args:
+        chain: that its bytes come from.
+        request: what is read of it, and to where.
+        place: by which it is found again.
+        state: of its box after the update; None if no deltas can be applied to it.
+        links: the deltas that lead there; None where all of it is read.
+    """
 
     chain: OpenFile
     request: ReadRequest
     place: Place
+    state: bytes | None
     links: list[Link] | None
 
 
@@ -50,14 +61,14 @@ def part_of(file: OpenFile, request: ReadRequest, held: Mapping[Place, Held]) ->
     """Returns what is to be read for a request, from what is held by place."""
     entry, _, sizes, wanted, target = request
     place = (entry.key, sizes, wanted, target.device, target.data_ptr(), target.dtype, target.stride())
-    known = held.get(place)
-    if not isinstance(file, Chain) or known is None or not is_scattered(request):
-        return Part(file, request, place, None)
-    links = file.since(entry, known.state)
-    if links is not None and not known.is_in(target):
+    if not isinstance(file, Chain) or not is_scattered(request):
+        return Part(file, request, place, None, None)
+    state, known = file.state_of(entry), held.get(place)  # in any case: after the update nothing more is to be read
+    links = None if known is None else file.since(entry, known.state)
+    if links is not None and known is not None and not known.is_in(target):
         _log.warning("%s was changed since the last update: all of it is read again [following]", entry.key)
         links = None
-    return Part(file, request, place, links)
+    return Part(file, request, place, state, links)
 
 
 class Staged:
@@ -68,70 +79,97 @@ class Staged:
         memory_bytes: that may be taken.
     """
 
-    def __init__(self, parts: Sequence[Part], memory_bytes: int) -> None:
-        self.parts, self.bytes_read, self.whole = parts, 0, 0
+    def __init__(self, parts: Sequence[Part], files: Collection[ProvedDeltaFile], memory_bytes: int) -> None:
+        self.parts = parts
+        self.whole = sum(part.links is None for part in parts)
+        self._files, self._bytes_read = files, 0
         self._room = memory_bytes
         self._scatters: list[Scatter] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._late: list[Part] = []
 
+    @property
+    def bytes_read(self) -> int:
+        """The bytes that were read of data files."""
+        return self._bytes_read + sum(file.bytes_read for file in self._files)
+
     def read(self) -> None:
         """Reads and checks what has room."""
         reads: list[tuple[OpenFile, ReadRequest]] = []
-        for part in self.parts:
-            _, request, _, links = part
-            if links is None:
-                self.whole += 1
-                nbytes = request.wanted.numel * request.dtype.itemsize
-                if nbytes <= self._room:
-                    self._room -= nbytes
-                    memory = torch.empty(request.wanted.sizes, dtype=torch_dtype(request.dtype), device="cpu")
-                    self._copies.append((request.target, memory))
-                    reads.append((_whole(part), request._replace(target=memory)))
+        for parts in _by_box(self.parts):
+            for part in parts:
+                if part.links is None:
+                    reads += self._whole_read(part)
                 else:
-                    self._late.append(part)
-            elif links:
-                self.bytes_read += _bytes_of(part)
-                made: list[Scatter] = []
-                for each in scatters(request, links):
-                    made.append(each)
-                    self._room -= each.nbytes
-                    if self._room < 0:
-                        break
-                if self._room < 0:
-                    self._room += sum(each.nbytes for each in made)
-                    self._late.append(part)
-                else:
-                    self._scatters += made
-        self.bytes_read += fetch(reads)
+                    self._read_changes(part)
+            self._forget(boxes_only=True)
+        self._forget()
+        self._bytes_read += fetch(reads)
 
     def apply(self) -> None:
         """Changes the weights."""
-        increment_version([part.request.target for part in self.parts])
-        for target, memory in self._copies:
-            target.copy_(memory)
-        for each in self._scatters:
-            each.apply()
-        for part in self._late:
-            if part.links is None:
-                self.bytes_read += fetch([(_whole(part), part.request)])
-            else:
-                for each in scatters(part.request, part.links):
+        targets = [part.request.target for part in self.parts]
+        increment_version(targets)
+        with torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext():
+            for target, memory in self._copies:
+                target.copy_(memory)
+            for each in self._scatters:
+                each.apply()
+            for parts in _by_box(self._late):
+                self._bytes_read += fetch([(_whole(part), part.request) for part in parts if part.links is None])
+                for each in chain.from_iterable(scatters(part.request, part.links or ()) for part in parts):
                     each.apply()
-        for device in {part.request.target.device for part in self.parts} - {torch.device("cpu")}:
+                self._forget(boxes_only=True)
+        self._forget()
+        for device in {target.device for target in targets} - {torch.device("cpu")}:
             torch.get_device_module(device).synchronize(device)
 
     def held(self) -> dict[Place, Held]:
-        """Returns what is known of the parts, once they were changed."""
-        return {part.place: _held(part.chain, part.request) for part in self.parts if isinstance(part.chain, Chain)}
+        """Returns what is known of the parts, once they were changed. Reads no file."""
+        return {
+            part.place: _held(part.chain, part.request, part.state)
+            for part in self.parts
+            if part.state is not None and isinstance(part.chain, Chain)
+        }
+
+    def _whole_read(self, part: Part) -> list[tuple[OpenFile, ReadRequest]]:
+        """Returns the read of all of a part into memory of its own, if there is room."""
+        file, request = _whole(part), part.request
+        nbytes = request.wanted.numel * request.dtype.itemsize
+        if nbytes > self._room:
+            self._late.append(part)
+            return []
+        self._room -= nbytes
+        memory = torch.empty(request.wanted.sizes, dtype=torch_dtype(request.dtype), device="cpu")
+        self._copies.append((request.target, memory))
+        return [(file, request._replace(target=memory))]
+
+    def _read_changes(self, part: Part) -> None:
+        """Reads the deltas of a part, if there is room."""
+        made: list[Scatter] = []
+        for each in scatters(part.request, part.links or ()):
+            made.append(each)
+            self._room -= each.nbytes
+            if self._room < 0:
+                self._room += sum(each.nbytes for each in made)
+                self._late.append(part)
+                break
+        else:
+            self._scatters += made
+
+    def _forget(self, boxes_only: bool = False) -> None:
+        for file in self._files:
+            if boxes_only:
+                file.forget_box()
+            else:
+                file.forget()
 
 
-def _held(chain: Chain, request: ReadRequest) -> Held:
+def _held(chain: Chain, request: ReadRequest, state: bytes) -> Held:
     entry, dtype, sizes, wanted, target = request
-    is_as_stored = wanted.sizes == sizes and target.dtype == torch_dtype(dtype) and is_plain_memory(target)
-    if is_as_stored:
-        return Held(chain.state_of(entry), chain.sums_of(entry), None)
-    return Held(chain.state_of(entry), None, digest_of_memory(target))
+    if wanted.sizes == sizes and target.dtype == torch_dtype(dtype) and is_plain_memory(target):
+        return Held(state, chain.sums_of(entry), None)
+    return Held(state, None, digest_of_memory(target))
 
 
 def _whole(part: Part) -> OpenFile:
@@ -142,7 +180,10 @@ def _whole(part: Part) -> OpenFile:
     return whole
 
 
-def _bytes_of(part: Part) -> int:
-    links = part.links or ()
-    word = part.request.dtype.itemsize
-    return sum(each.index.nbytes(word) + len(each.index.encode()) for each in links)
+def _by_box(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yields the parts of each stored box, in the order of the boxes in their files, which are read ahead."""
+
+    def place(part: Part) -> tuple[str, int]:
+        return part.chain.where, part.request.entry.begin
+
+    return (list(of_box) for _, of_box in groupby(sorted(parts, key=place), place))

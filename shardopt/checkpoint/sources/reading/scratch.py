@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,7 +77,8 @@ class HostScratch:
 def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
     """Copies elements from scratch to their target; errors as `check_cast`."""
     check_cast(entry, target, source)
-    target.copy_(source)
+    with torch.inference_mode() if target.is_inference() else nullcontext():  # which is changed nowhere else
+        target.copy_(source)
 
 
 def check_cast(entry: Entry, target: Tensor, source: Tensor) -> None:

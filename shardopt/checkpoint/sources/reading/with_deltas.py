@@ -158,8 +158,7 @@ class DeltaFile:
                 body = bytearray(index.nbytes(word))
                 cut = words[1] - words[0]
                 spans = [(words[0], memoryview(body)[:cut]), (skips[0], memoryview(body)[cut:])]
-                # Not verified by its own checksums: those of the box are compared after it was applied.
-                self._file.read_into([Span(whole_entry.begin + at, memory) for at, memory in spans])
+                self._fill(whole_entry, [Span(*each) for each in spans])
             else:
                 body = self._bytes_of(key, index.nbytes(word))
             if self._kept_bytes + len(body) > _KEPT_BYTES:
@@ -170,14 +169,25 @@ class DeltaFile:
             self._kept_bytes += len(body)
         return delta
 
+    def _fill(self, entry: Entry, spans: Sequence[Span]) -> None:
+        """Reads ranges of an entry, by their offsets in it.
+
+        Not verified by its own checksums: those of the box are compared after it was applied.
+        """
+        self._file.read_into([Span(entry.begin + at, memory) for at, memory in spans])
+
+    def forget_box(self) -> None:
+        """Forgets the deltas of boxes that were decoded; keeps what was read ahead of others."""
+        self._deltas.clear()
+        self._kept_bytes = 0
+
     def forget(self) -> None:
         """Forgets what was read of deltas."""
         if self._read_bytes > _AHEAD_BYTES:
             self._read.clear()
             self._read_bytes = 0
         self._joined_bytes = _FIRST_JOINED_BYTES
-        self._deltas.clear()
-        self._kept_bytes = 0
+        self.forget_box()
 
     def _entry(self, key: str, nbytes: int) -> Entry:
         return self._file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,))))
