@@ -77,8 +77,11 @@ class _Files:
 
     def entry_in_base(self, entry: StoredEntry) -> StoredEntry:
         """Returns an entry of the base with this manifest's numbers of the files with its deltas."""
-        deltas = (*map(self.in_base, entry.deltas),)
-        return entry._replace(deltas=deltas, bridge=None) if entry.delta_files else entry
+        if not entry.delta_files:
+            return entry
+        # The bridge stays, for followers that have the step before the anchor, and missed the anchor.
+        bridge = None if entry.bridge is None else self.in_base(entry.bridge)
+        return entry._replace(deltas=(*map(self.in_base, entry.deltas),), bridge=bridge)
 
 
 def _layout(assignment: Assignment, base: StoredLayout | None, found: Sequence[_Found], files: _Files) -> StoredLayout:

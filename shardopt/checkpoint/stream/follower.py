@@ -194,19 +194,19 @@ class Follower:
         Raises:
             OptionError: the step is none.
             MismatchError: the published weights do not fit. All of it is listed; nothing was changed.
-            CheckpointNotFoundError: the given step is not there.
-            CorruptionError: the given step is damaged.
+            CheckpointNotFoundError: the given step is not there; or the weights are torn, and no step is there.
+            CorruptionError: the given step is damaged; or the weights are torn, and all steps are.
             CheckpointError, RankError: it cannot be read, or `serving` was not left in time, or a rank failed.
         """
         refuse(optional_count_problem("step", step, 0))
         ranks, begin = self._ranks(), world().monotonic()
         failure: CheckpointError | None = None
-        passed_over = set(self._damaged)
+        passed_over = set() if self._is_torn else set(self._damaged)  # better damage said again than torn weights
         while True:
             found = self._newest(ranks, passed_over) if step is None else self._of_step(ranks, step)
             if found is None or not (self._is_torn or self._is_other(found, step)):
-                if self._is_torn and failure is not None:
-                    raise failure
+                if self._is_torn:
+                    raise failure or self._not_found("no step", "one to replace weights that are torn")
                 return None
             url = self._root.checkpoint(found).url
             try:
@@ -330,9 +330,12 @@ class Follower:
         look = partial(self._root.newest, step=step)
         found = ranks.on_rank_0(f"looking for step {step} in {self._root.url}", look)
         if found is None:
-            problem = Problem(self._root.url, "no such step", f"step {step}", "give one that is published")
-            raise CheckpointNotFoundError("there is nothing to update to", [problem])
+            raise self._not_found("no such step", f"step {step}")
         return CheckpointId(*found)
+
+    def _not_found(self, found: str, required: str) -> CheckpointNotFoundError:
+        problem = Problem(self._root.url, found, required, "give one that is published, or publish one")
+        return CheckpointNotFoundError("there is nothing to update to", [problem])
 
     def _note(self, newest: CheckpointId | None, ranks: Ranks) -> None:
         """Notes what is there; warns once of a publisher that has not been heard of for long."""

@@ -158,7 +158,11 @@ class DeltaFile:
                 body = bytearray(index.nbytes(word))
                 cut = words[1] - words[0]
                 spans = [(words[0], memoryview(body)[:cut]), (skips[0], memoryview(body)[cut:])]
-                self._fill(whole_entry, [Span(*each) for each in spans])
+                if key in self._read:  # ahead, with smaller ones
+                    for at, memory in spans:
+                        memory[:] = memoryview(self._read[key])[at : at + memory.nbytes]
+                else:
+                    self._fill(whole_entry, [Span(*each) for each in spans])
             else:
                 body = self._bytes_of(key, index.nbytes(word))
             if self._kept_bytes + len(body) > _KEPT_BYTES:
