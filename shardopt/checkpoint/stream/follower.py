@@ -21,14 +21,16 @@ from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, announce, emit_report
 from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.options import check_run_options
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.saving.save import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
-from shardopt.checkpoint.stream.served import Weights, weights_of
+from shardopt.checkpoint.stream.served import Weights, rename_problems, weights_of
 from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
 from shardopt.checkpoint.text import nbytes_text, seconds_text
 from shardopt.errors import (
@@ -112,15 +114,20 @@ class Follower:
         process_group: Group | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        problems = []
+        problems = rename_problems(rename)
         if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 0:
             problems.append(Problem("memory_bytes", repr(memory_bytes), "0 or more, as an int", "give a number"))
         for name, value in (("silence_seconds", silence_seconds), ("deadline_seconds", deadline_seconds)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 problems.append(Problem(name, repr(value), "more than 0 seconds", "give a number"))
+        if not isinstance(strict, bool | Strictness):
+            problems.append(Problem("strict", repr(strict), "True, False or a Strictness", "pass one of them"))
+        if isinstance(rearrange, str) or not all(isinstance(each, AnyRule) for each in rearrange):
+            problems.append(Problem("rearrange", repr(rearrange)[:80], "rules", "give them as for load"))
         refuse(problems)
-        if storage_options is not None:
+        if storage_options is not None and isinstance(root, str | os.PathLike):
             use_options(root, storage_options)
+        check_run_options(root, None, 1, None, False, SaveOptions())
         weights_of(app, "app")
         self._root, self._app = Root(storage_of(root)), app
         self._rename, self._memory_bytes, self._silence_seconds = rename, memory_bytes, silence_seconds

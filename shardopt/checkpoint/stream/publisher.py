@@ -22,7 +22,7 @@ from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import storage_of, use_options
-from shardopt.checkpoint.stream.served import Weights, as_served, weights_of
+from shardopt.checkpoint.stream.served import Weights, as_served, rename_problems, weights_of
 from shardopt.errors import Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, SharedGroup
 from shardopt.runtime.signals import SAVING, WAITING, is_part_of, refuse_within
@@ -71,7 +71,7 @@ class Publisher:
         process_group: Group | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        problems = count_problem("anchor_every", anchor_every, 1)
+        problems = [*count_problem("anchor_every", anchor_every, 1), *rename_problems(rename)]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problems.append(Problem("dtype", repr(dtype), "a dtype of floating point", "pass it as torch.bfloat16"))
         refuse(problems)

@@ -15,6 +15,26 @@ Weights = nn.Module | Mapping[str, Tensor]
 """A module, of which parameters and persistent buffers count; or tensors by name."""
 
 
+def rename_problems(rename: Any) -> list[Problem]:
+    """Returns the problems with rules of names."""
+    remedy = 'give it as in {r"^model\\.": ""}'
+    if rename is None:
+        return []
+    if not isinstance(rename, Mapping):
+        return [Problem("rename", repr(rename)[:80], "a mapping from regex to replacement", remedy)]
+    problems = []
+    for pattern, into in rename.items():
+        found = f"{pattern!r}: {into!r}"[:80]
+        if not isinstance(pattern, str) or not isinstance(into, str):
+            problems.append(Problem("rename", found, "text in both", remedy))
+            continue
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(Problem("rename", f"{found} ({error})", "a regex", remedy))
+    return problems
+
+
 def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
     """Returns the tensors of a module or mapping by name; tied ones are one object.
 
