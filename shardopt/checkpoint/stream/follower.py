@@ -23,7 +23,7 @@ from shardopt.checkpoint.reports import OfUrl, announce, emit_report
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.options import check_run_options
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.saving.save import SaveOptions
+from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
