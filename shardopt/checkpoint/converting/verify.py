@@ -188,12 +188,11 @@ def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Coun
     # Of a file that is referred to, what other checkpoints have in it is theirs.
     is_own = file.directory is None
     entries = {key: (opened, entry) for key, entry in opened.entries.items() if is_own or key in deltas}
-    with_deltas: dict[tuple[int, ...], OpenFile] = {(): opened}
+    with_deltas = {(): opened, **_with_deltas(source, opened, {numbers for _, numbers in boxes.values()}, problems)}
     for key, (form, numbers) in boxes.items():
         try:
-            if numbers not in with_deltas:
-                with_deltas[numbers] = open_with_deltas(opened, [source.open_file(each) for each in numbers])
-            entries[key] = with_deltas[numbers], with_deltas[numbers].entry(key, form)
+            if numbers in with_deltas:
+                entries[key] = with_deltas[numbers], with_deltas[numbers].entry(key, form)
         except CorruptionError as error:
             problems += error.problems
     for key, (of_file, entry) in entries.items():
@@ -207,3 +206,16 @@ def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Coun
         except CorruptionError as error:
             problems += error.problems
     return problems
+
+
+def _with_deltas(
+    source: Source, opened: OpenFile, chains: Collection[tuple[int, ...]], problems: list[Problem]
+) -> dict[tuple[int, ...], OpenFile]:
+    """Returns a file with the deltas of each chain of others; adds a problem for a chain that cannot be opened."""
+    files: dict[tuple[int, ...], OpenFile] = {}
+    for numbers in sorted(each for each in chains if each):
+        try:
+            files[numbers] = open_with_deltas(opened, [source.open_file(each) for each in numbers])
+        except CorruptionError as error:
+            problems += error.problems
+    return files

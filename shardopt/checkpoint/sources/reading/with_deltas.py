@@ -15,6 +15,7 @@ from shardopt.checkpoint.format.delta import Delta, DeltaIndex, decode_index, di
 from shardopt.checkpoint.sources.reading.checking import read_entries
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader, Form, OpenFile, SummedFile, form_of
 from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.errors import CorruptionError
 from shardopt.sharding.box import whole
 from shardopt.world import world
 
@@ -77,6 +78,11 @@ class FileWithDeltas(SummedFile):
         """Returns the bytes of words and skips of all deltas of a box that was asked for."""
         box = self._boxes.get(entry.begin) if entry.begin < entry.end else None
         return 0 if box is None else sum(index.nbytes(box.word) for index in box.indices)
+
+    def segment_error(self, entry: Entry, segment: int) -> CorruptionError:
+        changes = ", ".join(file.where for file in self._deltas)
+        what = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
+        return damaged(self.where, f"{what} after the changes in {changes}")
 
     def _add(self, entry: Entry, word: int) -> None:
         """Adds a box; checks its deltas as far as that is possible without their words."""
