@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import xxhash
@@ -118,11 +119,19 @@ class Base:
             return None
         return tensor.layout
 
-    def file_of(self, request: WriteRequest, part: Part) -> int:
-        """Returns the number of the base's file that has an unchanged part of a box."""
+    def bytes_used(self, request: WriteRequest, part: Part) -> tuple[int, Mapping[int, int]]:
+        """Returns the number of the base's file that has an unchanged part, and the part's bytes in all its files."""
         layout = self.layout_of(request)
         assert layout is not None and part.unchanged_in is not None
-        return layout.files[part.unchanged_in]
+        number, entry = layout.files[part.unchanged_in], layout.entry(part.unchanged_in)
+        rows = part.end - part.begin
+        used = {number: rows * prod(request.box.sizes[1:]) * request.dtype.itemsize}
+        if entry.deltas:
+            stored = self.stored(number, request, entry)
+            assert stored is not None  # it was, or the part would not have been found
+            of_deltas = (-(-nbytes * rows // entry.box.sizes[0]) for nbytes in stored.delta_bytes)
+            used |= zip(entry.deltas, of_deltas, strict=True)
+        return number, used
 
     def rows_like(self, layout: StoredLayout, box: Box) -> list[tuple[int, int, int]]:
         """Returns first row, end and number of the stored boxes with the same columns as a box."""
@@ -148,7 +157,7 @@ class Base:
             base, *deltas = (file for file in files if file is not None)
             key, form = entry.key(request.key), form_of(request.dtype, entry.box)
             if not deltas:
-                return OnDisk(base, base.entry(key, form), 0)
+                return OnDisk(base, base.entry(key, form))
             numbers = (number, *entry.deltas)
             if numbers not in self._with_deltas:
                 self._with_deltas[numbers] = FileWithDeltas(base, deltas)

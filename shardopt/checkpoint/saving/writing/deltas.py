@@ -57,7 +57,7 @@ def delta_of(
     number, entry, stored = found
     if is_bounded:
         # A restore takes at most about as long as two reads of the box. For a small one, deltas would take longer.
-        budget = min(budget, request.nbytes - stored.delta_bytes - _DELTA_COST * (1 + len(entry.deltas)))
+        budget = min(budget, request.nbytes - sum(stored.delta_bytes) - _DELTA_COST * (1 + len(entry.deltas)))
         if budget <= 0 or len(entry.deltas) >= _MOST_DELTAS:
             return None
     try:

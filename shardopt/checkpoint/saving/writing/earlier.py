@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -23,10 +23,10 @@ ReadRange = Callable[[int, int], memoryview]
 
 
 class Earlier(Protocol):
-    """The bytes of a box at an earlier save, and those of the deltas that they are read from."""
+    """The bytes of a box at an earlier save, and how many each delta has that they are read from."""
 
     @property
-    def delta_bytes(self) -> int: ...
+    def delta_bytes(self) -> Sequence[int]: ...
     @property
     def checksums(self) -> bytes: ...
     def reading(self) -> AbstractContextManager[ReadRange]: ...
@@ -37,7 +37,7 @@ class OnDisk(NamedTuple):
 
     file: SummedFile
     entry: Entry
-    delta_bytes: int
+    delta_bytes: Sequence[int] = ()
 
     @property
     def checksums(self) -> bytes:
@@ -60,7 +60,7 @@ class OnDisk(NamedTuple):
 class TensorBytes:
     """The bytes of a tensor in C order, by range; copies only that range from accelerators."""
 
-    delta_bytes = 0
+    delta_bytes: Sequence[int] = ()
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._nbytes = tensor, tensor.nbytes

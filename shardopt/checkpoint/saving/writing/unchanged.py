@@ -65,7 +65,7 @@ def cut_by_changes(
     """
     # Deltas have files of their own, as the others may soon be of no more use: one for each slot, whose keys differ.
     first_delta_slot = 1 + max(writes.slots, default=0)
-    found: dict[tuple[int, int], list[Part]] = {}
+    found: _Found = {}
     deltas: dict[tuple[int, int], BuiltDelta] = {}
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
@@ -75,13 +75,14 @@ def cut_by_changes(
             if delta is not None:
                 found[slot, position] = [Part(*rows_of(request.box), delta.number, first_delta_slot + slot)]
                 deltas[slot, position] = delta
-    used = _files_in_use(base, writes, found)
+    if is_bounded:
+        found = _worth_keeping(base, writes, found)
     left: defaultdict[int, list[WriteRequest]] = defaultdict(list)
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
     unchanged_bytes = 0
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
-            of_box = [part for part in found[slot, position] if base.file_of(request, part) in used]
+            of_box = found[slot, position]
             if not of_box:
                 left[slot].append(request)
                 continue
@@ -115,14 +116,40 @@ def _with_bridges(
     return writes.only(all_writes), parts
 
 
-def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int], Sequence[Part]]) -> frozenset[int]:
-    """Returns the numbers of the base's files that are still used enough to refer to."""
-    used: defaultdict[int, int] = defaultdict(int)
-    for (slot, position), of_box in found.items():
-        request = writes.slots[slot][position]
-        for part in of_box:
-            used[base.file_of(request, part)] += _bytes_in(request, [part])
-    return frozenset(number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.bytes_in(number))
+_Found = dict[tuple[int, int], list[Part]]
+"""The unchanged parts of each box, by slot and position."""
+
+
+def _worth_keeping(base: Base, writes: RankWrites, found: _Found) -> _Found:
+    """Returns the parts whose files are still used enough to refer to.
+
+    Of the file with a part, much must be in use. Files with deltas on it may be as large as the part, all together; of
+    one that several parts use, each has its share. Where one part is dropped, the others' shares grow.
+    """
+    used_by = [
+        (place, part, *base.bytes_used(writes.slots[place[0]][place[1]], part))
+        for place, of_box in found.items()
+        for part in of_box
+    ]
+    sizes = {number: base.bytes_in(number) for number in {each for *_, of_part in used_by for each in of_part}}
+    while True:
+        used: defaultdict[int, int] = defaultdict(int)
+        for *_, of_part in used_by:
+            for number, nbytes in of_part.items():
+                used[number] += nbytes
+
+        def is_worth(number: int, of_part: Mapping[int, int], used: Mapping[int, int] = used) -> bool:
+            held = sum(sizes[each] * of_part[each] // used[each] for each in of_part if each != number)
+            return used[number] * _LEAST_USE >= sizes[number] and held <= of_part[number]
+
+        worth = [each for each in used_by if is_worth(*each[2:])]
+        if len(worth) == len(used_by):
+            break
+        used_by = worth
+    kept: _Found = {place: [] for place in found}
+    for place, part, *_ in used_by:
+        kept[place].append(part)
+    return kept
 
 
 Chain = Literal["bounded", "link", "anchor"]

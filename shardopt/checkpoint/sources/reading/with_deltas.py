@@ -74,10 +74,10 @@ class FileWithDeltas(SummedFile):
                 for each in self._deltas if not self._readers else ():
                     each.forget()
 
-    def bytes_of_deltas(self, entry: Entry) -> int:
-        """Returns the bytes of words and skips of all deltas of a box that was asked for."""
-        box = self._boxes.get(entry.begin) if entry.begin < entry.end else None
-        return 0 if box is None else sum(index.nbytes(box.word) for index in box.indices)
+    def bytes_of_deltas(self, entry: Entry) -> list[int]:
+        """Returns the bytes of each delta of a box that was asked for."""
+        box = self._boxes[entry.begin]
+        return [index_bytes(entry.end - entry.begin) + index.nbytes(box.word) for index in box.indices]
 
     def segment_error(self, entry: Entry, segment: int) -> CorruptionError:
         changes = ", ".join(file.where for file in self._deltas)
