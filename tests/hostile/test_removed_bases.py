@@ -25,7 +25,11 @@ REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]
 
 
 def app(step):
-    return {"frozen": torch.arange(20.0), "half": torch.full((9,), float(step // 2)), "step": torch.tensor(step)}
+    drifting = torch.zeros(60_000, dtype=torch.int16)  # of which a save on a disk writes deltas
+    for each in range(1, step + 1):
+        drifting[each::9973] += 1
+    half = torch.full((9,), float(step // 2))
+    return {"frozen": torch.arange(20.0), "half": half, "drifting": drifting, "step": torch.tensor(step)}
 
 
 class Root:
