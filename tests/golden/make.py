@@ -12,9 +12,10 @@ from tests.harness import run_ranks
 
 
 def save(path):
-    base = str(Path(path).parent / f"base_of_v{FORMAT_VERSION}")
-    checkpoint.save(base, STATES[FORMAT_VERSION](changed=False))
-    checkpoint.save(path, STATES[FORMAT_VERSION](), base=base)
+    base, between = (str(Path(path).parent / f"{name}_of_v{FORMAT_VERSION}") for name in ("base", "between"))
+    checkpoint.save(base, STATES[FORMAT_VERSION](changed=0))
+    checkpoint.save(between, STATES[FORMAT_VERSION](changed=1), base=base)
+    checkpoint.save(path, STATES[FORMAT_VERSION](), base=between)
 
 
 if __name__ == "__main__":

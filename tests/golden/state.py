@@ -147,7 +147,28 @@ def referring_state(changed=True):
     return {"frozen": frozen, "table": table, "adapter": adapter, "step": int(changed)}
 
 
-STATES = {1: state, 2: tied_state, 3: optimizer_state, 4: referring_state}
+def drifted(step):
+    """What each step changes in a few elements everywhere: words of 2, 4 and 1 bytes, skips of 1 to 3."""
+    halves = (torch.arange(72_000) % 7).to(torch.bfloat16).reshape(2, -1)
+    long = torch.arange(66_000, dtype=torch.int32)  # more than a segment
+    no_name = (torch.arange(4_600) % 5).to(torch.complex128)
+    for each in range(1, step + 1):
+        halves[:, each::499] += each
+        long[each::17_001] += 1
+        long[-each] = -1
+        no_name[each::401] -= 2j * each
+    return {"halves": halves, "long": long, "no_name": no_name}
+
+
+def delta_state(changed=2):
+    """State of which version 5 has deltas on an earlier save, and on one between; they are saved with less changed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    app = drifted(int(changed))
+    app["halves"] = distribute_tensor(app["halves"], mesh, [Shard(0)], src_data_rank=None)
+    return {**app, "step": int(changed)}
+
+
+STATES = {1: state, 2: tied_state, 3: optimizer_state, 4: referring_state, 5: delta_state}
 
 
 class Layers(torch.nn.Module):

@@ -15,6 +15,8 @@ from tests.golden.state import (
     ROWS,
     STATES,
     VALUES,
+    delta_state,
+    drifted,
     optimizers,
     state,
     step_all,
@@ -25,7 +27,7 @@ from tests.golden.state import (
 from tests.harness import run_ranks
 
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
-V1, V2, V3, V4 = (Path(__file__).parent / name for name in ("v1", "v2", "v3", "v4"))
+V1, V2, V3, V4, V5 = (Path(__file__).parent / f"v{number}" for number in range(1, 6))
 
 
 def same_bits(left, right):
@@ -122,6 +124,34 @@ def test_version_4_is_read_through_its_references():
         assert torch.equal(reader.read("adapter"), torch.arange(6.0).reshape(2, 3) + 0.5)
     patched = [key for file in V4.glob("*.safetensors") for key in safe_open(file, "pt").keys()]  # noqa: SIM118  # no dict
     assert "__rows__.256.table" in patched and "frozen" not in patched
+
+
+def test_version_5_is_read_through_its_deltas():
+    stored = json.loads((V5 / "manifest.json").read_bytes())
+    assert (stored["version"], stored["min_reader_version"]) == (5, 5)
+    with checkpoint.open(V5) as reader:
+        for key, value in drifted(2).items():
+            assert same_bits(reader.read(key), value), key
+            assert [len(entry.deltas) for entry in reader.manifest.tensors[key].layout.entries] == [2] * (
+                1 + (key == "halves")
+            )
+        directories = {file.directory for file in reader.manifest.files}
+    assert directories == {None, "base_of_v5", "between_of_v5"}
+    keys = [key for file in V5.glob("*.safetensors") for key in safe_open(file, "pt").keys()]  # noqa: SIM118  # no dict
+    assert {"__delta__.halves", "__delta_index__.long", "__delta__.no_name"} <= {*keys} and "long" not in keys
+
+
+def load_deltas(path):
+    app, wanted = delta_state(0), delta_state(2)
+    checkpoint.load(path, app)
+    assert same_bits(app["halves"].to_local(), wanted["halves"].to_local())
+    assert all(same_bits(app[key], wanted[key]) for key in ("long", "no_name"))
+    return app["step"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_version_5_is_loaded_by_ranks(size):
+    assert run_ranks(size, load_deltas, str(V5)) == [2] * size
 
 
 def load_tied(path):
