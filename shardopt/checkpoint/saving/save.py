@@ -90,7 +90,8 @@ def save(
             is part of a path in `app`, the second is meant; the tensor is stored once, and can be loaded under both.
             The same on every rank.
         base: an earlier checkpoint in a directory beside this one, which must exist. Boxes and rows with equal
-            checksums there are not written again; the manifest refers to its data files. None writes all.
+            checksums there are not written again; the manifest refers to its data files. Of a box on a disk with a few
+            changed elements, only these are written. None writes all.
         select: a regex; only keys in which it is found are saved.
         storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials. They apply
             to everything that this process opens at or below it from now on. They are stored nowhere, and in no
