@@ -26,6 +26,7 @@ from shardopt.checkpoint.sources.reading.with_deltas import FileWithDeltas
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, OptionError, Problem
 from shardopt.sharding.box import Box
+from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -81,6 +82,7 @@ class Base:
             problem = Problem("base", repr(self.directory), required, "give the directory another name")
             raise OptionError("a save cannot refer to that", [problem], code="bad-base")
         self.kept: Kept | None = None
+        self._lock = world().lock()
         self.source = OwnSource(storage, data)
         self.manifest = self.source.manifest
         self._files: dict[int, DataFileReader | None] = {}
@@ -151,7 +153,8 @@ class Base:
             if kept is not None:
                 return kept
         try:
-            files = [self._file(each) for each in (number, *entry.deltas)]
+            with self._lock:
+                files = [self._file(each) for each in (number, *entry.deltas)]
             if None in files:
                 return None
             base, *deltas = (file for file in files if file is not None)

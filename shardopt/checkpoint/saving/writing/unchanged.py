@@ -10,10 +10,11 @@ save never refers to a reference, however many there are.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd, prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, patch_prefix, segment_count
 from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
@@ -24,10 +25,15 @@ from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
+from shardopt.world import world
+
+T = TypeVar("T")
 
 _SAMPLED_SEGMENTS = 16  # of a box: where all of them have changed, the others are not looked at
 _LEAST_SHARE = 16  # of a box's bytes, one in so many: fewer in a row are not worth a cut
 _MOST_PARTS = 64  # of a box, or it is written whole again: manifests are not to grow with the number of saves
+
+_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # that compare; ranks share a host's cores
 
 _LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for the sake of a few
 
@@ -65,16 +71,20 @@ def cut_by_changes(
     """
     # Deltas have files of their own, as the others may soon be of no more use: one for each slot, whose keys differ.
     first_delta_slot = 1 + max(writes.slots, default=0)
+
+    def look(request: WriteRequest) -> tuple[list[Part], BuiltDelta | None]:
+        memory = _bytes_of(base, request, views)
+        of_box = _parts_of(base, request, memory)
+        return of_box, delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box), is_bounded)
+
     found: _Found = {}
     deltas: dict[tuple[int, int], BuiltDelta] = {}
-    for slot, requests in writes.slots.items():
-        for position, request in enumerate(requests):
-            memory = _bytes_of(base, request, views)
-            found[slot, position] = of_box = _parts_of(base, request, memory)
-            delta = delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box), is_bounded)
-            if delta is not None:
-                found[slot, position] = [Part(*rows_of(request.box), delta.number, first_delta_slot + slot)]
-                deltas[slot, position] = delta
+    for (slot, position), (of_box, delta) in _looked_up(look, writes).items():
+        found[slot, position] = of_box
+        if delta is not None:
+            rows = rows_of(writes.slots[slot][position].box)
+            found[slot, position] = [Part(*rows, delta.number, first_delta_slot + slot)]
+            deltas[slot, position] = delta
     if is_bounded:
         found = _worth_keeping(base, writes, found)
     left: defaultdict[int, list[WriteRequest]] = defaultdict(list)
@@ -106,14 +116,25 @@ def _with_bridges(
     first_delta_slot = 1 + max(writes.slots, default=0)
     all_writes: dict[int, list[WriteRequest]] = {slot: [*requests] for slot, requests in writes.slots.items()}
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
-    for slot, requests in writes.slots.items():
-        for position, request in enumerate(requests):
-            memory = _bytes_of(base, request, views)
-            delta = delta_of(base, request, memory, request.nbytes, is_bounded=False)
-            if delta is not None:
-                all_writes.setdefault(first_delta_slot + slot, []).extend(delta.requests)
-                parts[slot][position] = [Part(*rows_of(request.box), None, first_delta_slot + slot)]
+
+    def look(request: WriteRequest) -> BuiltDelta | None:
+        return delta_of(base, request, _bytes_of(base, request, views), request.nbytes, is_bounded=False)
+
+    for (slot, position), delta in _looked_up(look, writes).items():
+        if delta is not None:
+            all_writes.setdefault(first_delta_slot + slot, []).extend(delta.requests)
+            rows = rows_of(writes.slots[slot][position].box)
+            parts[slot][position] = [Part(*rows, None, first_delta_slot + slot)]
     return writes.only(all_writes), parts
+
+
+def _looked_up(look: Callable[[WriteRequest], T], writes: RankWrites) -> dict[tuple[int, int], T]:
+    """Returns the result of `look` for each request, by slot and position; in threads where there are many cores."""
+    places = {(slot, i): each for slot, requests in writes.slots.items() for i, each in enumerate(requests)}
+    if _THREADS == 1 or len(places) == 1:
+        return {place: look(request) for place, request in places.items()}
+    with world().thread_pool(_THREADS, "shardopt-compare") as pool:
+        return dict(zip(places, pool.map(look, places.values()), strict=True))
 
 
 _Found = dict[tuple[int, int], list[Part]]

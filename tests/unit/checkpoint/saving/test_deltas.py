@@ -10,6 +10,7 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.saving.writing import unchanged
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import FormatError
@@ -281,3 +282,15 @@ def test_memory_that_changes_during_a_save_in_the_background_is_what_it_was(tmp_
     for step, value in enumerate(saved, 1):
         assert is_as_saved(tmp_path / str(step), {"x": value})
     assert deltas_of(tmp_path, 5, "x") == [4]  # step 1 changed nothing
+
+
+def test_boxes_are_compared_in_threads_where_there_are_many_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(unchanged, "_THREADS", 3)
+    app = {f"x{i}": torch.randn(300, 400) for i in range(7)}
+    checkpoint.save(tmp_path / "a", app, durable=False)
+    for tensor in app.values():
+        tensor[7, 5:9] += 1
+    checkpoint.save(tmp_path / "b", app, base=tmp_path / "a", durable=False)
+    with checkpoint.open(tmp_path / "b") as reader:
+        assert all(torch.equal(reader.read(key), tensor) for key, tensor in app.items())
+    assert all(deltas_of(tmp_path, "b", key) == [1] for key in app)
