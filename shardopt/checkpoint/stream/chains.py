@@ -23,6 +23,9 @@ from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import ReadInto, Span
 from shardopt.errors import CorruptionError, Problem
 
+WINDOW_SEGMENTS = 64
+"""Segments of a large box whose deltas are read and decoded at a time."""
+
 KnownFiles = dict[tuple[str, str], DataFileReader]
 """Open data files by name and digest, kept from one step to the next: files do not change."""
 
@@ -171,7 +174,7 @@ class Chain(OpenFile):
 
 def box_of(entry: Entry) -> ChangedBox:
     """Returns what `DeltaFile.delta` wants to know of a box."""
-    return ChangedBox(entry, word_bytes(entry.dtype), ())
+    return ChangedBox(entry, word_bytes(entry.dtype), (), WINDOW_SEGMENTS)
 
 
 class ChainReader(CheckpointReader):

@@ -15,8 +15,7 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, torch_dtype
 from shardopt.checkpoint.saving.writing.device_stream import to_host
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
-from shardopt.checkpoint.sources.reading.with_deltas import WINDOW_SEGMENTS
-from shardopt.checkpoint.stream.chains import Link, box_of
+from shardopt.checkpoint.stream.chains import WINDOW_SEGMENTS, Link, box_of
 
 _WINDOW_BYTES = WINDOW_SEGMENTS * SEGMENT_BYTES
 _HASHED_BYTES = 8 << 20  # of an accelerator's memory at a time

@@ -22,17 +22,21 @@ from shardopt.world import world
 _FIRST_JOINED_BYTES = 256 << 10  # of small entries that are read at once, twice as many with each further read
 _JOINED_BYTES = 8 << 20  # at most
 _AHEAD_BYTES = 1 << 20  # of one file, that were read ahead and stay so between reads: of those who read box by box
-_KEPT_BYTES = 16 << 20  # of one file's deltas, beside the one that is applied
-WINDOW_SEGMENTS = 64
-"""Segments of a large box whose deltas are read at a time."""
+_WINDOW_BYTES = 8 << 20  # of all deltas of a box, on average, that are read at once
+_LEAST_WINDOW_SEGMENTS = 16
+_MOST_WINDOWS = 8  # whose deltas are kept: several threads read at once, each in another
 
 
 class ChangedBox(NamedTuple):
-    """An entry that has changed, the bytes of its words, and the index of each delta."""
+    """An entry that has changed, the bytes of its words, and the index of each delta.
+
+    Its deltas are read in windows of so many segments, where there are many.
+    """
 
     entry: Entry
     word: int
     indices: Sequence[DeltaIndex]
+    window: int
 
 
 class FileWithDeltas(SummedFile):
@@ -95,14 +99,16 @@ class FileWithDeltas(SummedFile):
             sums = index.after
             indices.append(index)
         self.sums[8 * entry.segment : 8 * entry.segment + len(sums)] = sums
-        self._boxes[entry.begin] = ChangedBox(entry, word, indices)
+        segments, nbytes = len(sums) // 8, sum(index.nbytes(word) for index in indices)
+        window = max(segments * _WINDOW_BYTES // max(nbytes, 1), _LEAST_WINDOW_SEGMENTS)
+        self._boxes[entry.begin] = ChangedBox(entry, word, indices, min(window, segments))
         insort(self._begins, entry.begin)
 
     def _read(self, read: ReadInto, spans: Sequence[Span]) -> None:
         read(spans)
         for offset, memory in spans:
             for box, begin, end in self._windows(offset, offset + memory.nbytes):
-                first = (begin - box.entry.begin) // SEGMENT_BYTES // WINDOW_SEGMENTS * WINDOW_SEGMENTS
+                first = (begin - box.entry.begin) // SEGMENT_BYTES // box.window * box.window
                 for file, index in zip(self._deltas, box.indices, strict=True):
                     with self._lock:
                         delta = file.delta(box, index, first)
@@ -111,9 +117,9 @@ class FileWithDeltas(SummedFile):
 
     def _windows(self, begin: int, end: int) -> Iterator[tuple[ChangedBox, int, int]]:
         """Yields the ranges between two offsets in the file that are within one window of one box each."""
-        nbytes = WINDOW_SEGMENTS * SEGMENT_BYTES
         while begin < end:  # small boxes that follow one another are read as one span
             box = self._boxes[self._begins[bisect_right(self._begins, begin) - 1]]
+            nbytes = box.window * SEGMENT_BYTES
             stop = min(end, box.entry.end, begin - (begin - box.entry.begin) % nbytes + nbytes)
             assert begin < stop, "bytes of no box that was asked for"
             yield box, begin, stop
@@ -142,7 +148,6 @@ class DeltaFile:
         self._in_order: list[Entry] = []
         self._joined_bytes = _FIRST_JOINED_BYTES
         self._deltas: dict[tuple[str, int], Delta] = {}  # by key of the box, and the first segment
-        self._kept_bytes = 0
 
     def index(self, entry: Entry, word: int) -> DeltaIndex:
         """Returns the index of a box's delta."""
@@ -154,13 +159,13 @@ class DeltaFile:
 
     def delta(self, box: ChangedBox, index: DeltaIndex, first: int) -> Delta:
         """Returns the delta of a window of a box, from a segment on."""
-        entry, word, _ = box
-        delta = self._deltas.get((entry.key, first))
+        entry, word, _, window = box
+        delta = self._deltas.pop((entry.key, first), None)
         if delta is None:
             key, nbytes = DELTA_PREFIX + entry.key, entry.end - entry.begin - first * SEGMENT_BYTES
-            if len(index.counts) > WINDOW_SEGMENTS:
+            if len(index.counts) > window:
                 whole_entry = self._entry(key, index.nbytes(word))
-                index, (words, skips) = index.part(first, first + WINDOW_SEGMENTS, word)
+                index, (words, skips) = index.part(first, first + window, word)
                 body = bytearray(index.nbytes(word))
                 cut = words[1] - words[0]
                 spans = [(words[0], memoryview(body)[:cut]), (skips[0], memoryview(body)[cut:])]
@@ -171,12 +176,11 @@ class DeltaFile:
                     self._fill(whole_entry, [Span(*each) for each in spans])
             else:
                 body = self._bytes_of(key, index.nbytes(word))
-            if self._kept_bytes + len(body) > _KEPT_BYTES:
-                self._deltas.clear()
-                self._kept_bytes = 0
-            nbytes = min(nbytes, WINDOW_SEGMENTS * SEGMENT_BYTES)
-            delta = self._deltas[entry.key, first] = Delta(index, body, nbytes, word, f"{self.where}: {key}")
-            self._kept_bytes += len(body)
+            nbytes = min(nbytes, window * SEGMENT_BYTES)
+            delta = Delta(index, body, nbytes, word, f"{self.where}: {key}")
+            if len(self._deltas) == _MOST_WINDOWS:
+                del self._deltas[next(iter(self._deltas))]
+        self._deltas[entry.key, first] = delta  # the last one of those that are kept
         return delta
 
     def _fill(self, entry: Entry, spans: Sequence[Span]) -> None:
@@ -189,7 +193,6 @@ class DeltaFile:
     def forget_box(self) -> None:
         """Forgets the deltas of boxes that were decoded; keeps what was read ahead of others."""
         self._deltas.clear()
-        self._kept_bytes = 0
 
     def forget(self) -> None:
         """Forgets what was read of deltas."""

@@ -9,9 +9,11 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
+from shardopt.checkpoint.format.delta import Delta
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.saving.writing import unchanged
 from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.sources.reading import with_deltas
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import FormatError
 
@@ -179,14 +181,24 @@ def test_other_dtypes_boxes_and_columns_are_read(tmp_path):
             assert torch.equal(reader.read("x", checkpoint.Box((a, c), (b - a, d - c))), x[a:b, c:d])
 
 
-def test_a_large_box_is_read_in_windows(tmp_path):
-    """Of more than 64 segments, whose deltas are read as its bytes are."""
+def test_a_large_box_is_read_in_windows_each_once(tmp_path, monkeypatch):
+    """Its deltas are read as its bytes are, by several threads."""
+    monkeypatch.setattr(with_deltas, "_WINDOW_BYTES", 1 << 10)  # so that a window is of 16 segments
+    made = []
+    monkeypatch.setattr(with_deltas, "Delta", lambda *args: made.append(args[2]) or Delta(*args))
     x = torch.zeros(66 * SEGMENT_BYTES + 1000, dtype=torch.uint8).reshape(-1, 8)
     save(tmp_path, 0, {"x": x})
     for step in (1, 2):
         x.reshape(-1)[step :: 9973 * step] += 1
         save(tmp_path, step, {"x": x}, base=step - 1)
     assert deltas_of(tmp_path, 2, "x") == [2]
+    made.clear()
+    target = {"x": torch.zeros_like(x)}
+    checkpoint.load(tmp_path / "2", target)
+    assert torch.equal(target["x"], x)
+    assert (
+        sorted(made) == [2 * SEGMENT_BYTES + 1000] * 2 + [16 * SEGMENT_BYTES] * 8
+    )  # nothing thrown away and read again
     assert is_as_saved(tmp_path / "2", {"x": x})
     begin = 64 * SEGMENT_BYTES // 8 - 5
     with checkpoint.open(tmp_path / "2") as reader:
