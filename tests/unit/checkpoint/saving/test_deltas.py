@@ -124,7 +124,7 @@ def test_small_boxes_are_written_whole(tmp_path):
 
 
 def test_a_chain_ends_at_64_deltas(tmp_path):
-    x = torch.zeros(3 << 18, dtype=torch.float64)
+    x = torch.zeros(300_000, dtype=torch.float64)
     save(tmp_path, 0, {"x": x})
     for step in range(1, 67):
         x[(step * 7919) % len(x)] += 1
