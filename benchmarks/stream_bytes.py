@@ -46,7 +46,8 @@ def train(model: nn.Module, optimizer: Any) -> None:
     """Takes a step on random tokens."""
     tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
     logits = model(tokens)[:, :-1].flatten(0, 1).float()
-    nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+    loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's
     optimizer.step()
     optimizer.zero_grad()
 
@@ -110,8 +111,8 @@ def main() -> None:
             rows.append(measure(rate, given.width, given.layers, Path(folder)))
             print("| " + " | ".join(rows[-1]) + " |", flush=True)
     notes = (
-        f"A transformer of width {given.width} with {given.layers} layers and {VOCABULARY:,} tokens, bf16 weights, AdamW "
-        "without weight decay. All files of the step count, with headers, checksums and small tensors."
+        f"A transformer of width {given.width} with {given.layers} layers and {VOCABULARY:,} tokens, bf16 weights, "
+        "AdamW without weight decay. All files of the step count, with headers, checksums and small tensors."
     )
     print(write_table("stream_bytes", "Bytes of a published step", HEADER, rows, notes))
 

@@ -50,6 +50,7 @@ SMALL = {
         "--rounds 1",
         {"WIDTH": 64, "RANKS": 1, "LAYERS_OF_RANKS": (1,), "STORED": first(1), "ALGORITHMS": first(1)},
     ),
+    "stream_bytes": ("--width 32 --layers 1", {"VOCABULARY": 50, "TOKENS": 4, "RATES": (1e-4,)}),
     "streams": (
         "--gib 0.001 --trainers 1 --receivers 1 --repetitions 3",
         {"TENSOR_BYTES": 1 << 16, "COLUMNS": 64, "RATES": (0.02,)},

@@ -22,7 +22,7 @@ _MOST_DELTAS = 64  # on a box
 _DELTA_COST = 32 << 10  # bytes that a restore reads in the time that a delta takes besides its bytes
 _HEADER_BYTES = 512  # of both entries of a delta in a file's header
 _READ_SEGMENTS = 8  # at a time, which are compared while they are in the core's cache
-_WORTH = 0.8  # of the bytes of changed rows: what is saved must pay for restores that read more than one file
+_WORTH = 0.5  # of the bytes of changed rows: a delta takes longer to find, and to read, than as many bytes of rows
 
 _log = logging.getLogger("shardopt.checkpoint")
 
