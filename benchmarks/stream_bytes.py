@@ -1,6 +1,6 @@
 """Bytes of a published step: a transformer with bf16 weights, trained by AdamW at several learning rates.
 
-python -m benchmarks.stream_bytes [--width 512] [--layers 8] [--folder /tmp]
+python -m benchmarks.stream_bytes [--width 256] [--layers 6] [--folder /tmp]
 
 The same weights are saved whole, and as changed rows, as an incremental save without deltas would.
 """
@@ -21,7 +21,7 @@ from benchmarks.peers import write_table
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.writing import unchanged
 
-VOCABULARY, TOKENS = 16_000, 64
+VOCABULARY, TOKENS = 8_000, 64
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)
 STEPS = 4  # of which the last is counted: moments are there by then
 _WORD_AND_SKIP = 3.6
@@ -101,8 +101,8 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--folder", default=tempfile.gettempdir())
     given = parser.parse_args()
     rows = []
