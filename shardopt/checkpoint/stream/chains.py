@@ -58,7 +58,10 @@ class ProvedDeltaFile(DeltaFile):
             for offset, memory in spans
             if memory.nbytes
         ]
-        found = self._segments
+        if not numbers:
+            return
+        last = entry.segment + segment_count(entry.end - entry.begin)
+        found = {number: each for number, each in self._segments.items() if entry.segment <= number < last}
         reads: dict[int, Span] = {}
         for number in (number for each in numbers for number in each):
             if number not in found and number not in reads:
@@ -76,7 +79,10 @@ class ProvedDeltaFile(DeltaFile):
                 memory[low - offset : high - offset] = have[entry.segment + begin // SEGMENT_BYTES][
                     low - begin : high - begin
                 ]
-        self._segments = {each[-1]: have[each[-1]] for each in numbers}
+        # A window begins in the segments in which the one before it ends; the first one of skips may have words, too.
+        kept = {each[-1] for each in numbers}
+        kept |= {min((number for number in have if number > min(kept, default=last)), default=last)}
+        self._segments = {number: have[number] for number in kept if number in have}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, has_sums, is_scattered, scatters
+from shardopt.runtime.staging_fence import wait_for_copies
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -108,6 +109,7 @@ class Staged:
 
     def apply(self) -> None:
         """Changes the weights."""
+        wait_for_copies()  # a save in the background may still be copying what this changes
         targets = [part.request.target for part in self.parts]
         increment_version(targets)
         with torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext():

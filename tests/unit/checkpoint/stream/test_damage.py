@@ -20,7 +20,7 @@ ALL_MEMORY = 1 << 30
 def weights():
     return {
         "wide": torch.randn(300, 500),
-        "long": torch.randn(70 * SEGMENT_BYTES // 8).bfloat16(),
+        "bf16": torch.randn(300_000).bfloat16(),
         "w": torch.randn(99),
     }
 
@@ -28,6 +28,20 @@ def weights():
 @pytest.fixture
 def app(weights):
     return zeros_like(weights)
+
+
+def publish_changes(root, weights, *steps):
+    """Publishes the weights as they are, and then steps of which the second and those after it are deltas."""
+    first, *others = steps
+    kept = {}
+    with checkpoint.Publisher(root, durable=False, keep=None) as publisher:
+        publisher.publish(first, weights).result()
+        kept[first] = copied(weights)
+        for step in others:
+            train(weights, step)
+            publisher.publish(step, weights).result()
+            kept[step] = copied(weights)
+    return kept
 
 
 def publish(root, weights, *steps, **options):
@@ -51,7 +65,7 @@ def entry_of(root, step, key):
     raise KeyError(key)
 
 
-@pytest.mark.parametrize("key", ["__delta_index__.wide", "__delta__.wide", "__delta_index__.long", "__delta__.long"])
+@pytest.mark.parametrize("key", ["__delta_index__.wide", "__delta__.wide", "__delta__.bf16"])
 @pytest.mark.parametrize("where", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("memory_bytes", [0, ALL_MEMORY])
 def test_a_flipped_bit_of_a_delta_is_never_taken(tmp_path, weights, app, key, where, memory_bytes):
@@ -68,6 +82,21 @@ def test_a_flipped_bit_of_a_delta_is_never_taken(tmp_path, weights, app, key, wh
             follower.update()  # what was read in the pause has torn the weights, which the older step has mended
             assert follower.step in {1: (1,), 2: (1,), 3: (1, 3), 4: (4,)}[step]  # the anchor leads on
             assert same_bits(app, kept[follower.step])
+
+
+@pytest.mark.parametrize("where", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("memory_bytes", [0, ALL_MEMORY])
+def test_a_flipped_bit_of_a_delta_that_is_read_in_windows_is_never_taken(tmp_path, where, memory_bytes):
+    weights = {"long": torch.zeros(65 * SEGMENT_BYTES // 2, dtype=torch.bfloat16)}  # one segment more than a window
+    app = zeros_like(weights)
+    follower = checkpoint.Follower(tmp_path, app, memory_bytes=memory_bytes)
+    kept = publish(tmp_path, weights, 1)
+    follower.update()
+    kept |= publish_changes(tmp_path, weights, 2, 3)
+    path, begin, end = entry_of(tmp_path, 3, "__delta__.long")
+    flip(path, begin + int((end - begin) * where))
+    follower.update()
+    assert follower.step == 2 and same_bits(app, kept[2])
 
 
 def test_a_flipped_bit_of_the_base_keeps_out_those_that_join_alone(tmp_path, weights, app):

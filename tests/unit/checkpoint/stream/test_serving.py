@@ -9,6 +9,7 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.stream import staged
 from shardopt.errors import CheckpointError, StateError
+from shardopt.runtime.staging_fence import Event, copying_until
 from tests.support.streams import zeros_like
 
 
@@ -131,6 +132,23 @@ def test_serving_that_waits_for_an_update_in_vain_ends_with_an_error(tmp_path, p
         thread.join(30)
     with follower.serving() as step:
         assert step == 2
+
+
+def test_weights_that_a_save_still_copies_are_changed_after_it(tmp_path, publisher):
+    app = zeros_like(weights_of(0))
+    follower = checkpoint.Follower(tmp_path, app)
+    publisher.publish(1, weights_of(1)).result()
+    copied = Event()
+    copying_until(copied)
+    thread = threading.Thread(target=follower.update)
+    thread.start()
+    try:
+        time.sleep(0.3)
+        assert all(each.eq(0).all() for each in app.values())
+    finally:
+        copied.set()
+        thread.join(30)
+    assert follower.step == 1 and all(each.eq(1).all() for each in app.values())
 
 
 def test_nobody_serves_before_the_first_update(tmp_path, publisher):
