@@ -23,6 +23,7 @@ _DELTA_COST = 32 << 10  # bytes that a restore reads in the time that a delta ta
 _HEADER_BYTES = 512  # of both entries of a delta in a file's header
 _READ_SEGMENTS = 8  # at a time, which are compared while they are in the core's cache
 _WORTH = 0.5  # of the bytes of changed rows: a delta takes longer to find, and to read, than as many bytes of rows
+_WORTH_TO_FOLLOWERS = 0.8  # of the bytes of a box
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -39,18 +40,18 @@ class BuiltDelta(NamedTuple):
 
 
 def delta_of(
-    base: Base, request: WriteRequest, memory: TensorBytes, most_bytes: int, is_bounded: bool
+    base: Base, request: WriteRequest, memory: TensorBytes, changed_bytes: int, is_bounded: bool
 ) -> BuiltDelta | None:
     """Returns the delta between what the base has of a box and what it is now; None where that does not pay.
 
     The earlier bytes are read again, so the base must be on a disk, or kept in memory.
 
     Args:
-        most_bytes: that would be written otherwise.
+        changed_bytes: of rows that have changed, at most.
         is_bounded: whether there may be no more deltas on the box than restores take well.
     """
     fixed = index_bytes(request.nbytes) + _HEADER_BYTES
-    budget = int(_WORTH * most_bytes) - fixed
+    budget = int(_WORTH * changed_bytes if is_bounded else _WORTH_TO_FOLLOWERS * request.nbytes) - fixed
     found = _as_a_whole(base, request) if budget > 0 else None
     if found is None or (base.source.storage.is_remote and isinstance(found[2], OnDisk)):
         return None
@@ -61,7 +62,7 @@ def delta_of(
         if budget <= 0 or len(entry.deltas) >= _MOST_DELTAS:
             return None
     try:
-        built = _built(request, stored, memory, most_bytes, budget)
+        built = _built(request, stored, memory, changed_bytes, budget)
     except CheckpointError as error:
         _log.warning("what an earlier save has is written again: %s", error)
         return None
@@ -89,7 +90,7 @@ def _as_a_whole(base: Base, request: WriteRequest) -> tuple[int, StoredEntry, Ea
 
 
 def _built(
-    request: WriteRequest, stored: Earlier, memory: TensorBytes, most_bytes: int, budget: int
+    request: WriteRequest, stored: Earlier, memory: TensorBytes, changed_bytes: int, budget: int
 ) -> tuple[bytearray, bytearray] | None:
     """Returns index and body of a delta; None if the body would have more bytes than `budget`."""
     nbytes, before = request.nbytes, stored.checksums
@@ -110,7 +111,7 @@ def _built(
     sample = next((i for i, each in enumerate(bounds) if memory.digest(*each) != sums[i]), None)
     if sample is None:
         return None
-    if len(bounds) > 1 and compared([[sample]], budget * SEGMENT_BYTES // most_bytes) is None:
+    if len(bounds) > 1 and compared([[sample]], budget * SEGMENT_BYTES // changed_bytes) is None:
         return None
     after = [memory.digest(*each) for each in bounds]
     builder = compared(_runs([i for i in range(len(bounds)) if after[i] != sums[i]]), budget)

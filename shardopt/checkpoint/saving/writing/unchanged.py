@@ -75,7 +75,10 @@ def cut_by_changes(
     def look(request: WriteRequest) -> tuple[list[Part], BuiltDelta | None]:
         memory = _bytes_of(base, request, views)
         of_box = _parts_of(base, request, memory)
-        return of_box, delta_of(base, request, memory, request.nbytes - _bytes_in(request, of_box), is_bounded)
+        changed_bytes = request.nbytes - _bytes_in(request, of_box)
+        delta = delta_of(base, request, memory, changed_bytes, is_bounded) if changed_bytes else None
+        # Followers know a box again only if it is not cut.
+        return [] if changed_bytes and not is_bounded else of_box, delta
 
     found: _Found = {}
     deltas: dict[tuple[int, int], BuiltDelta] = {}
@@ -118,7 +121,9 @@ def _with_bridges(
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
 
     def look(request: WriteRequest) -> BuiltDelta | None:
-        return delta_of(base, request, _bytes_of(base, request, views), request.nbytes, is_bounded=False)
+        memory = _bytes_of(base, request, views)
+        changed_bytes = request.nbytes - _bytes_in(request, _parts_of(base, request, memory))
+        return delta_of(base, request, memory, changed_bytes, is_bounded=False) if changed_bytes else None
 
     for (slot, position), delta in _looked_up(look, writes).items():
         if delta is not None:
