@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.saving import commit
+from shardopt.checkpoint.saving import save as save_module
 from shardopt.errors import CheckpointError, OptionError
 from tests.harness import Fault
 from tests.harness.faults import watched
@@ -211,3 +213,32 @@ def test_a_report_says_what_was_read_and_how_long_it_took(tmp_path, weights, app
     assert report.url == str(tmp_path / "step-00000001") and report.age_seconds >= 0
     assert 0 <= report.pause_seconds <= report.seconds and report.parts == 3
     assert report.bytes_read == sum(each.nbytes for each in weights.values())
+
+
+@pytest.mark.parametrize("failing", ["writing", "committing"])
+def test_what_is_kept_of_a_step_stays_while_the_next_ones_fail(tmp_path, weights, app, monkeypatch, failing):
+    """The previous step is in host memory, beside that which is being published: neither may be taken for the other."""
+    follower = checkpoint.Follower(tmp_path, app)
+    place = save_module if failing == "writing" else commit
+    name = "write_files" if failing == "writing" else "publish_checkpoint"
+
+    def fail(*args, **kwargs):
+        raise CheckpointError("it fails")
+
+    with checkpoint.Publisher(tmp_path, durable=False, anchor_every=100) as publisher:
+        for step in (1, 2):
+            train(weights, step)
+            publisher.publish(step, weights).result()
+            follower.update()
+        for step in (3, 4, 5):
+            train(weights, step)
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, fail)
+                publisher.publish(step, weights).done.wait()
+            with pytest.raises(CheckpointError, match="it fails"):
+                publisher.wait()
+        train(weights, 6)
+        publisher.publish(6, weights).result()
+        report = follower.update()
+        assert is_step(follower, app, report, 6) and same_bits(app, weights)
+        assert report.whole <= (1 if failing == "writing" else 3)  # what was kept still serves
