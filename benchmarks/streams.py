@@ -27,7 +27,7 @@ from shardopt import checkpoint
 
 COLUMNS = 4096
 TENSOR_BYTES = 64 << 20
-RATES = (0.02, 0.002, 0.1)
+RATES = (0.02, 0.002)
 _SKIP_BYTES = 1.6  # that a position may take
 
 Group = Any
@@ -154,7 +154,7 @@ def measure(rate: float, gib: float, trainers: int, receivers: int, repetitions:
         "theirs": counted("theirs", job.gather_and_broadcast),
     }
 
-    job.change(1.0)
+    job.change(rate)
     peers["ours"](0)  # memory and files are warm from here on
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for repetition in range(-1, repetitions):
