@@ -136,8 +136,16 @@ def best(call: Callable[[], Any], times: int = 3) -> float:
 
 def measure(rate: float, gib: float, trainers: int, receivers: int, repetitions: int, folder: str) -> list[str]:
     """A row of the table. Collective."""
-    logging.getLogger("shardopt").setLevel(logging.WARNING)
-    job = Job(gib, trainers, receivers, folder)
+    log = logging.getLogger("shardopt")
+    level = log.level
+    log.setLevel(logging.WARNING)  # and no line for each update
+    try:
+        return _row(Job(gib, trainers, receivers, folder), rate, repetitions)
+    finally:
+        log.setLevel(level)
+
+
+def _row(job: Job, rate: float, repetitions: int) -> list[str]:
     processor: dict[str, float] = {}
 
     def counted(name: str, call: Callable[[int], None]) -> Callable[[int], None]:
