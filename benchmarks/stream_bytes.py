@@ -39,7 +39,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.head.weight.dtype)
-        return self.head(self.body(self.embedding(tokens), mask, is_causal=True))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.body(self.embedding(tokens), mask, is_causal=True))
+        return logits
 
 
 def train(model: nn.Module, optimizer: Any) -> None:

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +125,10 @@ class Job:
         return best(lambda: checkpoint.load(url, self.received, process_group=self.follower._options.process_group))
 
 
+def _at(call: Callable[[int], Any], repetition: int, _: int) -> Any:
+    return call(repetition)
+
+
 def best(call: Callable[[], Any], times: int = 3) -> float:
     """The least seconds of some calls."""
     seconds = []
@@ -168,9 +173,11 @@ def _row(job: Job, rate: float, repetitions: int) -> list[str]:
     for repetition in range(-1, repetitions):
         job.change(rate)
         for name, call in peers.items():
-            taken = interleaved({name: lambda _, call=call, r=repetition: call(r)}, 1, 0)  # type: ignore[misc]
+            taken = interleaved({name: partial(_at, call, repetition)}, 1, 0)
             if repetition >= 0:
                 seconds[name].append(taken[name])
+    job.change(rate)
+    job.publish_and_follow(repetitions)  # once more: the last turn was the others', and what is compared is to be ours
     is_right = torch.tensor(1)
     for i in range(job.count):
         name = f"layers.{i}.weight"

@@ -102,11 +102,11 @@ def reads_counted() -> Iterator[list[int]]:
 
             yield read_counted
 
-    OpenFile.opened = counting  # type: ignore[method-assign,assignment]
+    OpenFile.opened = counting  # type: ignore[method-assign,assignment]  # counts, and calls the one before
     try:
         yield counted
     finally:
-        OpenFile.opened = opened  # type: ignore[method-assign]
+        OpenFile.opened = opened  # type: ignore[method-assign]  # as it was
 
 
 def delta_bytes(root: Any, step: int) -> int:

@@ -37,7 +37,7 @@ def word_bytes(dtype: str) -> int:
 
 
 class DeltaIndex(NamedTuple):
-    """What a delta says of each segment of its box.
+    """The index of a delta, with an entry for each segment of its box.
 
     Args:
         before: XXH3-64 of the checksums of the box that the delta belongs on.
@@ -78,7 +78,7 @@ def index_bytes(nbytes: int) -> int:
 
 
 def digest_of(checksums: bytes) -> bytes:
-    """Returns what a delta's `before` is, from the checksums of a box."""
+    """Returns the `before` of a delta, from the checksums of a box."""
     return xxhash.xxh3_64_digest(checksums)
 
 

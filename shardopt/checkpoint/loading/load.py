@@ -66,18 +66,18 @@ Look = Callable[[], tuple[CheckpointReader, FlatState, Names]]
 class LoadOptions:
     """The options of one load: those of `load`, with `strict` as a `Strictness`."""
 
-    strictness: Strictness
-    select: str | None
-    rename: Mapping[str, str] | None
-    rearrange: Sequence[AnyRule]
-    skip: str | None
-    transactional: bool
-    share_reads: ShareReads
-    init_state: bool
-    progress: Progress | None
-    deadline_seconds: float
-    process_group: Group | None
-    tied: Tied | None
+    strictness: Strictness = STRICT
+    select: str | None = None
+    rename: Mapping[str, str] | None = None
+    rearrange: Sequence[AnyRule] = ()
+    skip: str | None = None
+    transactional: bool = False
+    share_reads: ShareReads = "auto"
+    init_state: bool = False
+    progress: Progress | None = None
+    deadline_seconds: float = DEADLINE_SECONDS
+    process_group: Group | None = None
+    tied: Tied | None = None
     base_root: str | None = None
     storage_options: Mapping[str, Any] | None = None
 

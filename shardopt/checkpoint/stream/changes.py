@@ -13,8 +13,10 @@ from torch import Tensor
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, torch_dtype
+from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.saving.writing.device_stream import to_host
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
+from shardopt.checkpoint.sources.reading.read_plan import position_of
 from shardopt.checkpoint.stream.chains import WINDOW_SEGMENTS, Link, box_of
 
 _WINDOW_BYTES = WINDOW_SEGMENTS * SEGMENT_BYTES
@@ -30,16 +32,6 @@ def digest_of_memory(tensor: Tensor) -> bytes:
     for piece in pieces:
         running.update(bytes_of(piece if is_plain_memory(piece) else to_host(piece)))
     return running.digest()
-
-
-def has_sums(tensor: Tensor, sums: bytes) -> bool:
-    """Whether the segments of a tensor in plain memory have these checksums."""
-    memory = bytes_of(tensor)
-    begins = range(0, memory.nbytes, SEGMENT_BYTES)
-    return all(
-        xxhash.xxh3_64_digest(memory[begin : begin + SEGMENT_BYTES]) == sums[8 * i : 8 * i + 8]
-        for i, begin in enumerate(begins)
-    )
 
 
 class Scatter(NamedTuple):
@@ -58,13 +50,12 @@ class Scatter(NamedTuple):
         if not len(self.positions):
             return
         if isinstance(self.positions, np.ndarray):
-            memory = (ctypes.c_ubyte * (_extent(self.target) * self.target.element_size())).from_address(
-                self.target.data_ptr()
-            )
+            memory = (ctypes.c_ubyte * extent(self.target)).from_address(self.target.data_ptr())
             words = np.frombuffer(memoryview(memory), np.dtype(self.values.dtype))
             words[self.positions] = self.values
             return
-        flat = self.target.detach().as_strided((_extent(self.target),), (1,))
+        elements = extent(self.target) // self.target.element_size()
+        flat = self.target.detach().as_strided((elements,), (1,))
         if flat.dtype != self.values.dtype:
             flat = flat.view(self.values.dtype)
         flat.index_copy_(0, self.positions, self.values)
@@ -86,8 +77,8 @@ def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
         return
     box = box_of(entry)
     dims = _merged(sizes, wanted.offsets, wanted.sizes, target.stride())
-    begin = _position(wanted.offsets, sizes) * dtype.itemsize
-    end = (_position([last - 1 for last in wanted.ends], sizes) + 1) * dtype.itemsize
+    begin = position_of(wanted.offsets, sizes) * dtype.itemsize
+    end = (position_of([last - 1 for last in wanted.ends], sizes) + 1) * dtype.itemsize
     for link in links:
         for at in range(begin - begin % _WINDOW_BYTES, end, _WINDOW_BYTES):
             delta = link.file.delta(box, link.index, at // SEGMENT_BYTES)
@@ -141,16 +132,3 @@ def _on_device(target: Tensor, stored: torch.dtype, positions: Any, values: Any)
     bits = torch.from_numpy(values.view(f"<i{values.itemsize}").copy())
     elements = bits if target.dtype == stored else bits.view(stored).to(target.dtype)
     return Scatter(target, torch.from_numpy(positions).to(target.device), elements.to(target.device))
-
-
-def _position(index: Sequence[int], sizes: Sequence[int]) -> int:
-    """Returns the position of an index in C order."""
-    position = 0
-    for i, size in zip(index, sizes, strict=True):
-        position = position * size + i
-    return position
-
-
-def _extent(tensor: Tensor) -> int:
-    """Returns the number of elements from a tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -130,20 +130,14 @@ class Follower:
         check_run_options(root, None, 1, None, False, SaveOptions())
         weights_of(app, "app")
         self._root, self._app = Root(storage_of(root)), app
-        self._rename, self._memory_bytes, self._silence_seconds = rename, memory_bytes, silence_seconds
+        self._memory_bytes, self._silence_seconds = memory_bytes, silence_seconds
         self._options = LoadOptions(
             strictness=STRICT if strict is True else strictness_of(strict),
-            select=None,
             rename=rename,
             rearrange=tuple(rearrange),
-            skip=None,
-            transactional=False,
             share_reads="never",
-            init_state=False,
-            progress=None,
             deadline_seconds=deadline_seconds,
             process_group=process_group,
-            tied=None,
         )
         self._known: KnownFiles = {}
         self._held: dict[Place, Held] = {}
@@ -250,8 +244,9 @@ class Follower:
             chains[:] = [own]
             reader = rearranged(own, self._options.rearrange) if self._options.rearrange else own
             flat = flatten(weights_of(self._app, "app"))
-            names = None if self._rename else names_as_stored(reader, flat)
-            return reader, flat, names or names_in_app(reader, flat, None, self._rename, None)
+            rename = self._options.rename
+            names = None if rename else names_as_stored(reader, flat)
+            return reader, flat, names or names_in_app(reader, flat, None, rename, None)
 
         plan = compare_with_app(ranks, what, look, self._options)
         staged, _ = ranks.agree(what, work=lambda: self._staged(plan.requests, chains[0]))

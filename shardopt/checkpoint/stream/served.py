@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardopt.checkpoint.loading.renaming import renamer
 from shardopt.errors import OptionError, Problem
 
 Weights = nn.Module | Mapping[str, Tensor]
@@ -61,10 +62,9 @@ def as_served(weights: Mapping[str, Tensor], rename: Mapping[str, str], dtype: t
     served: dict[str, Tensor] = {}
     was: dict[str, str] = {}
     casts: dict[int, Tensor] = {}  # of tied tensors one
+    renamed = renamer(rename)
     for name, tensor in weights.items():
-        new = name
-        for pattern, into in rename.items():
-            new = re.sub(pattern, into, new)
+        new = renamed(name)
         if new in served:
             problem = Problem(new, f"{was[new]} and {name}", "a name for each", "mend the rules of rename")
             raise OptionError("two weights would have one name", [problem])

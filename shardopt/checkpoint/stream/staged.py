@@ -1,4 +1,4 @@
-"""What an update changes: read and checked beside the program that uses the weights, then applied at once."""
+"""The changes of an update: read and checked beside the program that uses the weights, then applied at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, torch_dtype
+from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
-from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, has_sums, is_scattered, scatters
+from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
 from shardopt.runtime.staging_fence import wait_for_copies
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -26,7 +27,7 @@ Place = tuple[Any, ...]
 
 
 class Held(NamedTuple):
-    """What is known of a part that was updated: the state of its box, and how its memory is known again.
+    """A part that was updated: the state of its box, and how its memory is known again.
 
     That is by the checksums of the box where the memory has all of it as it is stored, else by a hash of its own.
     """
@@ -37,7 +38,9 @@ class Held(NamedTuple):
 
     def is_in(self, memory: Tensor) -> bool:
         """Whether memory is as the update has left it."""
-        return digest_of_memory(memory) == self.digest if self.sums is None else has_sums(memory, self.sums)
+        return (
+            digest_of_memory(memory) == self.digest if self.sums is None else TensorBytes(memory).checksums == self.sums
+        )
 
 
 class Part(NamedTuple):

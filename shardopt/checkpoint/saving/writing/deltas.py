@@ -29,7 +29,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class BuiltDelta(NamedTuple):
-    """What has changed in a box of the base, by its number there, and what is to be written of it."""
+    """The changes of a box of the base, by its number there: the entries to write."""
 
     number: int
     requests: tuple[WriteRequest, WriteRequest]

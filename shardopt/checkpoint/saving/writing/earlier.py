@@ -93,7 +93,7 @@ class TensorBytes:
 
 
 class Kept:
-    """What a rank wrote at its last save, in host memory that stays as it is until another save was written.
+    """The boxes of a rank's last save, in host memory that stays as it is until another save was written.
 
     Attributes:
         memory: the number of the memory that it is in, which the next save must not use; None for none.

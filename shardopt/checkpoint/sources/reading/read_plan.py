@@ -227,7 +227,7 @@ def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
 
 def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
     """Splits a request into runs that are read directly into the target's memory."""
-    begin = _offset(request.wanted.offsets, request.sizes) * request.dtype.itemsize
+    begin = position_of(request.wanted.offsets, request.sizes) * request.dtype.itemsize
     memory = bytes_of(request.target)
     end = begin + memory.nbytes
     total = request.entry.end - request.entry.begin
@@ -300,7 +300,7 @@ def _segments(
         yield entry, segment, pieces
 
 
-def _offset(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def position_of(index: Sequence[int], sizes: Sequence[int]) -> int:
     """Returns the position of an index in C order."""
     offset = 0
     for i, size in zip(index, sizes, strict=True):
