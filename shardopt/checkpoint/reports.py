@@ -199,6 +199,7 @@ def _line_of(event: str, report: Any) -> str:
     done, more = {
         "save": (f"saved {step}", ""),
         "load": (f"loaded {step}", " on this rank"),
+        "update": (f"updated to {step}", " on this rank"),
         "verify": (f"verified {step}", ""),
         "reshard": (f"resharded into {report.url}", ""),
         "convert": (f"converted into {report.url}", ""),
@@ -209,6 +210,8 @@ def _line_of(event: str, report: Any) -> str:
     waited = numbers.get("stall_seconds", report.seconds)
     if event == "save" and waited < report.seconds:
         line += f" (training waited {seconds_text(waited)})"
+    if event == "update":
+        line += f" (serving waited {seconds_text(report.pause_seconds)})"
     if event == "verify":
         damage = f"damaged in {plural(len(report.problems), 'place')}"
         line += ", every byte is as it was written" if report.ok else f", {damage}"

@@ -21,7 +21,7 @@ from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.connections.message_hub import Share
 from shardopt.ranks.failures import describe
 from shardopt.ranks.files.client import FileClient
-from shardopt.ranks.files.server import FileServer, OpenFile
+from shardopt.ranks.files.server import Files, FileServer
 from shardopt.ranks.halt import Halt
 from shardopt.runtime.stores import StoreError
 from shardopt.world import world
@@ -99,7 +99,7 @@ class Ranks(Collectives):
         ranks.kept = self.kept
         return ranks
 
-    def file_server(self, open_file: OpenFile) -> FileServer | None:
+    def file_server(self, files: Files) -> FileServer | None:
         """Begins to serve files to others of these ranks, who know their session's key; None without others.
 
         Not before the first round of these ranks is over.
@@ -109,7 +109,7 @@ class Ranks(Collectives):
         """
         if self.channel is None:
             return None
-        return FileServer(self.channel.session_of_files, self.rank, network_of(self.channel.store), open_file)
+        return FileServer(self.channel.session_of_files, self.rank, network_of(self.channel.store), files)
 
     def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
         """Returns a client that asks one of these ranks for files; connects nothing yet.

@@ -5,11 +5,13 @@ Such directories lie where everybody may write, as /dev/shm is: one that a stran
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME
 from shardopt.errors import CheckpointError, NoSpaceError, Problem
@@ -85,19 +87,50 @@ class HostDirectory:
         self._fd = -1
 
     def open_file(self, directory: str, name: str) -> int:
-        """Opens a regular file in a subdirectory, without following links. Raises OSError."""
-        if not DIRECTORY_NAME.fullmatch(directory) or os.sep in name or name in ("", ".", ".."):
-            raise FileNotFoundError("no name of a file here")
-        within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-        try:
+        """Opens a regular file here ("") or in a subdirectory, without following links. Raises OSError."""
+        with self._within(directory, name) as within:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would block
             fd = os.open(name, flags, dir_fd=within)
-        finally:
-            os.close(within)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise FileNotFoundError("no regular file")
         return fd
+
+    def names(self, directory: str) -> list[str]:
+        """Returns the names here ("") or in a subdirectory; none where that is not there. Raises OSError."""
+        try:
+            with self._within(directory) as within:
+                return os.listdir(within)
+        except FileNotFoundError:
+            return []
+
+    def remove_file(self, directory: str, name: str) -> None:
+        """Removes a file here ("") or in a subdirectory, if it exists. Raises OSError."""
+        with suppress(FileNotFoundError), self._within(directory, name) as within:
+            os.unlink(name, dir_fd=within)
+
+    def remove_if_empty(self, directory: str) -> None:
+        """Removes a subdirectory, if it exists and is empty. Raises OSError."""
+        try:
+            with self._within("", directory) as within:
+                os.rmdir(directory, dir_fd=within)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    @contextmanager
+    def _within(self, directory: str, name: str = "name") -> Iterator[int]:
+        """Opens a directory, and checks that a name can lead nowhere else."""
+        if (directory and not DIRECTORY_NAME.fullmatch(directory)) or os.sep in name or name in ("", ".", ".."):
+            raise FileNotFoundError("no name of a file here")
+        if not directory:
+            yield self._fd
+            return
+        within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            yield within
+        finally:
+            os.close(within)
 
     def keep_once(self, name: str, data: bytes) -> bytes:
         """Writes a small file in this directory, unless it exists; returns the file's contents.

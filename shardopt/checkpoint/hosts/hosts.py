@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from shardopt.checkpoint.format.constants import DIRECTORY_NAME, FILE_NAME, RECORD_NAME
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME
 from shardopt.checkpoint.hosts.directory import PREFIX, HostDirectory
+from shardopt.checkpoint.hosts.host_files import SharesOnly
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.files.client import FileClient
-from shardopt.ranks.files.server import FileServer
+from shardopt.ranks.files.server import Files, FileServer
 
 At = Sequence[tuple[str, int]]
-
-
-def is_on_hosts(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL is of a checkpoint in the hosts' own directories: "hosts:///dev/shm/run/step-7"."""
-    return os.fspath(url).startswith(PREFIX)
 
 
 def split(url: str | os.PathLike[str]) -> tuple[str, str]:
@@ -99,10 +95,10 @@ class Hosts:
         ranks = self._ranks()
         return ranks is None or ranks.is_gone
 
-    def serve(self, ranks: Ranks) -> At | None:
+    def serve(self, ranks: Ranks, serves: Callable[[HostDirectory], Files]) -> At | None:
         """Starts to serve files on the leader of a host, if there are other hosts; returns its address."""
         if self.is_leader and self.count > 1:
-            self._server = ranks.file_server(self._open)
+            self._server = ranks.file_server(serves(self.directory))
         return None if self._server is None else self._server.at
 
     def know(self, at: list[At]) -> None:
@@ -118,22 +114,20 @@ class Hosts:
             self._server = None
         self.directory.close()
 
-    def _open(self, directory: str, name: str) -> int:
-        if name != RECORD_NAME and not FILE_NAME.fullmatch(name):
-            raise FileNotFoundError("no file of a checkpoint")
-        return self.directory.open_file(directory, name)
-
 
 _met: list[Hosts] = []
 
 
-def hosts_of(ranks: Ranks, root: str, domain: str | None = None) -> Hosts:
+def hosts_of(
+    ranks: Ranks, root: str, domain: str | None = None, serves: Callable[[HostDirectory], Files] = SharesOnly
+) -> Hosts:
     """Returns the hosts of these ranks at a path; the first call connects them. Collective.
 
     Args:
         root: of the directory on each host; ranks may give other paths for it.
         domain: the failure domain of this rank's host; that of its leader counts. None for any. Where they have met
             under others, they meet again.
+        serves: what others of these ranks may ask a host for.
 
     Raises:
         CheckpointError: a host's directory cannot be used.
@@ -159,7 +153,7 @@ def hosts_of(ranks: Ranks, root: str, domain: str | None = None) -> Hosts:
     try:
         _, at = ranks.agree(
             what,
-            work=partial(hosts.serve, ranks),
+            work=partial(hosts.serve, ranks, serves),
             report=lambda served: served,
             decide=lambda reports: [reports[leader] or [] for leader in hosts.leaders],
         )

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.hosts.directory import PREFIX as HOSTS_PREFIX
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
+from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.loading.growing import own_places, warn_of_gone
 from shardopt.checkpoint.loading.hand_back import (
     CHANGED_NOTHING,
@@ -190,7 +190,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
     select, skip, rules, undo = options.select, options.skip, None, None
     with damage_told(CHANGED_NOTHING):
         open_here: Callable[[], CheckpointReader] = partial(open_checkpoint, url, options.base_root)
-        if url.startswith(HOSTS_PREFIX):
+        if is_on_hosts(url):
             open_here = opener_on_hosts(ranks, what, url)
         elif ranks.size > 1 and is_remote(url):
             open_here = opener_of(ranks, what, url, options.base_root)

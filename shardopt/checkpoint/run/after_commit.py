@@ -12,7 +12,7 @@ from functools import partial
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.hosts.hosts import is_on_hosts
+from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.background import Task
 from shardopt.checkpoint.run.branches import CheckpointId

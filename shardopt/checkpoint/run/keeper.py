@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from shardopt.checkpoint.hosts.hosts import is_on_hosts
+from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run

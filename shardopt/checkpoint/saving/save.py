@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.hosts.directory import PREFIX as HOSTS
+from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.saving.agree_plan import Comparison, PlanCache, Planning, compare_reports
@@ -184,7 +184,7 @@ def save_described(
     begin, call = world().monotonic(), call_on("saving", url)
     target = (
         HostsTarget(ranks, url, options.durable, options.base)
-        if os.fspath(url).startswith(HOSTS)
+        if is_on_hosts(url)
         else SaveTarget(ranks, url, options.durable)
     )
     planning = Planning(ranks, call, plans)

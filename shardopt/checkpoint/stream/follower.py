@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.arguments import optional_count_problem, refuse
+from shardopt.checkpoint.hosts.served import follow_at
 from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
 from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
-from shardopt.checkpoint.reports import OfUrl, announce, emit_report
-from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.reports import OfUrl, emit_report
+from shardopt.checkpoint.run.branches import CheckpointId, branches_of
 from shardopt.checkpoint.run.options import check_run_options
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.options import SaveOptions
@@ -32,7 +33,7 @@ from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
 from shardopt.checkpoint.stream.served import Weights, rename_problems, weights_of
 from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
-from shardopt.checkpoint.text import nbytes_text, seconds_text
+from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -84,7 +85,7 @@ class Follower:
     With several ranks all calls are collective, except `step` and `serving`: all ranks take the same step, or none.
 
     Args:
-        root: of the publisher: a path, or a URL that fsspec knows.
+        root: of the publisher, as it gave it.
         app: a module, or tensors by name: plain, or sharded in any layout. Their memory is updated.
         rename, rearrange: as for `load`: from the published names and tensors to those of `app`.
         strict: as for `load`.
@@ -94,7 +95,7 @@ class Follower:
         deadline_seconds: how long a rank may show no sign of life, and how long an update waits for `serving`.
         process_group: the ranks that follow together: a process group, or a device mesh. None is the job, or this
             process where there is none.
-        storage_options: as for `load`.
+        storage_options: as for `load`. Of `hosts://`: `key_file` is that of the publisher.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range.
@@ -125,7 +126,7 @@ class Follower:
         if isinstance(rearrange, str) or not all(isinstance(each, AnyRule) for each in rearrange):
             problems.append(Problem("rearrange", repr(rearrange)[:80], "rules", "give them as for load"))
         refuse(problems)
-        if storage_options is not None and isinstance(root, str | os.PathLike):
+        if isinstance(root, str | os.PathLike) and not follow_at(os.fspath(root), storage_options):
             use_options(root, storage_options)
         check_run_options(root, None, 1, None, False, SaveOptions())
         weights_of(app, "app")
@@ -145,6 +146,8 @@ class Follower:
         self._previous: int | None = None
         self._is_torn = False
         self._damaged: set[CheckpointId] = set()
+        self._restart: CheckpointId | None = None  # the step with which the root was begun again
+        self._older: CheckpointId | None = None  # the own step, when rank 0 has just seen none but older ones
         self._changed, self._serving, self._pausing = world().condition(), 0, False
         self._seen: tuple[CheckpointId | None, float] = (None, world().monotonic())
         self._has_warned = False
@@ -223,14 +226,16 @@ class Follower:
                 if ranks.rank == 0:
                     _log.warning("step %d cannot be taken, looking for another one: %s", found.step, error)
             else:
+                if found == self._restart:
+                    self._damaged.clear()  # of the steps before
+                    if ranks.rank == 0:
+                        _log.warning("%s was begun again: step %d is its newest now", self._root.url, found.step)
                 emit_report("update", report, for_all=ranks.rank == 0)
-                if ranks.rank == 0:
-                    announce(_line_of(report))
                 return report
 
     def _is_other(self, found: CheckpointId, asked_for: int | None = None) -> bool:
-        """Whether a step is newer than the weights, or was asked for and is another one."""
-        if self._id is None or asked_for is not None:
+        """Whether a step is newer than the weights, or was asked for, or begins the root again, and is another one."""
+        if self._id is None or asked_for is not None or found == self._restart:
             return found != self._id
         return found.branch > self._id.branch or (found.branch == self._id.branch and found.step > self._id.step)
 
@@ -323,10 +328,24 @@ class Follower:
 
     def _newest(self, ranks: Ranks, but: Collection[CheckpointId]) -> CheckpointId | None:
         """Returns the newest committed step, except some that cannot be taken. Collective."""
-        found = ranks.on_rank_0(f"looking for steps in {self._root.url}", partial(self._root.newest, but))
+        look = partial(self._look, but)
+        found, begins_again = ranks.on_rank_0(f"looking for steps in {self._root.url}", look)
         newest = None if found is None else CheckpointId(*found)
+        self._restart = newest if begins_again else None
         self._note(newest, ranks)
         return newest
+
+    def _look(self, but: Collection[CheckpointId]) -> tuple[CheckpointId | None, bool]:
+        """Returns the newest step, and whether it begins the root again, as after somebody has emptied it."""
+        newest, own = self._root.newest(but), self._id
+        if own is None or newest is None or newest >= own or newest != self._root.newest():
+            self._older = None
+            return newest, False
+        # Twice in a row: a publisher that takes its steps back writes a new branch before it removes them, and the
+        # listing may be from before that.
+        current = branches_of(self._root.records.values()).current
+        is_seen_again, self._older = self._older == own, own if own.branch >= current else None
+        return newest, is_seen_again and self._older == own
 
     def _of_step(self, ranks: Ranks, step: int) -> CheckpointId:
         look = partial(self._root.newest, step=step)
@@ -349,9 +368,3 @@ class Follower:
             what = "no step" if newest is None else f"nothing after step {newest.step}"
             seconds = seconds_text(world().monotonic() - since)
             _log.warning("%s was published in %s for %s [following]", what, self._root.url, seconds)
-
-
-def _line_of(report: UpdateReport) -> str:
-    age = "" if report.age_seconds is None else f", published {seconds_text(max(report.age_seconds, 0.0))} ago"
-    read = f"{nbytes_text(report.bytes_read)} in {seconds_text(report.seconds)}"
-    return f"updated to step {report.step}: {read} (serving waited {seconds_text(report.pause_seconds)}){age}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.arguments import count_problem, refuse
+from shardopt.checkpoint.hosts.served import publish_at
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
@@ -41,7 +42,8 @@ class Publisher:
     published from there on is removed, and followers take the new steps.
 
     Args:
-        root: a path, or a URL that fsspec knows; for nothing else.
+        root: a path, or a URL that fsspec knows; for nothing else. Or `hosts://` with an absolute path, as in
+            "hosts:///dev/shm/weights": each rank writes to that directory of its host, which serves it to followers.
         anchor_every: after so many steps all weights are written too, for followers that join and for those that find
             damage. Between two of them steps depend on one another.
         keep: how many of the newest steps stay, or a `Retention`; None keeps all. Files stay as long as a kept step
@@ -52,7 +54,9 @@ class Publisher:
         durable: as for `save`.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group: the ranks that publish, where they are not all of the job: a process group, or a device mesh.
-        storage_options: as for `save`.
+        storage_options: as for `save`. Of `hosts://`: `key_file` is a path to which rank 0 writes where the hosts are,
+            and the key by which followers of other jobs are admitted, who need that file; without it followers are
+            ranks of this job. `max_connections` (256) and `max_bytes_per_second` bound what each host serves to them.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range. Or this rank is not in `process_group`.
@@ -75,7 +79,8 @@ class Publisher:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problems.append(Problem("dtype", repr(dtype), "a dtype of floating point", "pass it as torch.bfloat16"))
         refuse(problems)
-        if isinstance(root, str | os.PathLike):
+        self._served = publish_at(os.fspath(root), storage_options) if isinstance(root, str | os.PathLike) else None
+        if self._served is None and isinstance(root, str | os.PathLike):
             use_options(root, storage_options)
         rules = retention_of(keep)
         terms = SaveTerms(
@@ -116,6 +121,8 @@ class Publisher:
         with self._run.ranks.beating():
             self._refuse_earlier(step)
             if self._last is None:
+                if self._served is not None:
+                    self._served.meet(self._run.ranks)
                 self._take_back(step)
             pending = self._steps.save(step, weights, metrics, at_root=True)
         assert isinstance(pending, PendingSave)
@@ -158,6 +165,8 @@ class Publisher:
             return
         self._closed = True
         with ExitStack() as last_first:
+            if self._served is not None:
+                last_first.callback(self._served.close)
             last_first.callback(self._after.close_own)
             last_first.callback(self._after.close)
             last_first.callback(self._steps.background.close, alone)

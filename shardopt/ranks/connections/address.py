@@ -54,8 +54,8 @@ class Network:
         return listeners
 
 
-def network_of(store: Store) -> Network:
-    """Returns where this rank listens, for ranks that share a store with it.
+def network_of(store: Store | None) -> Network:
+    """Returns where this rank listens, for ranks that share a store with it; with None, for anybody.
 
     Raises:
         OptionError: SHARDOPT_NETWORK is not written like that, or names what this host has not.
@@ -72,7 +72,7 @@ def network_of(store: Store) -> Network:
     return Network(_usable(_addresses(store)), ports)
 
 
-def _addresses(store: Store) -> list[str]:
+def _addresses(store: Store | None) -> list[str]:
     """Returns at least one address of this host, in the order in which others should try them.
 
     Whoever reaches the store's host from here is reached by the same address. Where the name of that host means this
@@ -80,7 +80,7 @@ def _addresses(store: Store) -> list[str]:
     nothing says on which hosts it is read. There all of this host's addresses are tried: at a wrong one nobody answers,
     or nobody who has the key.
     """
-    host = world().store_host(store)
+    host = None if store is None else world().store_host(store)
     if host == "":
         return [LOOPBACK]
     towards = [] if host is None else _towards(host)

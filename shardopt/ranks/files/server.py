@@ -1,8 +1,11 @@
-"""Serves byte ranges of files to proven ranks of other hosts. Writes nothing.
+"""Serves byte ranges of files to proven peers on other hosts. Writes nothing.
 
-request   4 bytes: the length of what follows, at most 64 KiB; JSON: [directory, name, [[offset, bytes], ...]]
-reply     1 byte: 0 where there is such a file; 8 bytes: the length of what follows; the ranges one after the other.
-          Otherwise 1, and why there is none.
+request   4 bytes: the length of what follows, at most 64 KiB; JSON: [what, directory, name, [[offset, bytes], ...]]
+reply     1 byte: 0 where there is such a file; 8 bytes: the length of what follows; the answer.
+          Otherwise 1, and why there is none; or 2, and why nothing is served now.
+
+what      "read": the ranges, one after the other. "rest": of one range as much as the file has.
+          "names": of a directory, as JSON. "size": of a file, as JSON. "remove": a file, or an empty directory.
 
 A connection carries one request at a time, and any number of them.
 """
@@ -12,9 +15,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import Kind, Message
@@ -24,24 +28,52 @@ from shardopt.ranks.connections.proof import Listening, Refused
 from shardopt.ranks.connections.unauthenticated import UnauthenticatedPeers
 from shardopt.world import READ, SHUT_RDWR, Selector, Socket, Thread, world
 
-OpenFile = Callable[[str, str], int]
-"""Opens a file by directory and name; returns the descriptor, which the server closes. Raises OSError."""
-
 LENGTH = struct.Struct("!I")
 REPLY = struct.Struct("!BQ")
-FOUND, REFUSED = 0, 1
+FOUND, REFUSED, BUSY = 0, 1, 2
 MOST_REQUEST_BYTES = 64 << 10
 MOST_RANGES = 512
 MOST_REASON_BYTES = 4 << 10
 SILENT_SECONDS = 20.0
 """The time for which a peer may send or take nothing within a message before it is given up."""
 _CLOSE_SECONDS = 2.0
+_BUSY_SECONDS = 2.0  # for which a peer that finds all connections taken may ask, to hear that
+_CHUNK_BYTES = 1 << 20  # sent between two looks at how fast that may be
 _NEVER = float("inf")
 
 
-class Request(NamedTuple):
-    """A request for byte ranges of a file; `ranges` are offsets and lengths."""
+class Files(Protocol):
+    """The files that are served, by directory and name. What raises OSError is refused."""
 
+    def open_file(self, directory: str, name: str) -> int:
+        """Opens a file; returns the descriptor, which the server closes."""
+
+    def names(self, directory: str) -> Sequence[str]:
+        """Returns the names in a directory."""
+
+    def remove(self, directory: str, name: str) -> None:
+        """Removes a file, or with no name a directory that is empty."""
+
+
+class Limits(NamedTuple):
+    """The bounds of what is served; None for no bound.
+
+    Args:
+        connections: at one time.
+        bytes_per_second: to all peers together.
+    """
+
+    connections: int | None = None
+    bytes_per_second: float | None = None
+
+
+NO_LIMITS = Limits()
+
+
+class Request(NamedTuple):
+    """A request; `ranges` are offsets and lengths in bytes."""
+
+    what: str
     directory: str
     name: str
     ranges: Sequence[tuple[int, int]]
@@ -60,16 +92,16 @@ def encode(request: Request) -> bytes:
 def decode(data: bytes) -> Request:
     """Decodes the bytes after the length. Raises NoRequest."""
     try:
-        directory, name, ranges = json.loads(data)
+        what, directory, name, ranges = json.loads(data)
         ranges = [(begin, nbytes) for begin, nbytes in ranges]
     except (ValueError, TypeError, RecursionError) as error:
         raise NoRequest(str(error)) from None
     sizes = [size for each in ranges for size in each]
-    if type(directory) is not str or type(name) is not str or len(ranges) > MOST_RANGES:
+    if any(type(each) is not str for each in (what, directory, name)) or len(ranges) > MOST_RANGES:
         raise NoRequest("no names, or too many ranges")
     if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
         raise NoRequest("a range that is none")
-    return Request(directory, name, ranges)
+    return Request(what, directory, name, ranges)
 
 
 def receive_into(socket: Socket, memory: memoryview) -> None:
@@ -98,7 +130,8 @@ class FileServer:
         session: its name and key; `at` is ignored.
         rank: of this end.
         network: where it listens.
-        open_file: gives the files; nothing else is ever opened.
+        files: nothing else is ever opened.
+        limits: of what is served.
 
     Attributes:
         at: host and port of each address.
@@ -107,8 +140,9 @@ class FileServer:
         OSError: at none of the addresses can it listen.
     """
 
-    def __init__(self, session: Entry, rank: int, network: Network, open_file: OpenFile) -> None:
-        self._session, self._rank, self._open_file = session, rank, open_file
+    def __init__(self, session: Entry, rank: int, network: Network, files: Files, limits: Limits = NO_LIMITS) -> None:
+        self._session, self._rank, self._files, self._limits = session, rank, files, limits
+        self._sent_until = world().monotonic()  # to which time what was sent is as much as may be
         self._lock = world().lock()
         self._clients: dict[Socket, Thread] = {}
         self._unauthenticated = UnauthenticatedPeers()
@@ -191,9 +225,11 @@ class FileServer:
         except (Ended, OSError):
             link.close()
             return
-        socket = link.socket
-        thread = world().thread(lambda: self._serve(socket), f"shardopt-files-{self._rank}-client", daemon=True)
+        socket, most = link.socket, self._limits.connections
         with self._lock:
+            is_full = most is not None and len(self._clients) >= most
+            serve = partial(self._say_busy if is_full else self._serve, socket)
+            thread = world().thread(serve, f"shardopt-files-{self._rank}-client", daemon=True)
             self._clients[socket] = thread
         try:
             thread.start()
@@ -217,28 +253,89 @@ class FileServer:
         finally:
             self._forget(socket)
 
+    def _say_busy(self, socket: Socket) -> None:
+        try:
+            if _next_request(socket, _BUSY_SECONDS) is not None:
+                _answer(socket, BUSY, f"{self._limits.connections} connections are served already".encode())
+        except (OSError, NoRequest):
+            return
+        finally:
+            self._forget(socket)
+
     def _reply(self, socket: Socket, request: Request) -> None:
         try:
-            fd = self._open_file(request.directory, request.name)
-        except OSError as error:
-            reason = str(error).encode()[:4096]
-            socket.sendall(REPLY.pack(REFUSED, len(reason)) + reason)
-            return
+            if request.what in ("read", "rest"):
+                self._send_ranges(socket, request)
+            else:
+                _answer(socket, FOUND, json.dumps(self._answer_of(request)).encode())
+        except _Refused as error:
+            _answer(socket, REFUSED, str(error).encode()[:MOST_REASON_BYTES])
+
+    def _answer_of(self, request: Request) -> Any:
+        _, directory, name, _ = request
+        with _refusing():
+            if request.what == "names":
+                return [*self._files.names(directory)]
+            if request.what == "size":
+                fd = self._files.open_file(directory, name)
+                try:
+                    return os.fstat(fd).st_size
+                finally:
+                    os.close(fd)
+            if request.what == "remove":
+                return self._files.remove(directory, name)
+        raise NoRequest(request.what)
+
+    def _send_ranges(self, socket: Socket, request: Request) -> None:
+        with _refusing():
+            fd = self._files.open_file(request.directory, request.name)
         with open(fd, "rb", buffering=0) as file:
             size = os.fstat(fd).st_size
-            if any(begin + nbytes > size for begin, nbytes in request.ranges):
-                reason = f"{size} bytes, fewer than are asked for".encode()
-                socket.sendall(REPLY.pack(REFUSED, len(reason)) + reason)
-                return
-            socket.sendall(REPLY.pack(FOUND, sum(nbytes for _, nbytes in request.ranges)))
-            for begin, nbytes in request.ranges:
-                if nbytes and socket.sendfile(file, begin, nbytes) < nbytes:
+            ranges = request.ranges
+            if request.what == "rest":
+                ranges = [(begin, max(min(nbytes, size - begin), 0)) for begin, nbytes in ranges]
+            elif any(begin + nbytes > size for begin, nbytes in ranges):
+                raise _Refused(f"{size} bytes, fewer than are asked for")
+            socket.sendall(REPLY.pack(FOUND, sum(nbytes for _, nbytes in ranges)))
+            for offset, nbytes in self._in_turn(ranges):
+                if socket.sendfile(file, offset, nbytes) < nbytes:
                     raise ConnectionAbortedError("the file was cut meanwhile")
 
+    def _in_turn(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yields the ranges; in pieces, each when it may be sent, if there is a limit for that."""
+        rate = self._limits.bytes_per_second
+        for begin, nbytes in ranges:
+            step = _CHUNK_BYTES if rate else nbytes
+            for offset in range(begin, begin + nbytes, step or 1):
+                piece = min(step, begin + nbytes - offset)
+                if rate:
+                    with self._lock:  # one rate for all peers
+                        now = world().monotonic()
+                        self._sent_until = max(self._sent_until, now) + piece / rate
+                        wait = self._sent_until - now
+                    world().sleep(wait)
+                yield offset, piece
 
-def _next_request(socket: Socket) -> Request | None:
-    """Waits for the next request, without a limit; None once the peer has closed the connection."""
-    socket.settimeout(None)
+
+class _Refused(Exception):
+    """The peer is told why there is no such file."""
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _Refused(str(error)) from error
+
+
+def _answer(socket: Socket, status: int, data: bytes) -> None:
+    socket.sendall(REPLY.pack(status, len(data)) + data)
+
+
+def _next_request(socket: Socket, seconds: float | None = None) -> Request | None:
+    """Waits for the next request, if need be with a limit; None once the peer has closed the connection."""
+    socket.settimeout(seconds)
     head = socket.recv(LENGTH.size)
     if not head:
         return None

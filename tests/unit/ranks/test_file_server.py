@@ -13,10 +13,25 @@ from shardopt.ranks.connections.frames import Kind, Message, encode
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.proof import Connecting, Meeting
 from shardopt.ranks.files.client import FileClient
-from shardopt.ranks.files.server import FOUND, LENGTH, MOST_REQUEST_BYTES, REPLY, FileServer
+from shardopt.ranks.files.server import FOUND, LENGTH, MOST_REQUEST_BYTES, REPLY, Files, FileServer
 
 KEY = "6b" * 32
 DATA = bytes(range(256)) * 5000
+
+
+class Served(Files):
+    def __init__(self, path, asked):
+        self.path, self.asked = path, asked
+
+    def open_file(self, directory, name):
+        self.asked.append((directory, name))
+        return os.open(self.path / directory / name, os.O_RDONLY)
+
+    def names(self, directory):
+        return sorted(os.listdir(self.path / directory))
+
+    def remove(self, directory, name):
+        raise PermissionError("nothing is removed from here")
 
 
 @pytest.fixture
@@ -25,11 +40,7 @@ def served(tmp_path):
     (tmp_path / "step-1" / "data").write_bytes(DATA)
     asked = []
 
-    def open_file(directory, name):
-        asked.append((directory, name))
-        return os.open(tmp_path / directory / name, os.O_RDONLY)
-
-    server = FileServer(Entry("aa" * 8, KEY, ()), 1, Network(("127.0.0.1",)), open_file)
+    server = FileServer(Entry("aa" * 8, KEY, ()), 1, Network(("127.0.0.1",)), Served(tmp_path, asked))
     yield server, asked
     server.close()
 
@@ -141,7 +152,7 @@ def test_a_handshake_that_is_repeated_opens_nothing(served):
     peer, hello, proof = handshake(server)
     other = connected(server)
     other.sendall(hello + proof)
-    ask(other, ["step-1", "data", [[0, 5]]])
+    ask(other, ["read", "step-1", "data", [[0, 5]]])
     said = ends(other)
     assert DATA[:5] not in said and not asked
     peer.close()
@@ -153,7 +164,7 @@ def test_a_handshake_that_is_repeated_opens_nothing(served):
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         os.urandom(4000),
         struct.pack("!I", 1 << 31) + b"x" * 100,
-        LENGTH.pack(40) + json.dumps(["step-1", "data", [[0, 5]]]).encode(),
+        LENGTH.pack(40) + json.dumps(["read", "step-1", "data", [[0, 5]]]).encode(),
     ],
     ids=["another protocol", "garbage", "too long", "a request without a proof"],
 )
@@ -173,11 +184,11 @@ def test_garbage_is_dropped(served, said):
         *[
             LENGTH.pack(len(data)) + data
             for data in (
-                json.dumps(["step-1", "data", [[0, 1 << 62]]]).encode(),
-                json.dumps(["step-1", "data", [[-1, 4]]]).encode(),
-                json.dumps(["step-1", "data", [[0, True]]]).encode(),
-                json.dumps([1, "data", []]).encode(),
-                json.dumps(["step-1", "data", [[0, 1]] * 600]).encode(),
+                json.dumps(["read", "step-1", "data", [[0, 1 << 62]]]).encode(),
+                json.dumps(["read", "step-1", "data", [[-1, 4]]]).encode(),
+                json.dumps(["read", "step-1", "data", [[0, True]]]).encode(),
+                json.dumps(["read", 1, "data", []]).encode(),
+                json.dumps(["read", "step-1", "data", [[0, 1]] * 600]).encode(),
                 b"[" * 5000,
             )
         ],
@@ -188,7 +199,7 @@ def test_what_is_no_request_ends_the_connection_of_a_rank_and_no_other(served, s
     peer, other = proven(server), proven(server)
     peer.sendall(said)
     assert ends(peer) == b"" and not asked
-    ask(other, ["step-1", "data", [[0, 5]]])
+    ask(other, ["read", "step-1", "data", [[0, 5]]])
     assert REPLY.unpack(other.recv(REPLY.size, socket.MSG_WAITALL)) == (FOUND, 5)
     other.close()
 
@@ -196,7 +207,7 @@ def test_what_is_no_request_ends_the_connection_of_a_rank_and_no_other(served, s
 def test_a_claim_of_more_bytes_than_there_are_is_refused_before_any_is_read(served):
     server, _ = served
     peer = proven(server)
-    ask(peer, ["step-1", "data", [[0, 1 << 60]]])
+    ask(peer, ["read", "step-1", "data", [[0, 1 << 60]]])
     status, length = REPLY.unpack(peer.recv(REPLY.size, socket.MSG_WAITALL))
     assert status != FOUND and b"fewer" in peer.recv(length, socket.MSG_WAITALL)
     peer.close()

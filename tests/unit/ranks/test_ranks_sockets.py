@@ -280,7 +280,7 @@ jobs = [[Ranks(Group(rank, 2, store)) for rank in range(2)] for store in stores]
 work = lambda here: here.agree("x", lambda: len([open("/dev/null") for _ in range(60)]))[0]
 for job in jobs:
     assert together(job, work) == [60, 60]
-server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, Network(("127.0.0.1",)), lambda directory, name: 0)
+server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, Network(("127.0.0.1",)), None)
 ports = [server.at[0][1], *(job[0].channel.node.session.at[0][1] for job in jobs)]
 print(*ports, flush=True)
 sys.stdin.readline()
