@@ -24,6 +24,7 @@ from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES, damaged,
 
 _MOST_SKIP_BYTES = 3  # 21 bits: a segment has at most 2^18 words
 _NUMBERS = np.dtype("<u4")
+_PIECE_BYTES = 128 << 10  # of skips, decoded at a time
 
 Array = NDArray[Any]
 
@@ -126,52 +127,67 @@ class Delta:
         self._skips = np.frombuffer(body, np.uint8, offset=count * word)
 
     def changes(self, begin: int, end: int) -> tuple[Array, Array]:
-        """Returns positions, ascending, and values of the changed words between two offsets in the box, in bytes.
+        """Returns positions and values of the changed words between two offsets in the box, in bytes.
+
+        Positions are ascending, and count words from `begin`.
 
         Raises:
             CorruptionError: skips that are none, or lead out of their segment.
         """
         first, last = begin // SEGMENT_BYTES, segment_count(end)
-        words_at, skips_at = self._words_at[first : last + 1], self._skips_at[first : last + 1]
-        values = self._values[words_at[0] : words_at[-1]]
-        counts = np.diff(words_at)
-        steps = self._decode(self._skips[skips_at[0] : skips_at[-1]], words_at - words_at[0], skips_at - skips_at[0])
-        through = np.cumsum(steps)  # from the first segment's begin, as if all followed one another
-        used = np.flatnonzero(counts)
-        last_words = through[words_at[used + 1] - words_at[0] - 1]
-        bases = np.concatenate(([0], last_words[:-1])) if len(used) else last_words
-        per_segment = SEGMENT_BYTES // self._word
-        sizes = np.minimum(per_segment, self._nbytes // self._word - (first + used) * per_segment)
-        if (last_words - bases > sizes).any():
-            raise damaged(self._where, "a position outside its segment")
-        positions = through + np.repeat((first + used) * per_segment - bases - 1, counts[used])
-        if begin % SEGMENT_BYTES or end % SEGMENT_BYTES:
-            inside = slice(*np.searchsorted(positions, (begin // self._word, end // self._word)))
-            return positions[inside], values[inside]
+        values = self._values[self._words_at[first] : self._words_at[last]]
+        words = (last - first) * SEGMENT_BYTES // self._word
+        positions = np.empty(len(values), np.int32 if words < 1 << 31 else np.int64)
+        done = first
+        while done < last:  # in pieces that stay in a core's cache
+            stop = int(np.searchsorted(self._skips_at, self._skips_at[done] + _PIECE_BYTES, "right")) - 1
+            stop = min(max(stop, done + 1), last)
+            of_piece = slice(*(self._words_at[[done, stop]] - self._words_at[first]))
+            self._decode(done, stop, (done - first) * SEGMENT_BYTES // self._word, positions[of_piece])
+            done = stop
+        low, high = (each // self._word - first * SEGMENT_BYTES // self._word for each in (begin, end))
+        if low or high < words:
+            inside = slice(*np.searchsorted(positions, (low, high)))
+            return positions[inside] - low if low else positions[inside], values[inside]
         return positions, values
 
     def apply(self, begin: int, memory: memoryview) -> None:
         """Writes the changed words into memory that has the bytes of the box from an offset on; raises as `changes`."""
         positions, values = self.changes(begin, begin + memory.nbytes)
         if len(positions):
-            np.frombuffer(memory, values.dtype)[positions - begin // self._word] = values
+            np.frombuffer(memory, values.dtype)[positions] = values
 
-    def _decode(self, codes: Array, words_at: Array, skips_at: Array) -> Array:
-        """Returns each skip and 1; checks that every segment has as many as it should."""
-        ends = np.flatnonzero(codes < 0x80)
-        used = words_at[1:] > words_at[:-1]
-        if len(ends) != words_at[-1] or (ends[words_at[1:][used] - 1] + 1 != skips_at[1:][used]).any():
+    def _decode(self, first: int, last: int, base: int, positions: Array) -> None:
+        """Writes the positions of the changed words of some segments; `base` is that of the first segment's begin.
+
+        A word is where the steps before it lead: the sum of what each byte of the skips adds to it.
+        """
+        used = first + np.flatnonzero(np.diff(self._words_at[first : last + 1]))
+        if not len(used):
+            return
+        skips_at, per_segment = self._skips_at - self._skips_at[first], SEGMENT_BYTES // self._word
+        codes = self._skips[self._skips_at[first] : self._skips_at[last]]
+        is_last = codes < 0x80  # of the bytes of a skip
+        steps = ((codes & 0x7F) + is_last).astype(np.int32)
+        before = np.flatnonzero(~is_last)  # bytes that another one of the same skip follows
+        counts = self.index.lengths[used] - np.diff(np.searchsorted(before, skips_at[[*used, last]]))
+        if (counts != self.index.counts[used]).any() or not is_last[skips_at[used + 1] - 1].all():
             raise damaged(self._where, "skips that are not as many as changed words")
-        if len(ends) == len(codes):
-            return codes.astype(np.int64) + 1
-        lengths = np.diff(ends, prepend=-1)
-        if len(ends) and lengths.max() > _MOST_SKIP_BYTES:
+        if (before[_MOST_SKIP_BYTES - 1 :] - before[: 1 - _MOST_SKIP_BYTES] < _MOST_SKIP_BYTES).any():
             raise damaged(self._where, f"a skip of more than {_MOST_SKIP_BYTES} bytes")
-        steps = codes[ends].astype(np.int64)
-        for number in range(1, _MOST_SKIP_BYTES):
-            longer = np.flatnonzero(lengths > number)
-            steps[longer] = steps[longer] << 7 | codes[ends[longer] - number] & 0x7F
-        return steps + 1
+        high = before + 1
+        steps[high] = (steps[high] - is_last[high] << 7) + is_last[high]
+        high = before[1:][np.diff(before) == 1] + 1  # the third byte of a skip
+        steps[high] = (steps[high] - is_last[high] << 7) + is_last[high]
+        sums = np.add.reduceat(steps, skips_at[used], dtype=np.int64)
+        if (sums > np.minimum(per_segment, self._nbytes // self._word - used * per_segment)).any():
+            raise damaged(self._where, "a position outside its segment")
+        # The first step of a segment leads from the last word of that before it.
+        begins = base + (used - first) * per_segment
+        ends = begins - 1 + sums  # the last words
+        steps = steps.astype(positions.dtype, copy=False)
+        steps[skips_at[used]] += begins - np.append(0, ends[:-1]) - 1
+        np.compress(is_last, np.cumsum(steps, dtype=positions.dtype), out=positions)
 
 
 class DeltaBuilder:
@@ -194,14 +210,15 @@ class DeltaBuilder:
         words, new_words = np.frombuffer(old, f"<u{self._word}"), np.frombuffer(new, f"<u{self._word}")
         changed = _positions(words != new_words)
         segments = slice(first_segment, first_segment + segment_count(new.nbytes))
-        bounds = np.arange(segments.stop - segments.start) * self._per_segment
+        bounds = np.arange(segments.stop - segments.start, dtype=changed.dtype) * self._per_segment
         begins = np.searchsorted(changed, bounds)  # of segments, among the changed words
-        used = begins < np.append(begins[1:], len(changed))
-        skips = np.diff(changed, prepend=-1) - 1
+        counts = np.diff(begins, append=len(changed))
+        used = np.flatnonzero(counts)
+        skips = np.diff(changed, prepend=changed.dtype.type(-1)) - 1
         skips[begins[used]] = changed[begins[used]] - bounds[used]
-        codes, ends = _encode(skips)
-        self._counts[segments] = np.diff(begins, append=len(changed))
-        self._lengths[segments] = np.diff(np.append(0, ends)[begins], append=len(codes))
+        codes, longer = _encode(skips)
+        self._counts[segments] = counts
+        self._lengths[segments] = counts + np.diff(np.searchsorted(longer, begins), append=len(longer))
         self._values.append(new_words.take(changed))
         self._skips.append(codes)
         self.nbytes += len(changed) * self._word + len(codes)
@@ -224,21 +241,34 @@ def _positions(is_changed: Array) -> Array:
         is_changed = np.append(is_changed, np.zeros(8 - rest, bool))
     groups = np.flatnonzero(is_changed.view(np.uint64) != 0)  # of a bool array it is several times as fast
     within = np.flatnonzero(is_changed.reshape(-1, 8).take(groups, 0))
-    return (groups << 3).take(within >> 3) + (within & 7)
+    number = np.int32 if len(is_changed) < 1 << 31 else np.int64
+    within = within.astype(number)
+    positions = (groups.astype(number) << 3).take(within >> 3)
+    within &= 7
+    positions += within
+    return positions
 
 
 def _encode(skips: Array) -> tuple[Array, Array]:
-    """Returns skips as LEB128, one after the other, and the end of each."""
+    """Returns skips as LEB128, one after the other, and the numbers of the skips that each further byte is for."""
     longer = np.flatnonzero(skips >= 1 << 7)
+    low = skips.astype(np.uint8)
     if not len(longer):
-        return skips.astype(np.uint8), np.arange(1, len(skips) + 1)
-    lengths = np.ones(len(skips), np.int64)
-    lengths[longer] += 1 + (skips[longer] >= 1 << 14)
-    ends = np.cumsum(lengths)
-    codes = np.empty(int(ends[-1]), np.uint8)
-    codes[ends - 1] = skips  # right where one byte is enough; the others follow
-    for number in range(_MOST_SKIP_BYTES):
-        some = longer[lengths[longer] > number]
-        more = 0x80 if number else 0
-        codes[ends[some] - 1 - number] = skips[some] >> 7 * (lengths[some] - 1 - number) & 0x7F | more
-    return codes, ends
+        return low, longer
+    low[longer] |= 0x80
+    rest = skips[longer] >> 7
+    longest = np.flatnonzero(rest >= 1 << 7)
+    high = rest.astype(np.uint8)
+    high[longest] |= 0x80
+    if len(longest):
+        high, longer = (
+            np.insert(each, longest + 1, of_longest)
+            for each, of_longest in ((high, rest[longest] >> 7), (longer, longer[longest]))
+        )
+    codes = np.empty(len(low) + len(high), np.uint8)
+    is_low = np.ones(len(codes), bool)
+    at = longer + np.arange(1, len(longer) + 1)
+    is_low[at] = False
+    codes[is_low] = low
+    codes[at] = high
+    return codes, longer

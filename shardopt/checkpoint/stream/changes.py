@@ -35,9 +35,10 @@ def digest_of_memory(tensor: Tensor) -> bytes:
 
 
 class Scatter(NamedTuple):
-    """Elements to be set: their positions in the memory of a target, from its first element on, and their values."""
+    """Elements to be set: their positions in the memory of a target, from one of its elements on, and their values."""
 
     target: Tensor
+    first: int
     positions: Any  # an array of NumPy, or a tensor on the target's device
     values: Any
 
@@ -52,7 +53,7 @@ class Scatter(NamedTuple):
         if isinstance(self.positions, np.ndarray):
             memory = (ctypes.c_ubyte * extent(self.target)).from_address(self.target.data_ptr())
             words = np.frombuffer(memoryview(memory), np.dtype(self.values.dtype))
-            words[self.positions] = self.values
+            words[self.first :][self.positions] = self.values
             return
         elements = extent(self.target) // self.target.element_size()
         flat = self.target.detach().as_strided((elements,), (1,))
@@ -84,8 +85,13 @@ def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
             delta = link.file.delta(box, link.index, at // SEGMENT_BYTES)
             low, high = max(begin, at), min(end, at + _WINDOW_BYTES)
             positions, values = delta.changes(low - at, high - at)
-            positions, values = _in_target(positions + at // dtype.itemsize, values, dims)
-            yield _on_device(target, torch_dtype(dtype), positions, values)
+            first = low // dtype.itemsize
+            if len(dims) == 1 and dims[0].stride == 1:  # all of them, as they are
+                first -= dims[0].offset
+            else:
+                positions, values = _in_target(positions.astype(np.int64) + first, values, dims)
+                first = 0
+            yield _on_device(target, torch_dtype(dtype), first, positions, values)
 
 
 class _Dimension(NamedTuple):
@@ -114,9 +120,6 @@ def _merged(
 
 def _in_target(positions: Any, values: Any, dims: Sequence[_Dimension]) -> tuple[Any, Any]:
     """Returns the positions in a target's memory of those elements of a box that are wanted, and their values."""
-    if len(dims) == 1 and dims[0].stride == 1:
-        inside = slice(*np.searchsorted(positions, (dims[0].offset, dims[0].offset + dims[0].wanted)))
-        return positions[inside] - dims[0].offset, values[inside]
     places, is_inside = np.zeros_like(positions), np.ones(len(positions), bool)
     for size, offset, wanted, stride in reversed(dims):
         positions, index = np.divmod(positions, size)
@@ -126,9 +129,10 @@ def _in_target(positions: Any, values: Any, dims: Sequence[_Dimension]) -> tuple
     return places[is_inside], values[is_inside]
 
 
-def _on_device(target: Tensor, stored: torch.dtype, positions: Any, values: Any) -> Scatter:
+def _on_device(target: Tensor, stored: torch.dtype, first: int, positions: Any, values: Any) -> Scatter:
     if target.is_cpu and target.dtype == stored:
-        return Scatter(target, positions, values.copy())
+        return Scatter(target, first, positions, values.copy())
     bits = torch.from_numpy(values.view(f"<i{values.itemsize}").copy())
     elements = bits if target.dtype == stored else bits.view(stored).to(target.dtype)
-    return Scatter(target, torch.from_numpy(positions).to(target.device), elements.to(target.device))
+    places = torch.from_numpy(positions.astype(np.int64) + first)
+    return Scatter(target, 0, places.to(target.device), elements.to(target.device))
