@@ -1,9 +1,11 @@
 """New weights for other processes: `Publisher` and `Follower`, beside gathering them and a broadcast, in the same run.
 
 python -m benchmarks.streams [--gib 2] [--trainers 2] [--receivers 3] [--repetitions 5] [--folder /dev/shm]
+python -m benchmarks.streams --mbit 1000 [...]
 
 Trainers hold bf16 weights cut by rows, of which some elements change before each turn; each receiver holds all of
-them. A turn ends when all receivers have the new weights.
+them. A turn ends when all receivers have the new weights. With `--mbit` each rank has a host of its own, with a cable
+of that speed, and trainers publish in the memory of their hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.linked_hosts import in_namespaces, on_hosts
 from benchmarks.peers import interleaved, on_ranks, write_table
+from examples.namespaces import MEMORY
 from shardopt import checkpoint
 
 COLUMNS = 4096
@@ -40,10 +44,10 @@ class Job:
     Args:
         gib: of weights.
         trainers, receivers: how many.
-        folder: for what is published.
+        root: of what is published.
     """
 
-    def __init__(self, gib: float, trainers: int, receivers: int, folder: str) -> None:
+    def __init__(self, gib: float, trainers: int, receivers: int, root: str) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         of_trainers = range(min(trainers, size))
         of_receivers = range(size - min(receivers, size), size)
@@ -55,7 +59,7 @@ class Job:
         self.count = max(int(gib * 2**30) // TENSOR_BYTES, 1)
         rows = max(TENSOR_BYTES // 2 // COLUMNS, len(of_trainers))
         self.shape = torch.Size((rows // len(of_trainers) * len(of_trainers), COLUMNS))
-        self.root, self.step, self.stalls, self.pauses = f"{folder}/published", 0, list[float](), list[float]()
+        self.root, self.step, self.stalls, self.pauses = root, 0, list[float](), list[float]()
         self.bytes_written = self.changed = 0
         if self.trains:
             mesh = DeviceMesh.from_group(self.trainers, "cpu")
@@ -139,13 +143,13 @@ def best(call: Callable[[], Any], times: int = 3) -> float:
     return min(seconds)
 
 
-def measure(rate: float, gib: float, trainers: int, receivers: int, repetitions: int, folder: str) -> list[str]:
+def measure(rate: float, gib: float, trainers: int, receivers: int, repetitions: int, root: str) -> list[str]:
     """A row of the table. Collective."""
     log = logging.getLogger("shardopt")
     level = log.level
     log.setLevel(logging.WARNING)  # and no line for each update
     try:
-        return _row(Job(gib, trainers, receivers, folder), rate, repetitions)
+        return _row(Job(gib, trainers, receivers, root), rate, repetitions)
     finally:
         log.setLevel(level)
 
@@ -238,21 +242,32 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, default=3)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--folder", default=tempfile.gettempdir())
+    parser.add_argument("--mbit", type=int)
     given = parser.parse_args()
-    rows = []
+    if given.mbit is not None:
+        in_namespaces()
+    size, rows = given.trainers + given.receivers, []
     for rate in RATES:
-        folder = tempfile.mkdtemp(dir=given.folder)
-        try:
-            arguments = rate, given.gib, given.trainers, given.receivers, given.repetitions, folder
-            rows.append(on_ranks(given.trainers + given.receivers, measure, *arguments))
-            print("| " + " | ".join(rows[-1]) + " |", flush=True)
-        finally:
-            shutil.rmtree(folder)
+        job = rate, given.gib, given.trainers, given.receivers, given.repetitions
+        if given.mbit is None:
+            folder = tempfile.mkdtemp(dir=given.folder)
+            try:
+                rows.append(on_ranks(size, measure, *job, f"{folder}/published"))
+            finally:
+                shutil.rmtree(folder)
+        else:
+            rows.append(on_hosts(size, given.mbit, "benchmarks.streams:measure", *job, f"hosts://{MEMORY}/published"))
+        print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    where, name = ("on the loopback", "streams") if given.mbit is None else (_links(given.mbit), "streams_over_links")
     notes = (
         f"{given.gib:g} GiB of bf16 weights on {given.trainers} trainers; all of them on {given.receivers} receivers. "
-        "From the call until all receivers have them, medians; through gloo, on the loopback."
+        f"From the call until all receivers have them, medians; through gloo, {where}."
     )
-    print(write_table("streams", "Weights for other processes", HEADER, rows, notes))
+    print(write_table(name, "Weights for other processes", HEADER, rows, notes))
+
+
+def _links(mbit: int) -> str:
+    return f"each rank on a host of its own (a namespace) with a cable of {mbit} Mbit/s, and roots in their memory"
 
 
 if __name__ == "__main__":

@@ -82,9 +82,9 @@ class Host:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         """Starts a process on the host; paths are absolute."""
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable"} | environment
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "cable", **environment}
         process = subprocess.Popen(
-            [*self._enter, *command], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [*self._enter, *command], env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         self._processes.append(process)
         return process

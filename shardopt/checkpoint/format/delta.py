@@ -239,11 +239,11 @@ def _positions(is_changed: Array) -> Array:
     rest = len(is_changed) % 8
     if rest:
         is_changed = np.append(is_changed, np.zeros(8 - rest, bool))
-    groups = np.flatnonzero(is_changed.view(np.uint64) != 0)  # of a bool array it is several times as fast
-    within = np.flatnonzero(is_changed.reshape(-1, 8).take(groups, 0))
+    groups: Array = np.flatnonzero(is_changed.view(np.uint64) != 0)  # of a bool array it is several times as fast
+    within: Array = np.flatnonzero(is_changed.reshape(-1, 8).take(groups, 0))
     number = np.int32 if len(is_changed) < 1 << 31 else np.int64
-    within = within.astype(number)
-    positions = (groups.astype(number) << 3).take(within >> 3)
+    groups, within = groups.astype(number), within.astype(number)
+    positions: Array = (groups << 3).take(within >> 3)
     within &= 7
     positions += within
     return positions
@@ -251,14 +251,14 @@ def _positions(is_changed: Array) -> Array:
 
 def _encode(skips: Array) -> tuple[Array, Array]:
     """Returns skips as LEB128, one after the other, and the numbers of the skips that each further byte is for."""
-    longer = np.flatnonzero(skips >= 1 << 7)
-    low = skips.astype(np.uint8)
+    longer: Array = np.flatnonzero(skips >= 1 << 7)
+    low: Array = skips.astype(np.uint8)
     if not len(longer):
         return low, longer
     low[longer] |= 0x80
     rest = skips[longer] >> 7
     longest = np.flatnonzero(rest >= 1 << 7)
-    high = rest.astype(np.uint8)
+    high: Array = rest.astype(np.uint8)
     high[longest] |= 0x80
     if len(longest):
         high, longer = (
