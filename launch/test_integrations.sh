@@ -22,4 +22,4 @@ others=(
     tests/distributed/test_traceable.py
 )
 exec .venv/bin/python -m pytest tests/integrations tests/docs/test_blocks.py "${others[@]}" --exhaustive \
-    -k "integrations or torchtitan or lora or families or transformers or stateful_data_loader or torchao" "$@"
+    -k "integrations or torchtitan or lora or families or transformers or stateful_data_loader or torchao or streams_into" "$@"

@@ -9,17 +9,31 @@ from dataclasses import replace
 from shardopt.checkpoint.run.retention import Mode, Retention
 from shardopt.errors import OptionError, Problem
 
-_FLAGS = {"last": "--keep-last", "every": "--keep-every"}
+_FLAGS = {"last": "--keep-last", "every": "--keep-every", "seconds": "--keep-seconds"}
 """Argument of `Retention` → its flag."""
 
 
-def parse_rules(keep_last: int | None, keep_every: int | None, best: str | None) -> Retention:
-    """Returns the retention rules that options ask for, as for `Manager`. Raises OptionError."""
-    if keep_last is None and (keep_every is not None or best is not None):
-        remedy = "without it all are kept, whatever the other rules"
-        raise OptionError("no rule was given", [Problem("--keep-last", "nothing", "a number", remedy)])
+def parse_rules(
+    keep_last: int | None,
+    keep_every: int | None,
+    best: str | None,
+    keep_seconds: float | None,
+    required: bool = False,
+) -> Retention:
+    """Returns the retention rules that options ask for, as for `Manager`.
+
+    Args:
+        required: whether rules that keep all are refused; they are refused in any case if others were given.
+
+    Raises:
+        OptionError: an option is none, or there is no rule.
+    """
+    if keep_last is None and keep_seconds is None and (required or keep_every is not None or best is not None):
+        remedy = "without one of them all are kept, whatever the other rules"
+        problem = Problem("--keep-last, --keep-seconds", "neither", "one of them", remedy)
+        raise OptionError("no rule was given", [problem])
     try:
-        return Retention(keep_last, keep_every, None if best is None else _parse_best(best))
+        return Retention(keep_last, keep_every, None if best is None else _parse_best(best), keep_seconds)
     except OptionError as error:
         error.problems = tuple(replace(each, key=_FLAGS.get(each.key, each.key)) for each in error.problems)
         raise

@@ -64,11 +64,12 @@ def _rename(keys: str) -> Argument:
     return _arg("--rename", help=text, action="append", metavar="PATTERN=INTO")
 
 
-def _rules(keep_last: str, required: bool) -> tuple[Argument, ...]:
+def _rules(keep_last: str) -> tuple[Argument, ...]:
     return (
-        _arg("--keep-last", help=keep_last, type=int, required=required, metavar="N"),
+        _arg("--keep-last", help=keep_last, type=int, metavar="N"),
         _arg("--keep-every", help="keep steps that are multiples of this", type=int, metavar="STEPS"),
         _arg("--best", help="keep the N best by a metric, such as loss:min:2", metavar="METRIC:min|max:N"),
+        _arg("--keep-seconds", help="keep what was saved less than so long ago", type=float, metavar="SECONDS"),
     )
 
 
@@ -80,7 +81,7 @@ VERBS = (
         (
             _arg("url", help="a run, one checkpoint, or this host's directory of a tier"),
             _flag("--verify", "read every byte and compare all checksums"),
-            *_rules("show what rules would keep: the newest N, and what the next two options name", required=False),
+            *_rules("show what rules would keep: the newest N, and what the next options name"),
         ),
     ),
     Verb(
@@ -191,7 +192,7 @@ VERBS = (
         "shardopt.cli.verbs.prune:prune",
         (
             _arg("root", help="the root of a run"),
-            *_rules("keep the newest N", required=True),
+            *_rules("keep the newest N"),
             _flag("--verify", "read every byte first; damaged checkpoints do not count as kept"),
             _flag("--yes", "remove them; nothing is changed without this"),
         ),

@@ -19,7 +19,7 @@ from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.metrics import add_to, metrics_of, save_id_of
+from shardopt.checkpoint.run.metrics import Noted, add_to, noted_of, save_id_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
@@ -77,31 +77,32 @@ class AfterCommit:
             in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
         """
         self._save_ids[id] = report.save_id
+        noted = Noted(world().wall_clock(), metrics)  # here, as it may come to the root much later
         if self.tiers is None or not (in_turn or is_on_hosts(report.url)):
-            self._committed_at_root(id, report.seconds, metrics)
+            self._committed_at_root(id, report.seconds, noted)
             return
         self._known[id] = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
-        then = partial(self._committed_at_root, id, report.seconds, metrics)
+        then = partial(self._committed_at_root, id, report.seconds, noted)
         self.tiers.begin(id, report.url, self._run.due.was_at(id.step), then)
 
-    def _committed_at_root(self, id: CheckpointId, seconds: float | None, metrics: Mapping[str, float] | None) -> None:
+    def _committed_at_root(self, id: CheckpointId, seconds: float | None, noted: Noted | None) -> None:
         """Begins the tasks of a checkpoint under the root; one from a tier may arrive during another save.
 
         Args:
-            metrics: None where they are to be read.
+            noted: None where it is to be read.
         """
         checkpoint = self._run.root.checkpoint(id)
-        metrics = metrics_of(checkpoint) if metrics is None else metrics
+        noted = noted_of(checkpoint) if noted is None else noted
         with self._committing:
-            metrics = {**metrics, **self._added.get(id, {})}
+            noted = noted._replace(metrics={**noted.metrics, **self._added.get(id, {})})
             if self._stop_seconds is not None:
                 self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
             self._known[id] = self.base = checkpoint.url
             if self._mirror is not None:
                 self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies())
             if self._exporter is not None:
-                self._exporter.begin(id, checkpoint.url, metrics)
-            self._keeper.begin(id, metrics)
+                self._exporter.begin(id, checkpoint.url, noted.metrics)
+            self._keeper.begin(id, noted)
 
     def restored(self, restored: Restored | None) -> None:
         """Begins tasks that an earlier process of the job may have left unfinished. Collective.
@@ -164,10 +165,10 @@ class AfterCommit:
                     add_to(root, save_id, numbers)
                 self._added[id] = {**self._added.get(id, {}), **numbers}
                 if run.root.is_committed(id):
-                    measured = metrics_of(checkpoint)
-                    self._keeper.measured(id, measured)
+                    noted = noted_of(checkpoint)
+                    self._keeper.note(id, noted)
                     if self._exporter is not None:
-                        self._exporter.begin(id, checkpoint.url, measured)
+                        self._exporter.begin(id, checkpoint.url, noted.metrics)
 
         run.ranks.agree(
             f"adding metrics to step {id.step} of {run.root.url}",

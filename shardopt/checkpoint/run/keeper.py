@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.metrics import metrics_of, record_name
+from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name
 from shardopt.checkpoint.run.retention import reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints
@@ -18,9 +18,11 @@ from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.world import world
 
 _MANY_RANKS = 64  # have so many files that their removal is not waited for
 _WAIT_SECONDS = 1.0
+_NOTHING = Noted(None, {})
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -37,7 +39,7 @@ class Keeper(Task):
 
     def __init__(self, run: Run, in_use: Callable[[Root], frozenset[str]]) -> None:
         self._run, self._in_use = run, in_use
-        self._metrics: dict[CheckpointId, Mapping[str, float]] = {}
+        self._noted: dict[CheckpointId, Noted] = {}
         self._resumed: CheckpointId | None = None
         self._saved: CheckpointId | None = None
         self._damaged: frozenset[str] = frozenset()
@@ -67,17 +69,17 @@ class Keeper(Task):
                         remove_checkpoint(root.checkpoint(id))
                 self._damaged -= {url}
 
-    def begin(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
+    def begin(self, id: CheckpointId, noted: Noted) -> None:
         """Begins to remove unwanted checkpoints under the run's root, after a commit there.
 
         No save to it may be under way. Of many files, and over a network, this may take minutes: there it is waited for
         a second, and continues in a thread. One at a time: what is unwanted while another runs goes with a later save.
 
         Args:
-            metrics: of that checkpoint, which stays in any case.
+            noted: of that checkpoint, which stays in any case.
         """
         self._saved = id
-        self._metrics[id] = metrics
+        self._noted[id] = noted
         ranks, root = self._run.ranks, self._run.root
         if ranks.rank:
             return
@@ -88,9 +90,9 @@ class Keeper(Task):
             self._turns.begin(root)
             self._turns.finish(_WAIT_SECONDS)
 
-    def measured(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
-        """Notes the metrics of an earlier checkpoint, for the next removal."""
-        self._metrics[id] = metrics
+    def note(self, id: CheckpointId, noted: Noted) -> None:
+        """Notes what is known of an earlier checkpoint, for the next removal."""
+        self._noted[id] = noted
 
     def delete(self, id: CheckpointId) -> bool:
         """Removes a checkpoint under all roots, regardless of the rules; returns whether it existed. On rank 0."""
@@ -106,7 +108,7 @@ class Keeper(Task):
 
     def forget(self, id: CheckpointId) -> None:
         """Drops the notes on a removed checkpoint."""
-        self._metrics.pop(id, None)
+        self._noted.pop(id, None)
         self._saved = None if self._saved == id else self._saved
         self._resumed = None if self._resumed == id else self._resumed
 
@@ -130,7 +132,7 @@ class Keeper(Task):
                 self._remove(root, unwanted)
 
     def _unwanted(self, root: Root) -> list[CheckpointId]:
-        ids, branches, rules = root.ids(), self._run.branches, self._run.rules
+        ids, branches = root.ids(), self._run.branches
         own = [id for id in ids if branches.has(id)]
         unwanted = [id for id in ids if branches.is_removed(id)] if branches else []
         whole = root.committed_of(own)
@@ -138,15 +140,10 @@ class Keeper(Task):
             whole = [id for id in whole if root.checkpoint(id).url not in self._damaged]
         if not whole:
             return unwanted
-        if rules.best is not None:
-            for id in set(whole) - self._metrics.keys():
-                self._metrics[id] = _metrics_or_none(root, id)
         keep: Collection[int] = {id.step for id in whole}
         newest = self._newest = max(keep)
-        if rules.last is not None:  # or all are kept
-            measured = {id.step: self._metrics.get(id, {}) for id in whole}
-            pinned = {id.step: "pinned" for id in (self._resumed, self._saved) if id is not None and id in whole}
-            keep = reasons_to_keep(measured, rules, measured, pinned)
+        if not self._run.rules.keeps_all:
+            keep = self._kept(root, whole)
         if self._saved is not None and newest > self._saved.step and not self._warned:
             self._warned = True
             is_resumed = self._resumed is not None and self._resumed.step == newest
@@ -162,6 +159,18 @@ class Keeper(Task):
         # Oldest first, and only below the newest: what is above it may be a save that another process of this job,
         # not dead yet, is about to give up.
         return unwanted + [id for id in own if id.step < newest and id.step not in keep]
+
+    def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
+        """Returns the steps that rules keep. Reads each manifest once, and only if a rule needs what it has."""
+        rules = self._run.rules
+        if rules.best is not None or rules.seconds is not None:
+            for id in set(whole) - self._noted.keys():
+                self._noted[id] = _noted_or_nothing(root, id)
+        noted = {id.step: self._noted.get(id, _NOTHING) for id in whole}
+        pinned = {id.step: "pinned" for id in (self._resumed, self._saved) if id is not None and id in whole}
+        metrics, now = {step: each.metrics for step, each in noted.items()}, world().wall_clock()
+        ages = {step: now - each.saved_at for step, each in noted.items() if each.saved_at is not None}
+        return reasons_to_keep(noted, rules, metrics, pinned, ages)
 
     def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
         # A checkpoint that a background save of this process writes may be anywhere; a copy is read until it is done,
@@ -191,9 +200,9 @@ def _logging_failures(root: Root) -> Iterator[None]:
         _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
 
 
-def _metrics_or_none(root: Root, id: CheckpointId) -> Mapping[str, float]:
+def _noted_or_nothing(root: Root, id: CheckpointId) -> Noted:
     try:
-        return metrics_of(root.checkpoint(id))
+        return noted_of(root.checkpoint(id))
     except CorruptionError as error:
         _log.warning("%s", error)
-        return {}
+        return _NOTHING

@@ -80,7 +80,9 @@ class RunListing:
         run = {each.id.step: each for each in self.checkpoints if each.id and each.in_run and each.counts}
         metrics = {step: each.metrics or {} for step, each in run.items()}
         begins = {each.from_step: f"branch {each.number} begins here" for each in self.branches.values()}
-        kept = reasons_to_keep(run, rules, metrics, begins)
+        now = world().wall_clock()
+        ages = {step: now - each.saved_at for step, each in run.items() if each.saved_at is not None}
+        kept = reasons_to_keep(run, rules, metrics, begins, ages)
         return {id: why for step, why in kept.items() if (id := run[step].id) is not None}
 
 

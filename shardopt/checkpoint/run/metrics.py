@@ -1,4 +1,6 @@
-"""Metrics of a checkpoint: numbers by name, in its manifest, and numbers added after the commit.
+"""What retention goes by: when a checkpoint was saved, and its metrics.
+
+Metrics are numbers by name, in the manifest, and numbers added after the commit.
 
 A committed checkpoint is never changed: what is added stands beside it in the root, as `step-00000500.metrics.json`,
 with the name of the save that it is of.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.sources.own import read_manifest
@@ -18,8 +21,20 @@ from shardopt.errors import CheckpointNotFoundError, CorruptionError
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def metrics_of(checkpoint: Storage) -> dict[str, float]:
-    """Returns the metrics of a checkpoint; empty if it has none, or does not exist.
+class Noted(NamedTuple):
+    """What retention goes by of one checkpoint.
+
+    Args:
+        saved_at: in seconds since 1970 began; None where that is not known.
+        metrics: numbers by name.
+    """
+
+    saved_at: float | None
+    metrics: Mapping[str, float]
+
+
+def noted_of(checkpoint: Storage) -> Noted:
+    """Reads when a checkpoint was saved, and its metrics; nothing of one that does not exist.
 
     Raises:
         CorruptionError: what should have them is damaged.
@@ -27,9 +42,14 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
     try:
         manifest, _ = read_manifest(checkpoint)
     except CheckpointNotFoundError:
-        return {}
+        return Noted(None, {})
     own = _metrics_of_file(checkpoint) if manifest.metrics is None else manifest.metrics
-    return {**own, **added_to(checkpoint, manifest.save_id)}
+    return Noted(manifest.saved_at, {**own, **added_to(checkpoint, manifest.save_id)})
+
+
+def metrics_of(checkpoint: Storage) -> dict[str, float]:
+    """Returns the metrics of a checkpoint; empty if it has none, or does not exist. Raises as `noted_of`."""
+    return dict(noted_of(checkpoint).metrics)
 
 
 def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from shardopt.checkpoint.arguments import is_count, optional_count_problem, refuse
@@ -23,15 +23,21 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """The rules by which a `Manager` keeps checkpoints of a run. A checkpoint stays if any rule keeps it.
+    """The rules by which a `Manager` or a `Publisher` keeps checkpoints. A checkpoint stays if any rule keeps it.
 
     In any case the newest stays, the one that was saved last, and the one that the run was restored from.
 
     Args:
-        last: so many of the newest; None keeps all, regardless of the other rules.
+        last: so many of the newest. None keeps all, regardless of `every` and `best`, unless `seconds` is given.
         every: those of steps that are multiples of this.
         best: `(metric, mode, n)`: the n checkpoints whose metric is the least ("min") or the greatest ("max"). One
             without the metric is never among them.
+        seconds: those that were saved less than so many seconds ago, by the clock of rank 0, which looks after each
+            save. `Retention(seconds=600)` keeps these and the newest. One that was saved in the future, by another
+            clock, is young. One whose time is not known is old.
+
+    Attributes:
+        keeps_all: whether no checkpoint is ever removed.
 
     Raises:
         OptionError: an argument is none; all of them are listed.
@@ -40,12 +46,15 @@ class Retention:
     last: int | None = None
     every: int | None = None
     best: Best | tuple[str, Mode, int] | None = None
+    seconds: float | None = None
+    keeps_all: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = [
             *optional_count_problem("last", self.last, 1),
             *optional_count_problem("every", self.every, 1),
             *_best_problem(self.best),
+            *_seconds_problem(self.seconds),
         ]
         refuse(problems)
         for name in ("last", "every"):
@@ -54,6 +63,7 @@ class Retention:
         if self.best is not None:
             metric, mode, n = self.best
             object.__setattr__(self, "best", Best(metric, mode, int(n)))
+        object.__setattr__(self, "keeps_all", self.last is None and self.seconds is None)
 
 
 def retention_of(keep: Any) -> Retention:
@@ -83,11 +93,20 @@ def _best_problem(best: Any) -> list[Problem]:
     return [Problem("best", repr(best), required, 'give it as in best=("loss", "min", 2)')]
 
 
+def _seconds_problem(seconds: Any) -> list[Problem]:
+    """Returns the problem with `seconds=`, if any."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is None or (is_number and 0 < seconds < math.inf):
+        return []
+    return [Problem("seconds", repr(seconds), "more than 0 seconds, and not infinite", "give it as in seconds=600")]
+
+
 def reasons_to_keep(
     committed: Collection[int],
     rules: Retention,
     metrics: Mapping[int, Mapping[str, float]],
     pinned: Mapping[int, str] | None = None,
+    ages: Mapping[int, float] | None = None,
 ) -> dict[int, list[str]]:
     """Returns the steps whose checkpoints stay, ascending, each with a few words per rule that keeps it.
 
@@ -97,19 +116,25 @@ def reasons_to_keep(
             the best; of equal ones the newer is better.
         pinned: steps that stay in any case, and why: that which the run was resumed from, and that which it has just
             saved.
+        ages: seconds since each was saved, by step; negative where clocks differ. A step without one is old.
     """
     steps = sorted(committed)
     rules_and_steps: list[tuple[str, Collection[int]]] = [("newest", steps[-1:])]
-    if rules.last is None:
+    if rules.keeps_all:
         rules_and_steps.append(("no rule", steps[:-1]))
     else:
-        rules_and_steps.append((f"last {rules.last}", steps[-max(rules.last, 1) :]))
+        if rules.last is not None:
+            rules_and_steps.append((f"last {rules.last}", steps[-max(rules.last, 1) :]))
         if rules.every is not None:
             every = rules.every
             rules_and_steps.append((f"every {every}", [step for step in steps if step % every == 0]))
         if rules.best is not None:
             best = Best(*rules.best)
             rules_and_steps.append((f"best {best.metric}", _best(steps, best, metrics)))
+        if rules.seconds is not None:
+            least, known = rules.seconds, ages or {}
+            young = [step for step in steps if known.get(step, math.inf) < least]
+            rules_and_steps.append((f"younger than {least:g} s", young))
     rules_and_steps += [(why, {step}.intersection(steps)) for step, why in (pinned or {}).items()]
     reasons: dict[int, list[str]] = {}
     for why, kept in rules_and_steps:

@@ -66,6 +66,8 @@ class UpdateReport(OfUrl):
         age_seconds: from the commit of the step to the end of the update, by the clocks of both hosts.
         whole: of how many parts all bytes were read, and not the changes alone.
         parts: of weights, on this rank.
+        changed: the names in the app, in its order, of tensors that were written on this rank; no others have changed.
+            Of names that are one tensor, the first.
     """
 
     url: str
@@ -77,6 +79,7 @@ class UpdateReport(OfUrl):
     age_seconds: float | None
     whole: int
     parts: int
+    changed: tuple[str, ...]
 
 
 class Follower:
@@ -261,6 +264,7 @@ class Follower:
         saved_at = plan.reader.manifest.saved_at
         previous, self._previous = self._previous, id.step
         return UpdateReport(
+            changed=staged.written_in(plan.into),
             url=url,
             step=id.step,
             previous=previous,

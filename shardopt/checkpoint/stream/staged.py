@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, groupby
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, torch_dtype
+from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
 from shardopt.runtime.staging_fence import wait_for_copies
+from shardopt.sharding.pieces import View
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -136,6 +139,21 @@ class Staged:
             for part in self.parts
             if part.state is not None and isinstance(part.chain, Chain)
         }
+
+    def written_in(self, into: Mapping[str, View]) -> tuple[str, ...]:
+        """Returns the names of tensors in whose memory something was written.
+
+        Parts are of stored boxes, which rules may have put anywhere: they are found by their addresses. Of tensors that
+        interleave in one memory, such as columns, too many may be named, never too few.
+        """
+        targets = [part.request.target for part in self.parts if part.links != []]
+        begins = sorted(target.data_ptr() for target in targets if target.numel())
+
+        def is_written(memory: Tensor) -> bool:
+            at = bisect_left(begins, memory.data_ptr())
+            return at < len(begins) and begins[at] < memory.data_ptr() + extent(memory)
+
+        return tuple(name for name, view in into.items() if any(is_written(memory) for _, memory in view.pieces))
 
     def _whole_read(self, part: Part) -> list[tuple[OpenFile, ReadRequest]]:
         """Returns the read of all of a part into memory of its own, if there is room."""

@@ -41,10 +41,17 @@ Tier = tuple[Mapping[str, Any], TierListing | None]
 
 
 def ls(
-    output: Output, *, url: str, verify: bool, keep_last: int | None, keep_every: int | None, best: str | None
+    output: Output,
+    *,
+    url: str,
+    verify: bool,
+    keep_last: int | None,
+    keep_every: int | None,
+    best: str | None,
+    keep_seconds: float | None,
 ) -> int:
     """Lists a run, a tier or one checkpoint; status 1 if one of the run's is damaged or unreadable."""
-    rules = parse_rules(keep_last, keep_every, best)
+    rules = parse_rules(keep_last, keep_every, best, keep_seconds)
     if is_tier(url):
         return _ls_tier(output, url, verify)
     listing = list_run(url, verify)
@@ -67,7 +74,7 @@ def _ls_one(output: Output, url: str, verify: bool, rules: Retention) -> int:
     of_run = list_step(url, verify)
     listing = of_run or RunListing(storage_of(url).url, Branches(), (_one(url, verify),))
     (one,) = listing.checkpoints
-    kept = list_run(listing.url).reasons_to_keep(rules) if of_run and rules.last is not None else {}
+    kept = list_run(listing.url).reasons_to_keep(rules) if of_run and not rules.keeps_all else {}
     place = "one checkpoint, of no run"
     if one.id is not None:
         branch = f", on branch {one.id.branch}" if listing.branches else ""
@@ -112,7 +119,7 @@ def document(listing: RunListing, rules: Retention, kept: dict[CheckpointId, lis
             "step": id.step if id else None,
             "branch": id.branch if id else None,
             **wire,
-            "kept": id in kept if id and each.in_run and rules.last is not None else None,
+            "kept": id in kept if id and each.in_run and not rules.keeps_all else None,
             "why": why,
         }
 
@@ -171,7 +178,7 @@ def _row(
     measured = each.metrics or {}
     why = [reason for reason in kept.get(each.id, []) if reason != "no rule"] if each.id else []
     stays = ", ".join(why)
-    if not why and each.id and rules.last is not None and each.counts:
+    if not why and each.id and not rules.keeps_all and each.counts:
         stays = "no"
     return [
         Span("" if each.id is None else str(each.id.step), "bold"),

@@ -21,9 +21,10 @@ def prune(
     output: Output,
     *,
     root: str,
-    keep_last: int,
+    keep_last: int | None,
     keep_every: int | None,
     best: str | None,
+    keep_seconds: float | None,
     verify: bool,
     yes: bool,
 ) -> int:
@@ -33,7 +34,7 @@ def prune(
     back; and what was left of earlier ones as others referred to it, where none does that stays. What is damaged,
     unfinished, abandoned, or the beginning of a branch stays, and so do files to which something refers that stays.
     """
-    rules = parse_rules(keep_last, keep_every, best)
+    rules = parse_rules(keep_last, keep_every, best, keep_seconds, required=True)
     listing = list_run(root, verify)
     if not (listing.checkpoints or listing.branches):
         problem = Problem(listing.url, "no checkpoint of a run", "the root of a run", "give another path")

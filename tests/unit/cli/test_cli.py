@@ -68,7 +68,6 @@ def test_verbs_take_what_is_declared(saved, tmp_path, capsys):
         ["show", "a", "--depth", "x"],
         ["reshard", "a", "b"],
         ["verify"],
-        ["prune", "a"],
         ["plot"],
         ["plot", "layout", "a"],
         ["ls", "a", "--nonsense"],
@@ -96,6 +95,9 @@ def test_a_wrong_call_is_status_2(arguments, capsys):
         ["prune", "a", "--keep-last", "0"],
         ["prune", "a", "--keep-last", "2", "--best", "loss"],
         ["prune", "a", "--keep-last", "2", "--best", "loss:least:2"],
+        ["prune", "a"],
+        ["prune", "a", "--keep-seconds", "0"],
+        ["prune", "a", "--keep-seconds", "nan"],
         ["ls", "a", "--keep-every", "5"],
         ["reshard", "a", "b", "--world-size", "0"],
         ["plot", "layout", "a", "-o", "a.png", "--world-size", "0"],
@@ -214,7 +216,7 @@ def test_nothing_heavy_is_imported_where_it_is_not_needed():
     [
         ("shardopt res", ["reshard"]),
         ("shardopt plot ", ["layout", "run"]),
-        ("shardopt ls /somewhere --keep", ["--keep-every", "--keep-last"]),
+        ("shardopt ls /somewhere --keep", ["--keep-every", "--keep-last", "--keep-seconds"]),
     ],
 )
 def test_a_shell_completes_verbs_and_options_without_torch(line, completions, tmp_path):

@@ -13,6 +13,8 @@ from shardopt import checkpoint
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
 from shardopt.cli import main
+from shardopt.world import using
+from tests.support.worlds import FakeClock
 
 
 @pytest.fixture
@@ -160,6 +162,23 @@ def test_prune_removes_what_a_manager_would(run, tmp_path, capsys):
     assert checkpoint.Manager(run).restore({"w": torch.zeros(5000), "step": 0}) == 500
 
 
+def test_ls_and_prune_go_by_age(tmp_path, capsys):
+    with using(FakeClock(now=1e9)) as clock:
+        manager = checkpoint.Manager(tmp_path)
+        for step in range(1, 6):
+            manager.save(step, {"step": step})
+            clock.now += 60
+        found = {each["step"]: each for each in listed(capsys, "ls", tmp_path, "--keep-seconds", 150)["checkpoints"]}
+        assert {step: each["why"] for step, each in found.items() if each["kept"]} == {
+            4: ["younger than 150 s"],
+            5: ["newest", "younger than 150 s"],
+        }
+        rules = ["--keep-seconds", 150, "--keep-every", 2]
+        assert [url[-1] for url in listed(capsys, "prune", tmp_path, *rules)["unwanted"]] == ["1", "3"]
+        listed(capsys, "prune", tmp_path, *rules, "--yes")
+        assert steps_in(tmp_path) == [2, 4, 5]
+
+
 def test_prune_leaves_what_branches_need_and_what_is_abandoned(run, capsys):
     manager = checkpoint.Manager(run)
     app = {"w": torch.zeros(5000), "step": 0}
@@ -291,13 +310,15 @@ def test_ls_names_what_is_missing_or_cut_in_files_beside_a_checkpoint(tmp_path, 
         st.none() | st.integers(1, 4),
         st.none() | st.integers(1, 9),
         st.none() | st.builds(Best, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+        st.none() | st.floats(0.1, 1e4),
     ),
     st.dictionaries(st.integers(0, 40), st.floats(allow_nan=True)),
+    st.dictionaries(st.integers(0, 40), st.floats(-1e4, 1e4)),
 )
-def test_reasons_are_of_the_steps_that_stay(steps, rules, losses):
+def test_reasons_are_of_the_steps_that_stay(steps, rules, losses, ages):
     metrics = {step: {"loss": loss} for step, loss in losses.items()}
     pinned = dict.fromkeys([step for step in steps if step % 7 == 0], "in use")
-    reasons = reasons_to_keep(steps, rules, metrics, pinned)
+    reasons = reasons_to_keep(steps, rules, metrics, pinned, ages)
     assert {*pinned, *sorted(steps)[-1:]} <= set(reasons) <= steps
     assert all(reasons.values()) and list(reasons) == sorted(reasons)
     assert [step for step, why in reasons.items() if "newest" in why] == sorted(steps)[-1:]

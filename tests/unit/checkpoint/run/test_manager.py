@@ -338,6 +338,7 @@ WRONG = {
 WRONG_RETENTION = {
     "last": [0, "3", 1.0, False],
     "every": [0, "3"],
+    "seconds": [0, -1, "60", math.nan, math.inf, True],
     "best": ["loss", ("a", "least", 1), ("a", "min", 0), ("a", "min", "1"), ("a", "min"), (1, "min", 1), 3],
 }
 WRONG_PREEMPTION = {"exit_code": ["1", -1, 256, True], "seconds": [0, -1, "5", math.nan, None, True]}

@@ -1,6 +1,7 @@
 """Which checkpoints stay: what no rules and no history may ever do."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
+from shardopt.checkpoint.run import metrics
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
+from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import LocalStorage
+from shardopt.world import using
+from tests.support.worlds import FakeClock
 
 STEPS_AND_RESUMED = st.sets(st.integers(0, 60), min_size=1, max_size=15).flatmap(
     lambda steps: st.tuples(st.just(steps), st.none() | st.sampled_from(sorted(steps)) | st.just(61))
@@ -20,7 +25,9 @@ RULES = st.builds(
     last=st.none() | st.integers(1, 5),
     every=st.none() | st.integers(1, 20),
     best=st.none() | st.builds(Best, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+    seconds=st.none() | st.sampled_from([0.5, 10, 11.0]),
 )
+AGES = st.dictionaries(st.integers(0, 60), st.sampled_from([-math.inf, -5.0, 0.0, 0.5, 9.0, 10.0, 11.0]))
 LOSSES = st.dictionaries(st.integers(0, 60), st.sampled_from([math.nan, -math.inf, 0.0, 1.0, 2.0, math.inf]))
 
 
@@ -28,17 +35,19 @@ def with_metric(losses):
     return {step: {"loss": value} for step, value in losses.items()}
 
 
-@given(STEPS_AND_RESUMED, RULES, LOSSES)
-def test_what_every_choice_holds(steps_and_resumed, rules, losses):
+@given(STEPS_AND_RESUMED, RULES, LOSSES, AGES)
+def test_what_every_choice_holds(steps_and_resumed, rules, losses, ages):
     steps, resumed = steps_and_resumed
-    keep = set(reasons_to_keep(steps, rules, with_metric(losses), {resumed: "resumed"}))
+    keep = set(reasons_to_keep(steps, rules, with_metric(losses), {resumed: "resumed"}, ages))
     assert keep <= steps
     assert max(steps) in keep
     assert resumed not in steps or resumed in keep
-    if rules.last is None:
-        assert keep == steps
+    if rules.last is None and rules.seconds is None:
+        assert keep == steps and rules.keeps_all
         return
-    assert set(sorted(steps)[-rules.last :]) <= keep
+    newest = set(sorted(steps)[-(rules.last or 1) :])
+    young = {step for step in steps & ages.keys() if rules.seconds and ages[step] < rules.seconds}
+    assert newest | young <= keep
     by_every = {step for step in steps if rules.every and step % rules.every == 0}
     assert by_every <= keep
     measured = {step: losses[step] for step in steps if not math.isnan(losses.get(step, math.nan))}
@@ -47,14 +56,123 @@ def test_what_every_choice_holds(steps_and_resumed, rules, losses):
         sign = -1 if rules.best.mode == "max" else 1
         bests = set(sorted(measured, key=lambda step: (sign * measured[step], -step))[: rules.best.n])
         assert bests <= keep
-    assert keep == set(sorted(steps)[-rules.last :]) | by_every | bests | ({resumed} & steps)
+    assert keep == newest | young | by_every | bests | ({resumed} & steps)
 
 
-@given(STEPS_AND_RESUMED, RULES, LOSSES)
-def test_what_was_kept_is_kept_again(steps_and_resumed, rules, losses):
+@given(STEPS_AND_RESUMED, RULES, LOSSES, AGES)
+def test_what_was_kept_is_kept_again(steps_and_resumed, rules, losses, ages):
     steps, resumed = steps_and_resumed
-    keep = set(reasons_to_keep(steps, rules, with_metric(losses), {resumed: "resumed"}))
-    assert set(reasons_to_keep(keep, rules, with_metric(losses), {resumed: "resumed"})) == keep
+    keep = set(reasons_to_keep(steps, rules, with_metric(losses), {resumed: "resumed"}, ages))
+    assert set(reasons_to_keep(keep, rules, with_metric(losses), {resumed: "resumed"}, ages)) == keep
+
+
+def test_rules_without_last_or_seconds_keep_all():
+    assert Retention(every=2).keeps_all and Retention(best=("loss", "min", 1)).keeps_all
+    assert not Retention(seconds=60).keeps_all and not Retention(last=1).keeps_all
+
+
+@pytest.fixture
+def clock():
+    with using(FakeClock(now=1e9)) as clock:
+        yield clock
+
+
+def save(manager, clock, steps, seconds=60):
+    """Saves steps, with so much time after each."""
+    for step in steps:
+        manager.save(step, {"step": step})
+        clock.now += seconds
+
+
+@contextmanager
+def manifests_read(monkeypatch):
+    """The directories whose manifests retention has read, while the context is open."""
+    read, names = metrics.read_manifest, []
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "read_manifest", lambda storage: (names.append(storage.url[-1]), read(storage))[1])
+        yield names
+
+
+def test_what_is_young_stays_however_many_steps_that_are(tmp_path, clock, monkeypatch):
+    manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=150))
+    with manifests_read(monkeypatch) as names:
+        save(manager, clock, range(1, 6))
+        assert manager.steps() == [3, 4, 5]
+        save(manager, clock, range(6, 16), seconds=10)
+        assert manager.steps() == [*range(6, 16)]
+        clock.now += 1000
+        save(manager, clock, [16])
+        assert manager.steps() == [16]
+    assert names == []
+
+
+def test_a_job_that_starts_again_goes_by_the_manifests_and_reads_each_once(tmp_path, clock, monkeypatch):
+    save(checkpoint.Manager(tmp_path), clock, range(1, 6))
+    manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=200))
+    assert manager.restore({"step": 0}) == 5
+    with manifests_read(monkeypatch) as names:
+        save(manager, clock, [6, 7])
+        assert manager.steps() == [4, 5, 6, 7]
+        save(manager, clock, [8, 9])
+        assert manager.steps() == [5, 6, 7, 8, 9]  # which it was restored from, whatever its age
+    assert sorted(names) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_checkpoint_is_as_old_as_its_save_however_late_it_leaves_its_tier(tmp_path, clock, monkeypatch):
+    begin = Tiers.begin
+
+    def begin_late(*args):
+        clock.now += 1000
+        begin(*args)
+
+    monkeypatch.setattr(Tiers, "begin", begin_late)
+    tier = checkpoint.Tier(str(tmp_path / "tier"), every=1)
+    with checkpoint.Manager(tmp_path / "root", destinations=[tier], keep=Retention(seconds=2500)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"step": step})
+            manager.wait()
+        assert manager.steps() == [2, 3]
+
+
+def test_metrics_that_come_later_take_no_age_away(tmp_path, clock):
+    save(checkpoint.Manager(tmp_path), clock, range(1, 4))
+    manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=1000))
+    manager.add_metrics(2, {"loss": 1.0})
+    save(manager, clock, [4])
+    assert manager.steps() == [1, 2, 3, 4]
+
+
+def test_a_clock_that_goes_back_makes_nothing_old(tmp_path, clock):
+    manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=100))
+    save(manager, clock, [1, 2])
+    clock.now -= 1000
+    save(manager, clock, [3, 4])
+    assert manager.steps() == [1, 2, 3, 4]
+    clock.now += 910
+    save(manager, clock, [5], seconds=-5000)  # the newest, whatever its age
+    assert manager.steps() == [2, 5]
+
+
+def test_what_a_damaged_manifest_does_not_tell_counts_as_old(tmp_path, clock, caplog):
+    save(checkpoint.Manager(tmp_path), clock, [1, 2], seconds=1)
+    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+    manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=1000))
+    save(manager, clock, [3, 4])
+    assert manager.steps() == [2, 3, 4] and "step-00000001" in caplog.text
+
+
+def test_the_age_of_what_a_run_has_abandoned_keeps_and_removes_nothing(tmp_path, clock):
+    manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=250))
+    save(manager, clock, [100, 200, 250, 300])
+    assert manager.restore({"step": 0}, step=200) == 200
+    save(manager, clock, [210, 220, 300, 310])
+    assert manager.steps() == [200, 210, 220, 300, 310]  # 200 is where the run was restored from
+    assert manager.abandoned_steps() == {0: [250, 300]}
+    again = checkpoint.Manager(tmp_path, keep=Retention(seconds=150))
+    assert again.restore({"step": 0}) == 310
+    save(again, clock, [320])
+    assert again.steps() == [300, 310, 320]
+    assert again.abandoned_steps() == {0: [250, 300]}
 
 
 def test_a_run_from_beginning_to_end():

@@ -311,3 +311,24 @@ def test_gradients_through_weights_that_were_updated_are_refused(publisher, tmp_
     assert follower.update().whole == 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 30])
+def test_a_report_names_what_has_changed_and_nothing_else(tmp_path, memory_bytes):
+    weights = {name: torch.randn(300, 200) for name in ("d", "a", "c", "b")} | {"small": torch.zeros(7)}
+    app = zeros_like(weights) | {"fused": torch.zeros(600, 200)}
+    app["d"], app["a"] = app["fused"][:300], app["fused"][300:]
+    del app["fused"]
+    follower = checkpoint.Follower(tmp_path, app, memory_bytes=memory_bytes)
+    with checkpoint.Publisher(tmp_path, durable=False) as publisher:
+        for step, names in enumerate([["d", "a", "c", "b", "small"], ["a"], [], ["d", "b", "small"]]):
+            before = copied(app)
+            train({name: weights[name] for name in names}, step)
+            publisher.publish(step, weights).result()
+            report = follower.update()
+            assert report.changed == tuple(names)
+            assert all(torch.equal(app[name], before[name]) for name in app.keys() - report.changed)
+            assert same_bits(app, weights)
+        torch.nn.init.zeros_(app["c"])  # by another hand
+        publisher.publish(4, weights).result()
+        assert follower.update().changed == ("c",) and same_bits(app, weights)

@@ -10,10 +10,12 @@ from shardopt import checkpoint
 from shardopt.checkpoint.saving import commit
 from shardopt.checkpoint.saving import save as save_module
 from shardopt.errors import CheckpointError, OptionError
+from shardopt.world import using
 from tests.harness import Fault
 from tests.harness.faults import watched
 from tests.harness.object_stores import object_server
 from tests.support.streams import is_step, same_bits, train, zeros_like
+from tests.support.worlds import FakeClock
 
 
 @pytest.fixture
@@ -90,6 +92,25 @@ def test_retention_is_by_number_or_by_rules_over_metrics(tmp_path, weights):
             publisher.publish(step, weights, metrics={"score": score}).result()
     kept = {int(each.parent.name[5:]) for each in tmp_path.glob("step-*/manifest.json")}
     assert kept == {1, 3}
+
+
+def test_followers_find_what_was_published_in_the_last_seconds_across_a_restart(tmp_path, weights, app):
+    def kept():
+        return sorted(int(each.parent.name[5:13]) for each in tmp_path.glob("step-*/manifest.json"))
+
+    with using(FakeClock(now=1e9)) as clock:
+        for first in (1, 6):
+            with checkpoint.Publisher(tmp_path, durable=False, keep=checkpoint.Retention(seconds=35)) as publisher:
+                for step in range(first, first + 5):
+                    train(weights, step)
+                    publisher.publish(step, weights)
+                    publisher.wait()  # for what follows the commit, too
+                    clock.now += 10
+            assert kept() == [first + 1, first + 2, first + 3, first + 4]
+        follower = checkpoint.Follower(tmp_path, app)
+        for step in (7, 10):
+            assert is_step(follower, app, follower.update(step), step)
+    assert same_bits(app, weights)
 
 
 def life_on(root, weights, app):

@@ -162,6 +162,22 @@ def test_tensors_are_rearranged(tmp_path, name, memory_bytes):
     assert name == "padded" or all(each.whole == 0 for each in reports)
 
 
+def test_changed_names_are_those_of_the_app_and_of_tied_ones_the_first(tmp_path):
+    rules, shapes = RULES["fused"]
+    weights = blocks() | {"embed": torch.randn(64, 200)}
+    weights["head"] = weights["embed"]
+    app = {key: torch.zeros(shape) for key, shape in shapes.items()} | {"tokens": torch.zeros(64, 200)}
+    app["head"] = app["tokens"]
+    follower = checkpoint.Follower(tmp_path, app, rearrange=rules, rename={"^embed$": "tokens"})
+    with checkpoint.Publisher(tmp_path, durable=False) as publisher:
+        for step, (names, changed) in enumerate([(weights, ["layers.0.qkv", "layers.1.qkv", "tokens"]),
+                                                 (["layers.1.attn.k.weight"], ["layers.1.qkv"]),
+                                                 (["embed"], ["tokens"])]):  # fmt: skip
+            train({name: weights[name] for name in names}, step)
+            publisher.publish(step, weights).result()
+            assert follower.update().changed == tuple(changed)
+
+
 def test_a_tensor_that_many_are_made_of_is_read_once(tmp_path):
     """Of one stored tensor each head goes elsewhere: its delta is read for the first, and kept for the others."""
     weights = {"qkv": torch.randn(144, 500)}
