@@ -258,16 +258,18 @@ def main() -> None:
         else:
             rows.append(on_hosts(size, given.mbit, "benchmarks.streams:measure", *job, f"hosts://{MEMORY}/published"))
         print("| " + " | ".join(rows[-1]) + " |", flush=True)
-    where, name = ("on the loopback", "streams") if given.mbit is None else (_links(given.mbit), "streams_over_links")
     notes = (
         f"{given.gib:g} GiB of bf16 weights on {given.trainers} trainers; all of them on {given.receivers} receivers. "
-        f"From the call until all receivers have them, medians; through gloo, {where}."
+        "From the call until all receivers have them, medians; through gloo"
     )
-    print(write_table(name, "Weights for other processes", HEADER, rows, notes))
-
-
-def _links(mbit: int) -> str:
-    return f"each rank on a host of its own (a namespace) with a cable of {mbit} Mbit/s, and roots in their memory"
+    if given.mbit is None:
+        print(write_table("streams", "Weights for other processes", HEADER, rows, f"{notes}, on the loopback."))
+    else:
+        notes += (
+            f". Each rank has a host of its own (a namespace), with a cable of {given.mbit} Mbit/s; ours publish in"
+        )
+        title = "Weights for other processes, over links"
+        print(write_table("streams_over_links", title, HEADER, rows, f"{notes} the memory of the hosts."))
 
 
 if __name__ == "__main__":

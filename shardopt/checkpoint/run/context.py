@@ -170,7 +170,7 @@ class Run:
 
     def _read_branches(self, needs_copies: bool) -> Collection[Branch]:
         self.root.ids()
-        self.root.refuse_checkpoint()
+        self.root.claim()
         found = {self.root: self.root.records}
         for root in self.roots[1:]:
             try:
@@ -182,7 +182,7 @@ class Run:
                     raise
                 _log.warning("%s", error)
                 continue
-            root.refuse_checkpoint()
+            root.claim()
             found[root] = root.records
         branches = merge_records({root.url: records for root, records in found.items()}).values()
         for root, records in found.items():

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from shardopt.checkpoint.format.constants import (
     DCP_METADATA_NAME,
@@ -25,7 +26,11 @@ RUN_NAME = "run.json"
 LABEL_NAME = ".run"
 """The name of the record in a host's directory of a tier."""
 
+STREAM_NAME = "stream.json"
+"""The name of the record in the root of a publisher, where no run is kept."""
+
 _FORMAT = "shardopt-run"
+_STREAM_FORMAT = "shardopt-stream"
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -69,11 +74,19 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
     return decode_run(data, f"{storage.url}/{name}")
 
 
-class Root:
-    """Reads and writes the files directly under the root of a run. Local to the calling rank."""
+_in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
+"""Those of this process, by URL: a root that is still empty is of neither kind to see."""
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage, self.url = storage, storage.url
+
+class Root:
+    """Reads and writes the files directly under the root of a run. Local to the calling rank.
+
+    Args:
+        publishes: whether it is that of a publisher.
+    """
+
+    def __init__(self, storage: Storage, publishes: bool = False) -> None:
+        self.storage, self.url, self._publishes = storage, storage.url, publishes
         self.names: frozenset[str] = frozenset()
         """The names directly under the root, as of the last listing."""
         self.records: Mapping[str, Branch] = {}
@@ -112,8 +125,28 @@ class Root:
             self.records = read_records(self.storage, names, self.records)
         return sorted(id for id in map(parse_id, names) if id is not None)
 
-    def refuse_checkpoint(self) -> None:
-        """Raises CheckpointError if the last listing shows that this is a checkpoint itself instead of a run's root."""
+    def claim(self) -> None:
+        """Makes this the root of a run, or of a publisher, after a listing.
+
+        Raises:
+            CheckpointError: it is that of the other, which would remove what this one saves, or a checkpoint itself.
+        """
+        self._refuse_checkpoint()
+        kinds = "the root of a run", "the root of a publisher"
+        has_record, beside = STREAM_NAME in self.names, _in_use.get(self.url)
+        has_steps = any(parse_id(name) is not None for name in self.names)
+        is_other = has_record if not self._publishes else has_steps and not has_record
+        if is_other or (beside is not None and beside._publishes != self._publishes):
+            found, required = kinds[not self._publishes], kinds[self._publishes]
+            problem = Problem(self.url, found, required, "give each of them a directory of its own")
+            raise CheckpointError("a run and a publisher cannot share a root", [problem], code="run-root")
+        _in_use[self.url] = self
+        if self._publishes and not has_record:
+            with wrap_os_errors(f"write {self.url}/{STREAM_NAME}"):
+                self.storage.make()
+                self.storage.publish(STREAM_NAME, pack_record(_STREAM_FORMAT))
+
+    def _refuse_checkpoint(self) -> None:
         own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
         if own or DCP_METADATA_NAME in self.names:
             parent = os.path.dirname(self.url)

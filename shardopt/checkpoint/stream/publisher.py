@@ -88,7 +88,9 @@ class Publisher:
         )
         check_run_options(root, None, 1, "now", False, terms)
         self._rename, self._dtype = dict(rename or {}), dtype
-        self._run = Run(Root(storage_of(root)), SharedGroup(process_group, deadline_seconds), None, 1, rules)
+        self._run = Run(
+            Root(storage_of(root), publishes=True), SharedGroup(process_group, deadline_seconds), None, 1, rules
+        )
         self._after = AfterCommit(self._run, None, None, None)
         self._steps = Steps(self._run, self._after, "now", True, terms, anchor_every)
         self._last: tuple[int, PendingSave] | None = None

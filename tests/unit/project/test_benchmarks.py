@@ -1,6 +1,8 @@
 """Benchmarks can be imported, all of them, and do nothing by that; and each one runs, in small and on one rank."""
 
 import importlib
+import shutil
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -10,9 +12,20 @@ import torch
 import torch.distributed as dist
 
 from tests.standin import build as standin
+from tests.support.hosts import namespaces_are_allowed
+from tests.support.source import ROOT
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-SHARED = ("peers", "bounds", "dcp", "device", "agreement_at_scale", "raw_io", "on_gpu_saves")  # run by others
+SHARED = (
+    "peers",
+    "bounds",
+    "dcp",
+    "device",
+    "agreement_at_scale",
+    "raw_io",
+    "on_gpu_saves",
+    "linked_hosts",
+)  # run by others
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 # What is not run here: these want frameworks that are not installed, or several hosts.
 NOT_RUN = {"frameworks", "frameworks_sharded"}
@@ -161,6 +174,19 @@ def test_a_bucket_is_served(tmp_path):
     (tmp_path / "file").write_bytes(b"0123")
     with importlib.import_module("benchmarks.s3_files").served(str(tmp_path), 1e9) as options:
         assert urllib.request.urlopen(f"{options['endpoint_url']}/bucket/file", timeout=30).read() == b"0123"
+
+
+@pytest.mark.skipif(
+    not namespaces_are_allowed() or shutil.which("tc") is None, reason="hosts are namespaces, which cannot be made here"
+)
+def test_ranks_run_on_hosts_with_cables():
+    program = """
+from benchmarks.linked_hosts import in_namespaces, on_hosts
+in_namespaces()
+print(on_hosts(2, 100, "torch.distributed:get_world_size"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_each_benchmark_is_run():

@@ -1,6 +1,7 @@
 """Publishers: steps in order, other storages, silence, and the arguments of both sides."""
 
 import math
+import os
 import time
 
 import pytest
@@ -37,7 +38,7 @@ def test_steps_only_count_up(tmp_path, weights, step):
             publisher.publish(step, weights)
         assert raised.value.code == "invalid-argument"
         publisher.publish(6, weights).result()
-    assert sorted(each.name for each in tmp_path.iterdir()) == [f"step-{i:08d}" for i in (3, 5, 6)]
+    assert sorted(os.listdir(tmp_path)) == [*(f"step-{i:08d}" for i in (3, 5, 6)), "stream.json"]
 
 
 def test_a_step_that_failed_is_raised_once_and_can_be_published_again(tmp_path, weights, app):
@@ -263,3 +264,37 @@ def test_what_is_kept_of_a_step_stays_while_the_next_ones_fail(tmp_path, weights
         report = follower.update()
         assert is_step(follower, app, report, 6) and same_bits(app, weights)
         assert report.whole <= (1 if failing == "writing" else 3)  # what was kept still serves
+
+
+def test_a_run_and_a_publisher_refuse_each_others_root(tmp_path):
+    """Each would remove what the other has saved, by its own rules."""
+    model = {"w": torch.arange(4.0)}
+    with checkpoint.Manager(tmp_path / "run", every=1) as run:
+        run.save(1, {"model": model})
+    with checkpoint.Publisher(tmp_path / "run", keep=1) as publisher:
+        with pytest.raises(CheckpointError, match="found the root of a run; required the root of a publisher") as error:
+            publisher.publish(5, model)
+        assert error.value.code == "run-root"
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000001"]
+
+    with checkpoint.Publisher(tmp_path / "stream") as publisher:
+        publisher.publish(5, model)
+    with checkpoint.Manager(tmp_path / "stream", every=1) as run:
+        for call in (lambda: run.restore({"model": model}), lambda: run.save(6, {"model": model})):
+            with pytest.raises(CheckpointError, match="found the root of a publisher; required the root of a run"):
+                call()
+        assert run.latest_step == 5  # it lists what is there
+    assert sorted(os.listdir(tmp_path / "stream")) == ["step-00000005", "stream.json"]
+    with checkpoint.Publisher(tmp_path / "stream") as publisher:
+        publisher.publish(6, model)
+
+
+@pytest.mark.parametrize("publisher_first", [True, False])
+def test_a_run_and_a_publisher_of_one_program_refuse_each_others_root_while_it_is_empty(tmp_path, publisher_first):
+    model = {"w": torch.arange(4.0)}
+    with checkpoint.Manager(tmp_path, every=1) as run, checkpoint.Publisher(tmp_path) as publisher:
+        calls = [lambda: run.restore({"model": model}), lambda: publisher.publish(1, model)]
+        first, second = reversed(calls) if publisher_first else calls
+        first()
+        with pytest.raises(CheckpointError, match="a run and a publisher cannot share a root"):
+            second()
