@@ -249,9 +249,9 @@ def _overlaps(boxes: Sequence[Box], most: int, work: _Work) -> list[str]:
     while groups and len(overlaps) < most and not work.is_done:
         group = groups.pop()
         work.visit(len(group))
-        bands = (
-            next((b for dim in range(len(group[0].sizes)) if len(b := _bands(group, dim)) > 1), None) if group else []
-        )
+        if len(group) < 2:  # as of a tensor of many pieces nearly all are
+            continue
+        bands = next((b for dim in range(len(group[0].sizes)) if len(b := _bands(group, dim)) > 1), None)
         if bands is None:
             overlaps += _overlaps_of_neighbours(group, most - len(overlaps), work)
         else:

@@ -6,6 +6,7 @@ import tempfile
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.rearrange import Rule
 from tests.accelerator.support import each_kind, on_accelerator
 
 SHAPES = {"wide": (700, 300), "deep": (3, 90, 110), "small": (12,), "table": (90_000, 2)}
@@ -62,3 +63,57 @@ def followed(accelerator):
 @each_kind
 def test_weights_of_a_device_are_published_and_followed(kind):
     assert on_accelerator(1, followed, kind=kind) == [[]]
+
+
+RULES = [
+    Rule("qk", ("q", "k"), "q+k i -> q i, k i", {"q": 400}),
+    Rule("rotary", "rotary", "(h half two) i -> (h two half) i", {"h": 5, "two": 2}),
+    Rule("up", "up", "i o -> o i"),
+    Rule("experts", "experts.{e}", "e i o -> o i"),
+    Rule("table", "table", "v i -> v+_more i", {"_more": 100}),
+]
+
+
+def rearranged_by_hand(weights):
+    whole = {name: each.cpu().clone() for name, each in weights.items()}
+    made = {"q": whole["qk"][:400], "k": whole["qk"][400:], "up": whole["up"].t()}
+    made["rotary"] = whole["rotary"].reshape(5, 50, 2, 90).transpose(1, 2).reshape(500, 90)
+    made |= {f"experts.{e}": whole["experts"][e].t() for e in range(3)}
+    made["table"] = torch.cat([whole["table"], torch.zeros(100, 20, dtype=torch.bfloat16, device="cpu")])
+    return {name: each.contiguous() for name, each in made.items()}
+
+
+def rearranged(accelerator):
+    """Publishes by rules from the device, whose weights change right after each call; returns what is otherwise."""
+    device = torch.device(accelerator.KIND, 0)
+    folder, wrong = tempfile.mkdtemp(), []
+    shapes = {"qk": (700, 90), "rotary": (500, 90), "up": (300, 200), "experts": (3, 90, 110), "table": (900, 20)}
+    weights = {name: torch.randn(shape).bfloat16().to(device) for name, shape in shapes.items()}
+    app = {name: torch.zeros_like(each) for name, each in rearranged_by_hand(weights).items()}
+    follower, memory = checkpoint.Follower(folder, app), torch.get_device_module(device)
+    try:
+        with checkpoint.Publisher(folder, rearrange=RULES, durable=False) as publisher:
+            before = memory.memory_allocated()
+            publisher.publish(0, weights).result()
+            peak = memory.max_memory_allocated() - before
+            if peak > max(each.nbytes for each in weights.values()) + 4096:  # a GPU copies columns by way of rows
+                wrong.append(f"{peak} bytes of the device")
+            for step in range(1, 5):
+                expected = rearranged_by_hand(weights)
+                pending = publisher.publish(step, weights)
+                for each in weights.values():
+                    flat = each.view(-1)
+                    flat[torch.randint(0, flat.numel(), (flat.numel() // 50,)).to(device)] += 1
+                pending.result()
+                report = follower.update()
+                if report.step != step or (step > 1 and report.whole):
+                    wrong.append((step, report.whole))
+                wrong += [(step, name) for name, each in app.items() if not torch.equal(each, expected[name])]
+        return wrong
+    finally:
+        shutil.rmtree(folder)
+
+
+@each_kind
+def test_weights_of_a_device_are_published_in_another_arrangement(kind):
+    assert on_accelerator(1, rearranged, kind=kind) == [[]]

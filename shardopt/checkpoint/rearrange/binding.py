@@ -207,7 +207,7 @@ class _Binder:
             key = f"{self._at.before}{name.fill({**dict.fromkeys(name.fields, '*'), **self._free})}{self._at.after}"
             sizes = {axis: self._sizes[axis] for axis in axes}
             required = f"{len(wanted)} of them ({sizes})" if axes else "one, to be joined with what there is"
-            yield self._problem(key, f"{len(have)} that the checkpoint has", required)
+            yield self._problem(key, f"{len(have)} that there are", required)
 
     @cached_property
     def _texts(self) -> dict[tuple[int, tuple[int, ...]], tuple[str, ...]]:

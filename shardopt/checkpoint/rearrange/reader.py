@@ -9,10 +9,10 @@ import torch
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.rearrange.binding import bind, first_match, unequal
-from shardopt.checkpoint.rearrange.notation import Name, renamed_path
+from shardopt.checkpoint.rearrange.binding import bind, unequal
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
+from shardopt.checkpoint.rearrange.ties import names_to_leave_out, second_names
 from shardopt.checkpoint.rearrange.zeros import Zeros
 from shardopt.checkpoint.sources.equality import bytes_are_equal
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -142,31 +142,17 @@ class RearrangedReader(CheckpointReader):
     def _tie(self, rule: Tie) -> None:
         """Adds the second name of each parameter that a rule ties."""
         tensors = StoredTensors(self.manifest.tensors)
-        for key, tensor in self.manifest.tensors.items():
-            found = Name(rule.name).find(key, tensor.path)
-            if found is None or found.after:
-                continue
-            name = Name(rule.also).fill(found.fields)
-            also = f"{found.before}{name}"
-            if also in tensors:
-                continue
-            path = renamed_path(tensor.path, len(found.before), len(found.name), name)
-            tensors[also] = tensor._replace(path=path, tied_to=key)
+        for also, key, path in second_names(rule, {key: tensor.path for key, tensor in self.manifest.tensors.items()}):
+            tensors[also] = self.manifest.tensors[key]._replace(path=path, tied_to=key)
             self._binding.tensors |= {also: self._binding.tensors[key]} if key in self._binding.tensors else {}
             self._binding.keys |= {also: self._binding.keys[key]} if key in self._binding.keys else {}
         self.manifest = replace(self.manifest, tensors=tensors)
 
     def _same(self, rule: Tie, rules: Sequence[AnyRule]) -> Iterator[str]:
         """Yields the other stored keys of a parameter; raises MismatchError if one holds another parameter."""
-        reader = self._reader
-        for key, tensor in reader.manifest.tensors.items():
-            found = Name(rule.also).find(key, tensor.path)
-            if found is None or found.after or first_match(key, tensor.path, rules)[1] is not None:
-                continue
-            name = f"{found.before}{Name(rule.name).fill(found.fields)}"
-            if name not in reader.manifest.tensors:
-                continue
-            shape = tensor.layout.shape
+        reader, stored = self._reader, self._reader.manifest.tensors
+        for key, name in names_to_leave_out(rule, {key: tensor.path for key, tensor in stored.items()}, rules):
+            shape = stored[key].layout.shape
             alike = shape == reader.info(name).shape and bytes_are_equal(reader, key, name, whole(shape))
             if not alike:
                 problem = Problem(key, f"other values than {name}", f"the same, for {rule}", "leave the tie out")

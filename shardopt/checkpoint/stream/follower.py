@@ -31,7 +31,7 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
-from shardopt.checkpoint.stream.served import Weights, rename_problems, weights_of
+from shardopt.checkpoint.stream.served import Weights, rearrange_problems, rename_problems, weights_of
 from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
 from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import (
@@ -118,7 +118,7 @@ class Follower:
         process_group: Group | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        problems = rename_problems(rename)
+        problems = [*rename_problems(rename), *rearrange_problems(rearrange)]
         if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 0:
             problems.append(Problem("memory_bytes", repr(memory_bytes), "0 or more, as an int", "give a number"))
         for name, value in (("silence_seconds", silence_seconds), ("deadline_seconds", deadline_seconds)):
@@ -126,8 +126,6 @@ class Follower:
                 problems.append(Problem(name, repr(value), "more than 0 seconds", "give a number"))
         if not isinstance(strict, bool | Strictness):
             problems.append(Problem("strict", repr(strict), "True, False or a Strictness", "pass one of them"))
-        if isinstance(rearrange, str) or not all(isinstance(each, AnyRule) for each in rearrange):
-            problems.append(Problem("rearrange", repr(rearrange)[:80], "rules", "give them as for load"))
         refuse(problems)
         if isinstance(root, str | os.PathLike) and not follow_at(os.fspath(root), storage_options):
             use_options(root, storage_options)

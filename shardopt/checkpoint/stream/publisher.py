@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from shardopt.checkpoint.arguments import count_problem, refuse
 from shardopt.checkpoint.hosts.served import publish_at
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
@@ -23,7 +24,15 @@ from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import storage_of, use_options
-from shardopt.checkpoint.stream.served import Weights, as_served, rename_problems, weights_of
+from shardopt.checkpoint.stream.arranged import Arranged
+from shardopt.checkpoint.stream.served import (
+    Weights,
+    as_dtype,
+    rearrange_problems,
+    rename_problems,
+    renamed,
+    weights_of,
+)
 from shardopt.errors import Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, SharedGroup
 from shardopt.runtime.signals import SAVING, WAITING, is_part_of, refuse_within
@@ -48,9 +57,12 @@ class Publisher:
             damage. Between two of them steps depend on one another.
         keep: how many of the newest steps stay, or a `Retention`; None keeps all. Files stay as long as a kept step
             needs them.
-        rename: regex → replacement, applied in turn to the names of weights, as by `re.sub`.
+        rename: regex → replacement, applied in turn, as by `re.sub`, to the names of weights after `rearrange`.
+        rearrange: rules as for `load`, from the tensors of the model to the published ones: what a `Follower` with
+            these rules would make of a publication without. The same on all ranks. No weight moves between ranks. What
+            changes its order within a dimension, such as rotary pairs, is copied to host memory, which is kept.
         dtype: of the published weights, if they are of floating point; None for their own. They are cast before they
-            are compared, in memory of their device.
+            are rearranged and compared, in memory of their device.
         durable: as for `save`.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group: the ranks that publish, where they are not all of the job: a process group, or a device mesh.
@@ -69,6 +81,7 @@ class Publisher:
         anchor_every: int = 50,
         keep: int | Retention | None = 4,
         rename: Mapping[str, str] | None = None,
+        rearrange: Sequence[AnyRule] = (),
         dtype: torch.dtype | None = None,
         durable: bool = True,
         deadline_seconds: float = DEADLINE_SECONDS,
@@ -76,6 +89,7 @@ class Publisher:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         problems = [*count_problem("anchor_every", anchor_every, 1), *rename_problems(rename)]
+        problems += rearrange_problems(rearrange)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problems.append(Problem("dtype", repr(dtype), "a dtype of floating point", "pass it as torch.bfloat16"))
         refuse(problems)
@@ -88,6 +102,7 @@ class Publisher:
         )
         check_run_options(root, None, 1, "now", False, terms)
         self._rename, self._dtype = dict(rename or {}), dtype
+        self._arranged = Arranged(rearrange) if rearrange else None
         self._run = Run(
             Root(storage_of(root), publishes=True), SharedGroup(process_group, deadline_seconds), None, 1, rules
         )
@@ -113,15 +128,21 @@ class Publisher:
 
         Raises:
             OptionError: the step is none, or `model`, or two weights get one name.
-            ShardoptError: as `async_save`, or the step before has failed.
+            MismatchError: the weights of all ranks do not fit the rules of `rearrange`: none of them names a weight, a
+                join lacks one, shapes, sizes or dtypes do not fit, two tensors get one name, or a reversed `Tie` has
+                weights that are not tied. All ranks raise, and nothing is published.
+            ShardoptError: as `async_save`, or the step before has failed; or ranks have different rules.
         """
         if self._closed:
             raise RuntimeError("this Publisher was closed; make a new one")
         check_step(step)
-        weights = as_served(weights_of(model, "model"), self._rename, self._dtype)
+        weights = as_dtype(weights_of(model, "model"), self._dtype)
         refuse_within(f"publishing step {step} to {self._run.root.url}", weights)
         with self._run.ranks.beating():
             self._refuse_earlier(step)
+            if self._arranged is not None:
+                weights = self._arranged.of(self._run.ranks, weights)
+            weights = renamed(weights, self._rename)
             if self._last is None:
                 if self._served is not None:
                     self._served.meet(self._run.ranks)
@@ -165,7 +186,7 @@ class Publisher:
     def _close(self, alone: bool) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._arranged = True, None  # which has host memory, too
         with ExitStack() as last_first:
             if self._served is not None:
                 last_first.callback(self._served.close)

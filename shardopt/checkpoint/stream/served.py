@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardopt.checkpoint.loading.renaming import renamer
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.errors import OptionError, Problem
 
 Weights = nn.Module | Mapping[str, Tensor]
@@ -36,6 +37,14 @@ def rename_problems(rename: Any) -> list[Problem]:
     return problems
 
 
+def rearrange_problems(rearrange: Any) -> list[Problem]:
+    """Returns the problems with rules of tensors."""
+    is_several = isinstance(rearrange, Sequence) and not isinstance(rearrange, str)
+    if is_several and all(isinstance(each, AnyRule) for each in rearrange):
+        return []
+    return [Problem("rearrange", repr(rearrange)[:80], "rules", "give them as for load")]
+
+
 def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
     """Returns the tensors of a module or mapping by name; tied ones are one object.
 
@@ -53,24 +62,28 @@ def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
     raise OptionError("invalid arguments", [problem])
 
 
-def as_served(weights: Mapping[str, Tensor], rename: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns weights under their new names, the floating ones in a dtype. Those of that dtype are not copied.
+def as_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Returns weights with the floating ones in a dtype; None for their own. Those of that dtype are not copied."""
+    casts: dict[int, Tensor] = {}  # of tied tensors one
+    for tensor in weights.values():
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype and id(tensor) not in casts:
+            casts[id(tensor)] = tensor.detach().to(dtype)
+    return {name: casts.get(id(tensor), tensor) for name, tensor in weights.items()}
+
+
+def renamed(weights: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns weights under their new names.
 
     Raises:
         OptionError: two names become one.
     """
     served: dict[str, Tensor] = {}
     was: dict[str, str] = {}
-    casts: dict[int, Tensor] = {}  # of tied tensors one
-    renamed = renamer(rename)
+    rules = renamer(rename)
     for name, tensor in weights.items():
-        new = renamed(name)
+        new = rules(name)
         if new in served:
             problem = Problem(new, f"{was[new]} and {name}", "a name for each", "mend the rules of rename")
             raise OptionError("two weights would have one name", [problem])
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            if id(tensor) not in casts:
-                casts[id(tensor)] = tensor.detach().to(dtype)
-            tensor = casts[id(tensor)]
         served[new], was[new] = tensor, name
     return served

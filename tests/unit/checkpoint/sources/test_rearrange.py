@@ -150,7 +150,7 @@ def test_what_is_missing_and_what_does_not_fit_names_the_rule(tmp_path):
     assert set(problems) == {"model.a.k", "model.b.q", "model.c.k", "model.d.q", "model.a.experts.*.w"}
     assert all(str(JOIN) in problems[key] for key in problems if "experts" not in key)
     experts = problems["model.a.experts.*.w"]
-    assert "2 that the checkpoint has" in experts and "3 of them" in experts
+    assert "2 that there are" in experts and "3 of them" in experts
 
 
 def test_sizes_that_do_not_follow_are_asked_for(tmp_path):

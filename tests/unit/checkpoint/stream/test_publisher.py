@@ -173,6 +173,8 @@ BAD_OF_BOTH = [
     {"root": ""},
     {"rename": {"(": "x"}},
     {"rename": "x"},
+    {"rearrange": "x"},
+    {"rearrange": ["x"]},
 ]
 
 
@@ -206,8 +208,6 @@ def test_bad_arguments_of_a_publisher_are_refused_by_name(tmp_path, given):
         {"silence_seconds": 0},
         {"silence_seconds": None},
         {"strict": "yes"},
-        {"rearrange": "x"},
-        {"rearrange": ["x"]},
         {"app": None},
     ],
     ids=str,
