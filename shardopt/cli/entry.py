@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardopt.cli.flags import put_flags
@@ -44,7 +44,7 @@ def _call(verb: Verb, json: bool, modules: Sequence[str], **values: Any) -> int:
     output = Output(json)
     try:
         try:
-            _import(modules)
+            _import([*modules, *_openers_of(values)])
             module, _, name = verb.function.partition(":")
             status: int = getattr(importlib.import_module(module), name)(output, **values)
             output.finish()
@@ -59,6 +59,12 @@ def _call(verb: Verb, json: bool, modules: Sequence[str], **values: Any) -> int:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         return _READER_GONE
+
+
+def _openers_of(values: Mapping[str, Any]) -> list[str]:
+    """Returns the modules that open URLs in the arguments, and that no other needs."""
+    texts = (text for value in values.values() for text in (value if isinstance(value, list) else [value]))
+    return ["shardopt.checkpoint.hosts.served"] if any(str(text).startswith("hosts://") for text in texts) else []
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardopt.checkpoint.format.constants import damaged, pack_record, unpack_record
-from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.checkpoint.format.constants import pack_record, unpack_record
+from shardopt.errors import CheckpointError, CorruptionError, OptionError, Problem
 from shardopt.runtime.stores import Store
 from shardopt.world import world
 
@@ -54,17 +54,22 @@ class Invitation:
 
 
 def decode_invitation(data: bytes, where: str) -> Invitation:
-    """Decodes an invitation from untrusted bytes. Raises CorruptionError."""
-    wire = unpack_record(data, where)
+    """Decodes an invitation from untrusted bytes. Raises CheckpointError."""
     try:
+        wire = unpack_record(data, where)
         hosts = tuple(tuple((_is(host, str), _is(port, int)) for host, port in at) for at in wire["hosts"])
         of_rank = tuple(_is(each, int) for each in wire["of_rank"])
         texts = [_is(wire[name], str) for name in ("root", "name", "key")]
         bytes.fromhex(texts[2])
         if wire["format"] != _FORMAT or not hosts or not all(0 <= each < len(hosts) for each in of_rank):
             raise ValueError
-    except (KeyError, TypeError, ValueError):
-        raise damaged(where, "no invitation of a publisher") from None
+        if not all(0 < port < 1 << 16 for at in hosts for _, port in at):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, CorruptionError):
+        # No CorruptionError: it is no damage of the step that is being read.
+        remedy = "copy the publisher's key_file again, all of it"
+        problem = Problem(where, "no invitation, or a part of one", "that of a publisher", remedy)
+        raise CheckpointError("an invitation cannot be read", [problem], code="following") from None
     return Invitation(texts[0], texts[1], texts[2], hosts, of_rank)
 
 
@@ -108,9 +113,12 @@ class KeyFile:
             remedy = "copy the publisher's key_file, as this user"
             problem = Problem(self.where, str(error.strerror), "a file that this user can read", remedy)
             raise CheckpointError("an invitation cannot be read", [problem], code="following") from error
-        with open(fd, "rb") as file:
-            self._refuse_others(os.fstat(fd))
-            return file.read(_LIMIT_BYTES)
+        try:
+            self._refuse_others(os.fstat(fd))  # before a directory, or a FIFO, is read
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(_LIMIT_BYTES)
+        finally:
+            os.close(fd)
 
     def _refuse_others(self, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):

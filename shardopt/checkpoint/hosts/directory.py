@@ -100,9 +100,14 @@ class HostDirectory:
         """Returns the names here ("") or in a subdirectory; none where that is not there. Raises OSError."""
         try:
             with self._within(directory) as within:
-                return os.listdir(within)
+                # Opened again: two threads that list one descriptor move one position, and each gets a part.
+                fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
         except FileNotFoundError:
             return []
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def remove_file(self, directory: str, name: str) -> None:
         """Removes a file here ("") or in a subdirectory, if it exists. Raises OSError."""

@@ -132,7 +132,7 @@ def hosts_of(
     Raises:
         CheckpointError: a host's directory cannot be used.
     """
-    met: Hosts | None = ranks.kept.get(("hosts", root))
+    met: Hosts | None = ranks.kept.get(("hosts", root, serves))
     if met is not None and domain in (None, met.domain):
         return met
     if met is not None:  # by somebody who named no domain
@@ -161,7 +161,7 @@ def hosts_of(
         hosts.close()
         raise
     hosts.know(at)
-    ranks.kept["hosts", root] = hosts
+    ranks.kept["hosts", root, serves] = hosts
     _met.append(hosts)
     return hosts
 

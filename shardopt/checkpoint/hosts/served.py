@@ -10,159 +10,24 @@ the host that has it. So the root is one storage for all, of which no byte is se
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from shardopt.checkpoint.arguments import count_problem, refuse
-from shardopt.checkpoint.format.constants import FILE_NAME, writer_of
-from shardopt.checkpoint.hosts.admission import InStore, Invitation, KeyFile, decode_invitation, invitation_at
+from shardopt.checkpoint.hosts.admission import decode_invitation, invitation_at
 from shardopt.checkpoint.hosts.directory import PREFIX
-from shardopt.checkpoint.hosts.host_files import HostFiles, ReadOnlyFiles
-from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of
+from shardopt.checkpoint.hosts.host_files import HostFiles
+from shardopt.checkpoint.hosts.served_roots import Files, FollowedRoot, PublishedRoot, ServedRoot
 from shardopt.checkpoint.storage import LocalStorage, ReadInto, Span, Storage, register_storage
 from shardopt.errors import OptionError, Problem
-from shardopt.ranks import Ranks
-from shardopt.ranks.connections.address import network_of
-from shardopt.ranks.connections.join import Entry
-from shardopt.ranks.files.client import FileClient
-from shardopt.ranks.files.server import FileServer, Limits
-from shardopt.world import world
+
+KEY_FILE = "SHARDOPT_KEY_FILE"
+"""The environment variable with the key file of what is opened by its URL alone, as by the shell."""
 
 T = TypeVar("T")
-Files = HostFiles | FileClient
-
-_CONNECTIONS = 256
 _log = logging.getLogger("shardopt.checkpoint")
-
-
-class ServedRoot:
-    """A root, and its hosts as this process reaches them.
-
-    Attributes:
-        url: of the root.
-        number: of this process's own host; None where it publishes nothing there.
-        files: of each host.
-    """
-
-    number: int | None = None
-
-    def __init__(self, path: str) -> None:
-        self.path, self.url = path, PREFIX + path
-        self.files: Sequence[Files] = ()
-        self.of_rank: Sequence[int] = ()
-
-    def refresh(self) -> None:
-        """Learns where the hosts are now. Local."""
-
-    def host_of(self, name: str) -> int:
-        """Returns the host that should have a file: that of the rank that writes it, or else the first."""
-        rank = writer_of(name) if FILE_NAME.fullmatch(name) else -1
-        return self.of_rank[rank] if 0 <= rank < len(self.of_rank) else 0
-
-
-class PublishedRoot(ServedRoot):
-    """A root as the publishing ranks have it.
-
-    Args:
-        key_file: of the invitation that followers of other jobs need; None for followers among the job's ranks.
-        max_connections: of followers, to each host.
-        max_bytes_per_second: that each host sends to followers; None for no limit.
-
-    Raises:
-        OptionError: an argument is none.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        key_file: Any = None,
-        max_connections: Any = _CONNECTIONS,
-        max_bytes_per_second: Any = None,
-    ) -> None:
-        super().__init__(path)
-        self._invitation = invitation_at(path, key_file)
-        problems = count_problem("max_connections", max_connections, 1)
-        rate = max_bytes_per_second
-        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
-            required = "a number of bytes above 0"
-            problems = [*problems, Problem("max_bytes_per_second", repr(rate)[:80], required, "give one, or none")]
-        refuse(problems)
-        self._limits = Limits(max_connections, max_bytes_per_second)
-        self._server: FileServer | None = None
-
-    def meet(self, ranks: Ranks) -> None:
-        """Connects the hosts, begins to serve, and invites followers. Collective; the first time only.
-
-        Raises:
-            CheckpointError: a host's directory cannot be used, or the invitation cannot be written.
-        """
-        if self.files:
-            return
-        hosts = hosts_of(ranks, self.path, serves=HostFiles)
-        self._reach(hosts)
-        what = f"inviting followers to {self.url}"
-        name, key = ranks.on_rank_0(what, lambda: [world().random_name(8), world().random_name(32)])
-
-        def serve() -> Sequence[tuple[str, int]]:
-            if not hosts.is_leader:
-                return ()
-            files = ReadOnlyFiles(hosts.directory)
-            self._server = FileServer(Entry(name, key, ()), hosts.number, network_of(None), files, self._limits)
-            return self._server.at
-
-        def invite(at: Sequence[Any]) -> None:
-            places = tuple(tuple((host, port) for host, port in at[leader]) for leader in hosts.leaders)
-            self._invitation.write(Invitation(self.path, name, key, places, hosts.of_rank).pack())
-
-        ranks.agree(what, work=serve, report=lambda at: at, decide=invite)
-
-    def _reach(self, hosts: Hosts) -> None:
-        own = HostFiles(hosts.directory)
-        others = [own if number == hosts.number else hosts.client(number) for number in range(hosts.count)]
-        self.number, self.of_rank, self.files = hosts.number, hosts.of_rank, others
-
-    def close(self) -> None:
-        """Ends serving followers. Local."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-
-class FollowedRoot(ServedRoot):
-    """A root as followers have it: by an invitation, which is read again whenever they look for steps."""
-
-    def __init__(self, path: str, invitation: KeyFile | InStore) -> None:
-        super().__init__(path)
-        self._invitation, self._read = invitation, b""
-
-    def refresh(self) -> None:
-        """Learns where the hosts are now. Local.
-
-        Raises:
-            CheckpointError: the invitation cannot be read, or is to another root.
-        """
-        data = self._invitation.read() or b""
-        if data == self._read:
-            return
-        self._read, before = data, self.files
-        self.files, self.of_rank = (), ()
-        for client in before:
-            if isinstance(client, FileClient):
-                client.close()
-        if not data:
-            return
-        invitation = decode_invitation(data, self._invitation.where)
-        if invitation.root != self.path:
-            remedy = "give the root and the key_file of one publisher"
-            problem = Problem(self._invitation.where, f"hosts://{invitation.root}", self.url, remedy)
-            raise OptionError("a key_file is for another root", [problem], code="following")
-        self.of_rank = invitation.of_rank
-        self.files = tuple(
-            FileClient(Entry(invitation.name, invitation.key, at), 0, number, f"host {number} of {self.url}")
-            for number, at in enumerate(invitation.hosts)
-        )
 
 
 class ServedStorage(Storage):
@@ -229,20 +94,33 @@ class ServedStorage(Storage):
         self._ask(name, lambda files: files.read_into(self._directory, name, spans))
 
     def _ask(self, name: str, ask: Callable[[Files], T]) -> T:
-        """Asks the host that should have a file, and if it has not, that which has."""
-        if not self._root.files:
+        """Asks the host that has a file. Again, if hosts are elsewhere now: not every rank looks for steps."""
+        known = self._root.files
+        try:
+            return self._ask_known(name, ask)
+        except FileNotFoundError:
+            raise
+        except OSError:
             self._root.refresh()
-        if not self._root.files:
-            raise FileNotFoundError(f"{self.url}/{name}: nobody publishes there")
+            if self._root.files is known:
+                raise
+            self._where = {}
+            return self._ask_known(name, ask)
+
+    def _ask_known(self, name: str, ask: Callable[[Files], T]) -> T:
+        """Asks the host that should have a file, and if it has not, that which has."""
+        hosts = self._root.files
+        if not hosts:
+            raise ConnectionRefusedError(f"{self.url}/{name}: nobody publishes there")
         first = self._where.get(name, self._root.host_of(name))
         try:
-            return ask(self._root.files[min(first, len(self._root.files) - 1)])
+            return ask(hosts[min(first, len(hosts) - 1)])
         except FileNotFoundError:
             self.names()
             found = self._where.get(name, first)
-            if found == first:
+            if found == first or hosts is not self._root.files:
                 raise
-            return ask(self._root.files[found])
+            return ask(hosts[found])
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
         self._own.make()
@@ -316,13 +194,14 @@ def follow_at(url: str, options: Mapping[str, Any] | None) -> bool:
     if not url.startswith(PREFIX):
         return False
     path = _path_of(url)
-    if not isinstance(_roots.get(path), PublishedRoot):
+    known = _roots.get(path)
+    if not isinstance(known, PublishedRoot) or known.is_closed:  # whose files here may not be those of the next one
         _roots[path] = FollowedRoot(path, invitation_at(path, **_known(options, "key_file") or {"key_file": None}))
     return True
 
 
-def _open(url: str, key_file: Any = None, **limits: Any) -> Storage:
-    found = _found(url)
+def _open(url: str, key_file: Any = None, max_connections: Any = None, max_bytes_per_second: Any = None) -> Storage:
+    found, key_file = _found(url), key_file or os.environ.get(KEY_FILE)
     if found is None and key_file is not None:
         invitation = invitation_at(url, key_file)
         data = invitation.read()
@@ -332,14 +211,15 @@ def _open(url: str, key_file: Any = None, **limits: Any) -> Storage:
                 _roots[root] = FollowedRoot(root, invitation)
                 found = _found(url)
     if found is None:
-        remedy = 'give storage_options={"key_file": ...} of its publisher; load shares of this job by checkpoint.load'
+        remedy = f'give storage_options={{"key_file": ...}} of its publisher, or set {KEY_FILE} to it; '
+        remedy += "load shares in a job on these hosts, or from the root that they were promoted to"
         problem = Problem(url, "no publisher of it", "one that this process knows", remedy)
         raise OptionError("nothing is known of memory of hosts", [problem], code="following")
     return found
 
 
 def _found(url: str) -> ServedStorage | None:
-    for path, root in _roots.items():
+    for path, root in sorted(_roots.items(), reverse=True):  # of two roots that which is below the other comes first
         if url.rstrip("/") == root.url:
             return ServedStorage(root)
         directory = url.removeprefix(f"{PREFIX}{path}/").rstrip("/")
@@ -350,8 +230,9 @@ def _found(url: str) -> ServedStorage | None:
 
 def _path_of(url: str) -> str:
     path = url.removeprefix(PREFIX).rstrip("/")
-    if not path.startswith("/"):
-        problem = Problem("root", url, "hosts://, and an absolute path", 'give it as in "hosts:///dev/shm/weights"')
+    if not path.startswith("/") or path != f"/{os.path.normpath(path).lstrip('/')}":
+        required = 'hosts://, and an absolute path without "//" and ".."'
+        problem = Problem("root", url, required, 'give it as in "hosts:///dev/shm/weights"')
         raise OptionError("invalid arguments", [problem])
     return path
 

@@ -238,7 +238,7 @@ class Follower:
         """Whether a step is newer than the weights, or was asked for, or begins the root again, and is another one."""
         if self._id is None or asked_for is not None or found == self._restart:
             return found != self._id
-        return found.branch > self._id.branch or (found.branch == self._id.branch and found.step > self._id.step)
+        return _by_branch(found) > _by_branch(self._id)
 
     def _update(self, ranks: Ranks, id: CheckpointId, url: str, begin: float) -> UpdateReport:
         what = f"updating to step {id.step} of {self._root.url}"
@@ -246,7 +246,8 @@ class Follower:
         chains: list[ChainReader] = []
 
         def look() -> tuple[CheckpointReader, FlatState, Names]:
-            own = ChainReader(open_source(storage_of(url)), known)
+            # Not by its URL: one process may follow roots of one name on hosts of two jobs.
+            own = ChainReader(open_source(self._root.checkpoint(id)), known)
             chains[:] = [own]
             reader = rearranged(own, self._options.rearrange) if self._options.rearrange else own
             flat = flatten(weights_of(self._app, "app"))
@@ -340,7 +341,7 @@ class Follower:
     def _look(self, but: Collection[CheckpointId]) -> tuple[CheckpointId | None, bool]:
         """Returns the newest step, and whether it begins the root again, as after somebody has emptied it."""
         newest, own = self._root.newest(but), self._id
-        if own is None or newest is None or newest >= own or newest != self._root.newest():
+        if own is None or newest is None or _by_branch(newest) >= _by_branch(own) or newest != self._root.newest():
             self._older = None
             return newest, False
         # Twice in a row: a publisher that takes its steps back writes a new branch before it removes them, and the
@@ -370,3 +371,8 @@ class Follower:
             what = "no step" if newest is None else f"nothing after step {newest.step}"
             seconds = seconds_text(world().monotonic() - since)
             _log.warning("%s was published in %s for %s [following]", what, self._root.url, seconds)
+
+
+def _by_branch(id: CheckpointId) -> tuple[int, int]:
+    """Returns a key that orders steps as they were published: each branch is later than those before."""
+    return id.branch, id.step

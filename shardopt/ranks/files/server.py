@@ -38,7 +38,9 @@ SILENT_SECONDS = 20.0
 """The time for which a peer may send or take nothing within a message before it is given up."""
 _CLOSE_SECONDS = 2.0
 _BUSY_SECONDS = 2.0  # for which a peer that finds all connections taken may ask, to hear that
-_CHUNK_BYTES = 1 << 20  # sent between two looks at how fast that may be
+_MOST_BUSY = 64  # of whom that many hear it at one time; others are cut off
+_CHUNK_BYTES = 1 << 20  # at most sent between two looks at how fast that may be
+_PAUSE_SECONDS = 0.5  # between two looks whether the server ends
 _NEVER = float("inf")
 
 
@@ -164,8 +166,9 @@ class FileServer:
         for socket, _ in clients:
             with suppress(OSError):
                 socket.shutdown(SHUT_RDWR)  # which wakes its thread
+        end = world().monotonic() + _CLOSE_SECONDS
         for _, thread in clients:
-            thread.join(_CLOSE_SECONDS)
+            thread.join(max(0.0, end - world().monotonic()))
 
     def _listen(self) -> None:
         with closing(world().selector()) as selector:
@@ -218,6 +221,10 @@ class FileServer:
     def _welcome(self, link: Link, selector: Selector) -> None:
         self._unauthenticated.forget(link)
         selector.unregister(link.socket)
+        most = self._limits.connections
+        if most is not None and len(self._clients) >= most + _MOST_BUSY:
+            link.close()
+            return
         link.put_message(Message(Kind.WELCOME))
         try:
             link.flush()
@@ -225,7 +232,7 @@ class FileServer:
         except (Ended, OSError):
             link.close()
             return
-        socket, most = link.socket, self._limits.connections
+        socket = link.socket
         with self._lock:
             is_full = most is not None and len(self._clients) >= most
             serve = partial(self._say_busy if is_full else self._serve, socket)
@@ -303,18 +310,25 @@ class FileServer:
 
     def _in_turn(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Yields the ranges; in pieces, each when it may be sent, if there is a limit for that."""
-        rate = self._limits.bytes_per_second
+        connections, rate = self._limits
+        # So small that each of all peers gets one long before it takes this server for silent.
+        most = _CHUNK_BYTES if rate is None else min(_CHUNK_BYTES, rate * SILENT_SECONDS / 4 / (connections or 1))
         for begin, nbytes in ranges:
-            step = _CHUNK_BYTES if rate else nbytes
-            for offset in range(begin, begin + nbytes, step or 1):
+            step = max(nbytes if rate is None else int(most), 1)
+            for offset in range(begin, begin + nbytes, step):
                 piece = min(step, begin + nbytes - offset)
-                if rate:
-                    with self._lock:  # one rate for all peers
-                        now = world().monotonic()
-                        self._sent_until = max(self._sent_until, now) + piece / rate
-                        wait = self._sent_until - now
-                    world().sleep(wait)
+                if rate is not None:
+                    self._wait_turn(piece / rate)
                 yield offset, piece
+
+    def _wait_turn(self, seconds: float) -> None:
+        """Waits until a piece may be sent that takes so long, at one rate for all peers."""
+        with self._lock:
+            self._sent_until = until = max(self._sent_until, world().monotonic()) + seconds
+        while (left := until - world().monotonic()) > 0:
+            if self._stopping:
+                raise ConnectionAbortedError("the server ends")
+            world().sleep(min(left, _PAUSE_SECONDS))
 
 
 class _Refused(Exception):
@@ -325,7 +339,7 @@ class _Refused(Exception):
 def _refusing() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError of what can be no name, as with a zero in it
         raise _Refused(str(error)) from error
 
 

@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
@@ -12,11 +13,20 @@ from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import Kind, Message, encode
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.proof import Connecting, Meeting
+from shardopt.ranks.files import server as server_module
 from shardopt.ranks.files.client import FileClient
-from shardopt.ranks.files.server import FOUND, LENGTH, MOST_REQUEST_BYTES, REPLY, Files, FileServer
+from shardopt.ranks.files.server import (
+    FOUND,
+    LENGTH,
+    MOST_REQUEST_BYTES,
+    REPLY,
+    Files,
+    FileServer,
+)
 
 KEY = "6b" * 32
 DATA = bytes(range(256)) * 5000
+LOCAL = Network(("127.0.0.1",))
 
 
 class Served(Files):
@@ -40,7 +50,7 @@ def served(tmp_path):
     (tmp_path / "step-1" / "data").write_bytes(DATA)
     asked = []
 
-    server = FileServer(Entry("aa" * 8, KEY, ()), 1, Network(("127.0.0.1",)), Served(tmp_path, asked))
+    server = FileServer(Entry("aa" * 8, KEY, ()), 1, LOCAL, Served(tmp_path, asked))
     yield server, asked
     server.close()
 
@@ -236,3 +246,63 @@ def test_a_server_that_ends_is_noticed_at_once(served):
     server.close()
     with pytest.raises(OSError):
         read(client, 0, 1)
+
+
+def test_the_rest_of_a_file_is_as_much_as_it_has(served):
+    server, _ = served
+    client = client_of(server)
+    for begin, nbytes in [(0, 10), (len(DATA) - 4, 10), (len(DATA), 10), (len(DATA) + 5, 10), (3, 0)]:
+        assert client.read_rest("step-1", "data", begin, nbytes) == DATA[begin : begin + nbytes]
+    client.close()
+
+
+def test_names_and_sizes_are_told(served):
+    server, _ = served
+    client = client_of(server)
+    assert client.names("") == ["step-1"] and client.names("step-1") == ["data"]
+    assert client.size("step-1", "data") == len(DATA)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "ask_for",
+    [
+        lambda client: client.size("step-1", "none"),
+        lambda client: client.read_rest("step-1", "none", 0, 5),
+        lambda client: client.names("none"),
+        lambda client: client.remove("step-1", "data"),
+    ],
+    ids=["size", "rest", "names", "remove"],
+)
+def test_what_is_refused_is_told_and_the_connection_continues(served, ask_for):
+    server, _ = served
+    client = client_of(server)
+    client.names("")
+    (connection,) = client._free
+    with pytest.raises(FileNotFoundError):
+        ask_for(client)
+    assert read(client, 5, 2) == DATA[5:7] and client._free == [connection]
+    client.close()
+
+
+@pytest.mark.parametrize("what", ["write", "", "Read", "names\0"])
+def test_a_request_that_nobody_knows_ends_the_connection(served, what):
+    server, asked = served
+    peer = proven(server)
+    ask(peer, [what, "step-1", "data", [[0, 5]]])
+    assert ends(peer) == b"" and not asked
+
+
+@pytest.mark.parametrize("said", [b"", b"\0", LENGTH.pack(40), LENGTH.pack(40) + b'["read", "step'])
+def test_half_a_request_is_given_up(served, monkeypatch, said):
+    monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.2)
+    server, asked = served
+    peer = proven(server)
+    peer.sendall(said)
+    if said:
+        assert ends(peer) == b"" and not asked
+    else:  # an idle one stays
+        time.sleep(0.4)
+        ask(peer, ["read", "step-1", "data", [[0, 5]]])
+        assert REPLY.unpack(peer.recv(REPLY.size, socket.MSG_WAITALL)) == (FOUND, 5)
+        peer.close()

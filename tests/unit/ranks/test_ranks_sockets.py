@@ -858,6 +858,7 @@ class Host(World):
 
 
 DATA, MANAGED = ("data0", "10.5.0.7"), ("mgmt0", "10.0.0.7")
+A_STORE = object()  # which the world below knows the host of
 BOTH = [MANAGED, DATA, ("data1", "fd05::7")]
 
 
@@ -894,7 +895,16 @@ def environment(monkeypatch):
 def test_a_rank_listens_where_others_reach_its_host(host, expected, environment):
     environment()
     with using(host):
-        assert address.network_of(None) == Network(tuple(expected))
+        assert address.network_of(A_STORE) == Network(tuple(expected))
+
+
+def test_who_is_to_be_reached_by_anybody_listens_at_all_addresses(environment):
+    environment()
+    with using(Host("master", BOTH, master="127.0.1.1", out="10.0.0.7")):
+        assert address.network_of(None) == Network(("127.0.0.1", "10.0.0.7", "10.5.0.7", "fd05::7"))
+    environment(own="data0")
+    with using(Host("master", BOTH, master="127.0.1.1", out="10.0.0.7")):
+        assert address.network_of(None) == Network(("10.5.0.7",))
 
 
 @pytest.mark.parametrize(
@@ -918,7 +928,7 @@ def test_a_rank_listens_where_others_reach_its_host(host, expected, environment)
 def test_variables_say_where_a_rank_listens(texts, expected, ports, environment):
     environment(**texts)
     with using(Host("master", BOTH, master="127.0.1.1", out="10.0.0.7")):
-        assert address.network_of(None) == Network(tuple(expected), ports)
+        assert address.network_of(A_STORE) == Network(tuple(expected), ports)
 
 
 @pytest.mark.parametrize(

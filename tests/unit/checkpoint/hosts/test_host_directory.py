@@ -137,3 +137,21 @@ def test_nothing_but_regular_files_of_its_own_is_opened(tmp_path):
     for within, name in refused:
         with pytest.raises(OSError):
             os.close(directory.open_file(within, name))
+
+
+def test_threads_that_list_at_one_time_each_get_all_names(tmp_path):
+    directory, found = HostDirectory(str(tmp_path / "run")), []
+    names = [f"step-{number:08d}" for number in range(3000)]  # which the system gives in several parts
+    for name in names:
+        (tmp_path / "run" / name).touch()
+
+    def work():
+        for _ in range(50):
+            found.append(len(set(directory.names(""))))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [len([".host", *names])] * 200

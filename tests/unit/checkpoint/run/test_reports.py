@@ -1,14 +1,18 @@
 """Reports of saves, loads, verifications, reshardings and uploads, and their progress."""
 
+import ast
 import logging
 import re
 import sys
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint import reports
 from tests.harness import run_ranks
 
 
@@ -167,3 +171,32 @@ def test_each_rank_sees_its_own_part(tmp_path):
     for ends in zip(*run_ranks(2, seen_by_rank, str(tmp_path)), strict=True):
         assert all(done == total for done, total in ends)
         assert sum(total for _, total in ends) == 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class AnyReport:
+    """What the lines of all events want of a report."""
+
+    url: str = "/run/step-00000005"
+    seconds: float = 2.0
+    pause_seconds: float = 0.5
+    bytes_total: int = 1_000_000
+    ok: bool = True
+    problems: tuple[str, ...] = ()
+
+
+def emitted_events():
+    """The events that are emitted anywhere in the package, by its source."""
+    for path in sorted(Path(reports.__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "emit_report":
+                yield ast.literal_eval(node.args[0])
+
+
+def test_every_event_that_is_emitted_has_a_line(caplog):
+    events = sorted(set(emitted_events()))
+    assert {"save", "load", "update", "verify", "reshard", "convert", "upload", "copy"} == {*events}
+    with caplog.at_level(logging.INFO, "shardopt"):
+        for event in events:
+            reports.emit_report(event, AnyReport())
+    assert len(caplog.records) == len(events) and all("1 MB in 2 s" in each.message for each in caplog.records)
