@@ -24,6 +24,8 @@ _keeper = _of("shardopt.checkpoint.run.keeper")
 _link = _of("shardopt.ranks.connections.link").Link
 _peers = _of("shardopt.ranks.connections.peers").Peers
 _side = _of("shardopt.ranks.groups").SideRanks
+_follower = _of("shardopt.checkpoint.stream.follower").Follower
+_chains = _of("shardopt.checkpoint.stream.chains")
 
 
 def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:
@@ -176,6 +178,88 @@ def leave_taken_once(patch: Callable[..., None]) -> None:
 def no_more_frames_than_it_said(patch: Callable[..., None]) -> None:
     """A peer that came back had more frames in the end than it had said: they were on the way in the earlier socket."""
     patch(_link, "_sent_once", property(lambda self: self._confirmed + len(self._kept)))
+
+
+def applied_before_all_ranks_agreed(patch: Callable[..., None]) -> None:
+    agree = Ranks.agree
+
+    def alone(self: Any, what: Any, work: Any, *others: Any, **named: Any) -> Any:
+        is_reading = str(what).startswith("updating to") and not others and not named and "(applying)" not in str(what)
+        return (work(), None) if is_reading else agree(self, what, work, *others, **named)
+
+    patch(Ranks, "agree", alone)
+
+
+def applied_without_a_pause(patch: Callable[..., None]) -> None:
+    patch(_follower, "_enter_pause", lambda *args: world().monotonic())
+
+
+def not_marked_as_torn(patch: Callable[..., None]) -> None:
+    patch(_follower, "_is_torn", property(lambda self: False, lambda *args: None), raising=False)
+
+
+def files_removed_that_kept_steps_need(patch: Callable[..., None]) -> None:
+    patch(_removal, "_referred_in", lambda storages: {storage: frozenset() for storage in storages})
+
+
+def deltas_on_any_state(patch: Callable[..., None]) -> None:
+    """The newest delta of a box was applied to whatever was there."""
+
+    def since(self: Any, entry: Any, state: bytes) -> Any:
+        if self.state_of(entry) == state or not self._deltas:
+            return [] if self._deltas else None
+        file = self._deltas[-1]
+        return [_chains.Link(file, file.index(entry, _chains.word_bytes(entry.dtype)))]
+
+    patch(_chains.Chain, "since", since)
+
+
+def bridges_on_any_state(patch: Callable[..., None]) -> None:
+    since = _chains.Chain.since
+
+    def bridged(self: Any, entry: Any, state: bytes) -> Any:
+        links = since(self, entry, state)
+        if links is None and self._bridge is not None:
+            index = self._bridge.index(entry, _chains.word_bytes(entry.dtype))
+            on_base = since(self, entry, _chains.digest_of(index.after))
+            links = on_base if on_base is None else [_chains.Link(self._bridge, index), *on_base]
+        return links
+
+    patch(_chains.Chain, "since", bridged)
+
+
+def weights_not_known_again(patch: Callable[..., None]) -> None:
+    """What the program had changed between two updates was taken for what the first had left."""
+    patch(_of("shardopt.checkpoint.stream.staged").Held, "is_in", lambda *args: True)
+
+
+def steps_left_when_taken_back(patch: Callable[..., None]) -> None:
+    patch(_of("shardopt.checkpoint.stream.publisher").Publisher, "_take_back", lambda *args: None)
+
+
+def newest_step_looked_for_by_each_rank(patch: Callable[..., None]) -> None:
+    patch(_follower, "_newest", lambda self, ranks, but: self._root.newest(but))
+
+
+def step_told_after_the_pause(patch: Callable[..., None]) -> None:
+    """Who served right after a pause was told the step before."""
+    apply, step = _follower._apply, _follower.step
+
+    def late(self: Any, ranks: Any, what: str, staged: Any, id: Any) -> Any:
+        self.told = self._id
+        try:
+            pause = apply(self, ranks, what, staged, id)
+            world().sleep(1e-3)
+        finally:
+            self.told = None
+        return pause
+
+    def told(self: Any) -> Any:
+        earlier = self.__dict__.get("told")
+        return step.fget(self) if earlier is None or self._is_torn else earlier.step
+
+    patch(_follower, "_apply", late)
+    patch(_follower, "step", property(told))
 
 
 def put_back(broken: Callable[..., None], monkeypatch: Any) -> None:

@@ -57,7 +57,8 @@ class FileSystem:
     """The files that all hosts of a job see.
 
     Attributes:
-        fail: process name and operation's number → the error number of the operation.
+        failing: process name and operation's number → the error number of the operation.
+        slow: process name → how many times longer its operations take.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -66,6 +67,7 @@ class FileSystem:
         self._open: dict[int, Inode] = {}
         self._next_fd = 1000
         self.failing: dict[tuple[str, int], int] = {}
+        self.slow: dict[str, float] = {}
         self._operations: dict[str, int] = {}
 
     def operate(self, what: str, path: str) -> None:
@@ -73,7 +75,7 @@ class FileSystem:
         scheduler = self.scheduler
         assert scheduler.current is not None
         name = scheduler.current.process.name
-        scheduler.operate(f"{what} {path}", _SECONDS)
+        scheduler.operate(f"{what} {path}", _SECONDS * self.slow.get(name, 1.0))
         if self.failing:
             self._operations[name] = count = self._operations.get(name, 0) + 1
             number = self.failing.get((name, count))

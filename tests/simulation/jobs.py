@@ -9,7 +9,6 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import safetensors.torch
@@ -27,32 +26,13 @@ from tests.simulation.objects import PROTOCOL
 from tests.simulation.schedule import DEADLINE_SECONDS, STOP_SECONDS, Fault, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Killed, Process
+from tests.simulation.told import Told
 from tests.simulation.world import SimulatedGroup, SimulatedWorld, begin_process, end_process
 
 ROOT = "/sim/run"
 MIRROR = f"{PROTOCOL}://bucket/run"
 EXPORTS = "/sim/exports"
 _SHARED = ("w",)
-
-
-@dataclass
-class Told:
-    """What a rank was told by one call.
-
-    Args:
-        call: which of the job's calls; the same on all ranks.
-        text: the result, or the error.
-        ok: whether it was a result.
-    """
-
-    job: int
-    rank: int
-    call: str
-    begin: float
-    end: float
-    ok: bool
-    text: str
-    disturbed: bool
 
 
 class App:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 from tests.simulation.schedule import Job, Schedule
 
 _DEFAULT = Job()
+T = TypeVar("T")
 
 
-def shrink(schedule: Schedule, fails: Callable[[Schedule], bool], most_runs: int = 300) -> Schedule:
+def shrink(schedule: T, fails: Callable[[T], bool], most_runs: int = 300) -> T:
     """Returns a schedule that fails too, and of which nothing can be left out alone.
 
     Args:
+        schedule: of jobs one after the other, or any dataclass of which each part can be left out for itself.
         fails: whether one fails; called at most `most_runs` times.
     """
+    candidates_of: Callable[[Any], Iterator[Any]] = _smaller if isinstance(schedule, Schedule) else _parts_left_out
     runs, smaller = 0, True
     while smaller:
         smaller = False
-        for candidate in _smaller(schedule):
+        for candidate in candidates_of(schedule):
             runs += 1
             if runs > most_runs:
                 return schedule
@@ -56,3 +60,19 @@ def _smaller_jobs(job: Job) -> Iterator[Job]:
     for field in fields(Job):
         if field.name not in ("ranks", "saves") and getattr(job, field.name) != getattr(_DEFAULT, field.name):
             yield replace(job, **{field.name: getattr(_DEFAULT, field.name)})
+
+
+def _parts_left_out(made: Any) -> Iterator[Any]:
+    """Yields a dataclass with one thing less: an element of a tuple, or of what is in it, or a value by default."""
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if isinstance(value, tuple):
+            for i in reversed(range(len(value))):
+                yield replace(made, **{field.name: value[:i] + value[i + 1 :]})
+            for i, each in enumerate(value):
+                for smaller in _parts_left_out(each) if is_dataclass(each) else ():
+                    yield replace(made, **{field.name: (*value[:i], smaller, *value[i + 1 :])})
+        elif field.default is not MISSING and value != field.default:
+            yield replace(made, **{field.name: field.default})
+            if isinstance(value, int) and isinstance(field.default, int) and value > field.default + 1:
+                yield replace(made, **{field.name: value - 1})

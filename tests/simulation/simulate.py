@@ -14,10 +14,11 @@ from shardopt import checkpoint
 from shardopt.checkpoint.saving import agree_plan
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.world import world as current_world
-from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports, judge_order
+from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, judge_exports, judge_order
 from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Process, Scheduler
+from tests.simulation.told import Told, have_left, meaning
 from tests.simulation.world import SimulatedWorld, begin_process, simulated, without_garbage
 
 
@@ -26,11 +27,12 @@ class Outcome:
     """What has come of a schedule.
 
     Args:
+        schedule: of a run, or of a stream.
         problems: what must not have happened.
         trace: all operations, in order.
     """
 
-    schedule: Schedule
+    schedule: Any
     problems: list[str]
     trace: list[tuple[float, str, str]]
 
@@ -169,7 +171,7 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
             all_told = [told for told in all_told if told.ok]
         if call == "close" and jobs[job].job.exports:
             all_told = [told for told in all_told if told.ok or told.rank]  # rank 0 alone makes them, and is told
-        if len({_meaning(told, _have_left(ledger, told)) for told in all_told}) > 1:
+        if len({meaning(told, have_left(ledger.told, told)) for told in all_told}) > 1:
             each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)
             problems.append(f"{call} of job {job} told ranks differently:\n{each}")
     beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
@@ -189,13 +191,6 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         if len(stored) > 40 + 20 * sum(each.job.ranks for each in jobs):
             problems.append(f"the store of job {number} has {len(stored)} keys: {sorted(stored)}")
     return problems
-
-
-def _have_left(ledger: Ledger, told: Told) -> set[int]:
-    """Returns the ranks of which a call has no word, or none before this one, as an error had them leave."""
-    words = [each for each in ledger.told if (each.job, each.call) == (told.job, told.call)]
-    came = {each.rank for each in words if not (_UNNAMED.search(each.text) and each.end <= told.end)}
-    return {each.rank for each in ledger.told if each.job == told.job and not each.ok and not each.disturbed} - came
 
 
 def _is_told_at_once(running: RunningJob, told: Told) -> bool:
@@ -233,26 +228,6 @@ _COPIES = re.compile(
 )
 """What is said of a copy that another process makes too, or whose original, or what it refers to, another process has
 removed by its rules."""
-_UNNAMED = re.compile("did not say for")
-"""What a rank says that wants to stop and has no answer; whoever is silent is known to those alone who wait for it."""
-_LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
-
-
-def _meaning(told: Told, left: set[int]) -> str:
-    """Returns what ranks must have been told alike: a result, or an error, or who was lost.
-
-    That a rank is lost may be seen in different ways: its process has ended, where that is seen, or it is silent. Of
-    several that have left on their own, each rank names the one that it was connected with.
-    """
-    if told.ok:
-        return told.text
-    kind, _, text = told.text.partition(": ")
-    if _UNNAMED.search(text):
-        return f"{kind}: lost some that had left"
-    lost = _LOST.findall(text)
-    if lost and left.issuperset(map(int, re.findall(r"\d+", " ".join(lost)))):
-        return f"{kind}: lost some that had left"
-    return f"{kind}: lost {lost}" if lost else re.sub(r"\S*/", "", told.text)
 
 
 def _slow_planning() -> mock._patch[object]:

@@ -30,7 +30,7 @@ class Process:
         stopped: whether it is stopped, as by SIGSTOP.
         operations: how many operations it has done that others may see; faults are placed by this number.
         keeps: module namespace, name and value of all that modules keep once for each process.
-        address, job_size, group, planning_seconds, gives_up: given by the job, if it is of one.
+        address, rank, job_size, group, planning_seconds, gives_up: given by the job, if it is of one.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, host: str = "") -> None:
@@ -43,7 +43,7 @@ class Process:
         self.main_ended = False
         self.keeps: list[tuple[dict[str, Any], str, Any]] = []
         self.address = ""
-        self.job_size = 1
+        self.rank, self.job_size = 0, 1
         self.group: Any
         self.planning_seconds = 0.0
         self.gives_up: Callable[[], None]

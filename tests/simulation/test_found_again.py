@@ -7,6 +7,8 @@ import pytest
 from tests.simulation import broken
 from tests.simulation.schedule import DEADLINE_SECONDS, Fault, Job, Schedule
 from tests.simulation.simulate import simulate
+from tests.simulation.streams.schedule import Following, Hit, Publishing, Stream
+from tests.simulation.streams.simulate import simulate as simulate_stream
 
 LONG = 1.6 * DEADLINE_SECONDS
 STOPPED = Schedule(3, (Job(ranks=1, saves=1, leaves_stopped=True),))
@@ -55,6 +57,42 @@ def test_fault_is_found_again(fault, monkeypatch):
     assert [each.problems for each in map(simulate, FOUND[fault]) if each.problems] == []
     broken.put_back(fault, monkeypatch)
     assert any(simulate(schedule).problems for schedule in FOUND[fault])
+
+
+SLOW = Publishing(changes=("few",) * 4, seconds=0.05)
+FAST = Publishing(changes=("few",) * 8, seconds=0.0)
+
+
+def followed(following, publishing=SLOW):
+    return Stream(1, (publishing,), (following,))
+
+
+FOUND_IN_STREAMS = {
+    broken.applied_before_all_ranks_agreed: [
+        followed(Following(ranks=2, updates=8, hits=(Hit("disk", 1, at, detail="ENOSPC"),))) for at in (2, 4, 6)
+    ],
+    broken.applied_without_a_pause: [followed(Following(updates=8, threads=1))],
+    broken.not_marked_as_torn: [  # one rank cannot read what has no room before the pause
+        followed(Following(ranks=2, updates=8, threads=1, memory_bytes=0, hits=(Hit("disk", 1, at, detail="EIO"),)))
+        for at in (20, 24, 28)
+    ],
+    broken.files_removed_that_kept_steps_need: [followed(Following(), Publishing(changes=("few",) * 4, keep=1))],
+    broken.deltas_on_any_state: [followed(Following(updates=3, seconds=0.1))],
+    broken.bridges_on_any_state: [
+        followed(Following(updates=3, seconds=0.06), Publishing(changes=("few",) * 4, anchor_every=2))
+    ],
+    broken.weights_not_known_again: [followed(Following(updates=8, spoils=5))],
+    broken.steps_left_when_taken_back: [Stream(1, (SLOW, Publishing(back=2)))],
+    broken.newest_step_looked_for_by_each_rank: [followed(Following(ranks=2, updates=8, seconds=0.0), FAST)],
+    broken.step_told_after_the_pause: [followed(Following(updates=8, threads=1))],
+}
+
+
+@pytest.mark.parametrize("fault", FOUND_IN_STREAMS, ids=lambda fault: fault.__name__)
+def test_fault_of_a_stream_is_found_again(fault, monkeypatch):
+    assert [each.problems for each in map(simulate_stream, FOUND_IN_STREAMS[fault]) if each.problems] == []
+    broken.put_back(fault, monkeypatch)
+    assert any(simulate_stream(schedule).problems for schedule in FOUND_IN_STREAMS[fault])
 
 
 @pytest.mark.parametrize("rank", [2, 3])

@@ -244,6 +244,7 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: world._process().job_size),
+        ("shardopt.sharding.view", "_rank", lambda: world._process().rank),  # by which a part of a tensor has holders
     ]
     names = [
         *((module, name) for module, name, _ in patches),
