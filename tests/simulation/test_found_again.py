@@ -60,18 +60,19 @@ def test_fault_is_found_again(fault, monkeypatch):
 
 
 SLOW = Publishing(changes=("few",) * 4, seconds=0.05)
+SEEDS = range(1, 13)  # of races: any change of the code is another order
 FAST = Publishing(changes=("few",) * 8, seconds=0.0)
 
 
-def followed(following, publishing=SLOW):
-    return Stream(1, (publishing,), (following,))
+def followed(following, publishing=SLOW, seed=1):
+    return Stream(seed, (publishing,), (following,))
 
 
 FOUND_IN_STREAMS = {
     broken.applied_before_all_ranks_agreed: [
         followed(Following(ranks=2, updates=8, hits=(Hit("disk", 1, at, detail="ENOSPC"),))) for at in (2, 4, 6)
     ],
-    broken.applied_without_a_pause: [followed(Following(updates=8, threads=1))],
+    broken.applied_without_a_pause: [followed(Following(updates=8, threads=1), seed=seed) for seed in SEEDS],
     broken.not_marked_as_torn: [  # one rank cannot read what has no room before the pause
         followed(Following(ranks=2, updates=8, threads=1, memory_bytes=0, hits=(Hit("disk", 1, at, detail="EIO"),)))
         for at in (20, 24, 28)
@@ -83,8 +84,10 @@ FOUND_IN_STREAMS = {
     ],
     broken.weights_not_known_again: [followed(Following(updates=8, spoils=5))],
     broken.steps_left_when_taken_back: [Stream(1, (SLOW, Publishing(back=2)))],
-    broken.newest_step_looked_for_by_each_rank: [followed(Following(ranks=2, updates=8, seconds=0.0), FAST)],
-    broken.step_told_after_the_pause: [followed(Following(updates=8, threads=1))],
+    broken.newest_step_looked_for_by_each_rank: [
+        followed(Following(ranks=2, updates=8, seconds=0.0), FAST, seed) for seed in SEEDS
+    ],
+    broken.step_told_after_the_pause: [followed(Following(updates=8, threads=1), seed=seed) for seed in SEEDS],
 }
 
 
