@@ -100,7 +100,7 @@ class Job:
         while self.receives and self.follower.step != self.step:
             report = self.follower.update()
             if report is None:
-                time.sleep(0.005)
+                time.sleep(0.02)
             else:
                 self.pauses.append(report.pause_seconds)
 

@@ -131,7 +131,10 @@ class HostDirectory:
         if not directory:
             yield self._fd
             return
-        within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        except NotADirectoryError:
+            raise FileNotFoundError(f"{directory} is no directory") from None
         try:
             yield within
         finally:

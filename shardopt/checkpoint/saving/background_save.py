@@ -21,6 +21,7 @@ from shardopt.checkpoint.saving.writing.staging import Staging
 from shardopt.ranks import Ranks
 from shardopt.world import world
 
+_RETURN_SECONDS = 1e-3  # in which the call returns: else it waits for the interpreter, which this thread has for 5 ms
 _PLAN_SECONDS = 2.0  # for which a call waits until the save is planned, to copy no more than this rank writes
 
 
@@ -102,6 +103,7 @@ class BackgroundSave:
 
     def _described(self) -> Described:
         self._handed_over.wait()
+        world().sleep(_RETURN_SECONDS)
         staged = self._staged
         if not isinstance(staged, Staged):
             assert staged is not None

@@ -336,3 +336,15 @@ def test_a_published_step_keeps_the_dtype_and_names_that_it_is_given(start, path
     app = {f"model.{name}": torch.zeros_like(each, dtype=torch.bfloat16) for name, each in values(0).items()}
     assert following(path, key_file, app).update().step == 1
     assert same_bits(app, {f"model.{name}": each.bfloat16() for name, each in values(1).items()})
+
+
+def test_retention_removes_what_no_kept_step_needs(path, key_file, caplog):
+    weights = {"w": torch.arange(4000.0)}
+    options = {"key_file": key_file}
+    with checkpoint.Publisher(f"hosts://{path}", keep=2, anchor_every=3, storage_options=options) as publisher:
+        for step in range(1, 9):
+            weights["w"][step] = -1
+            publisher.publish(step, weights).result()
+    assert not caplog.records
+    left = [".host", "step-00000007", "step-00000008", "stream.json"]  # an anchor, and what is after it
+    assert sorted(os.listdir(path)) == left
