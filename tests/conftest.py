@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -51,3 +52,18 @@ def _keep_out_of_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_root_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of roots in the memory of hosts this process knows none before a test, and keeps no connection after it."""
+    from shardopt.checkpoint.hosts import served  # which imports torch: see above
+    from shardopt.ranks.files.client import FileClient
+
+    monkeypatch.setattr(served, "_roots", {})
+    monkeypatch.delenv(served.KEY_FILE, raising=False)
+    yield
+    for root in served._roots.values():
+        for files in root.files:
+            if isinstance(files, FileClient):
+                files.close()

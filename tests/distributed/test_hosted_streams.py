@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
-from shardopt.checkpoint.hosts import served
 from shardopt.errors import CheckpointError, ShardoptError
-from shardopt.ranks.files.client import FileClient
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.hosted import Trainer, memory_of_its_own_is_allowed, take_memory_of_its_own, values
 from tests.support.streams import same_bits, zeros_like
+
+pytestmark = pytest.mark.usefixtures("no_root_is_known")
 
 TRAINERS = 3
 DEADLINE_SECONDS = 5.0
@@ -31,16 +31,6 @@ def path(tmp_path):
     if not memory_of_its_own_is_allowed(tmp_path / "tried"):
         pytest.skip("this machine lets nobody here mount memory in a namespace")
     return tmp_path / "weights"
-
-
-@pytest.fixture(autouse=True)
-def no_root_is_known(monkeypatch):
-    monkeypatch.setattr(served, "_roots", {})
-    yield
-    for root in served._roots.values():
-        for files in root.files:
-            if isinstance(files, FileClient):
-                files.close()
 
 
 class Turns:

@@ -22,20 +22,11 @@ from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer
 from tests.support.streams import same_bits, train, zeros_like
 
+pytestmark = pytest.mark.usefixtures("no_root_is_known")
+
 ROOT = "/dev/shm/none-of-this-name"
 NAME, KEY = "aa" * 8, "bb" * 32
 OF_RANK_0, OF_RANK_1 = "abc123-r00000.safetensors", "abc123-r00001.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def no_root_is_known(monkeypatch):
-    monkeypatch.setattr(served, "_roots", {})
-    monkeypatch.delenv(served.KEY_FILE, raising=False)
-    yield
-    for root in served._roots.values():
-        for files in root.files:
-            if isinstance(files, FileClient):
-                files.close()
 
 
 @pytest.fixture

@@ -21,15 +21,7 @@ from tests.harness import Fault
 from tests.support.hosted import Trainer, memory_of_its_own_is_allowed, values
 from tests.support.streams import files_of, flip, same_bits, train, zeros_like
 
-
-@pytest.fixture(autouse=True)
-def no_root_is_known(monkeypatch):
-    monkeypatch.setattr(served, "_roots", {})
-    yield
-    for root in served._roots.values():
-        for files in root.files:
-            if isinstance(files, FileClient):
-                files.close()
+pytestmark = pytest.mark.usefixtures("no_root_is_known")
 
 
 @pytest.fixture
