@@ -258,15 +258,18 @@ class Run:
             raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
         return [list(id) for id in ids if self.root.is_committed(id)]
 
-    def take_back(self, step: int, seen_from: int, newer: Newer, on_tiers: Sequence[Candidate]) -> None:
+    def take_back(
+        self, step: int, seen_from: int, newer: Newer, on_tiers: Sequence[Candidate], always: bool = False
+    ) -> None:
         """Makes the run continue from a step of a branch, if it does not already. Collective.
 
         Args:
             newer: what becomes of checkpoints that were saved there after it.
             on_tiers: as for `candidates`.
+            always: whether it continues on a new branch even if nothing was saved there after it.
         """
         later = [each for each in self.candidates(seen_from, on_tiers=on_tiers) if each.id.step > step]
-        if seen_from == self.branches.current and not later:
+        if seen_from == self.branches.current and not later and not always:
             return
         record = Branch(self.branches.current + 1, seen_from, step, newer)
 

@@ -164,10 +164,13 @@ class Publisher:
     def _take_back(self, step: int) -> None:
         """Removes what an earlier job published from a step on. Collective."""
         branches, newest = self._steps.branches(), self._run.newest()
-        if newest is not None and newest.step >= step:
-            if self._run.ranks.rank == 0:
+        # A job that was taken back to a later step may have published nothing, and nothing earlier may be left. Then
+        # this step would be on an earlier branch, and older than what followers have.
+        is_before = branches.id_of(step).branch != branches.current
+        if (newest is not None and newest.step >= step) or is_before:
+            if self._run.ranks.rank == 0 and newest is not None and newest.step >= step:
                 _log.warning("step %d was published before: steps %d to %d are removed", step, step, newest.step)
-            self._run.take_back(max(step - 1, 0), branches.current, "remove", [])
+            self._run.take_back(max(step - 1, 0), branches.current, "remove", [], always=is_before)
             if step == 0:  # which is on no branch of its own, and no checkpoint is written over
                 first = self._run.root.checkpoint(CheckpointId(0))
                 self._run.ranks.on_rank_0(f"removing step 0 of {self._run.root.url}", lambda: remove_checkpoint(first))

@@ -298,3 +298,21 @@ def test_a_run_and_a_publisher_of_one_program_refuse_each_others_root_while_it_i
         first()
         with pytest.raises(CheckpointError, match="a run and a publisher cannot share a root"):
             second()
+
+
+def test_steps_before_those_that_a_job_was_taken_back_to_are_followed(tmp_path, weights, app, monkeypatch):
+    """Also where that job has published nothing, and no step before it is left."""
+    follower = checkpoint.Follower(tmp_path, app)
+    with checkpoint.Publisher(tmp_path, keep=2, anchor_every=1) as publisher:
+        for step in range(1, 6):
+            publisher.publish(step, weights).result()
+    assert follower.update().step == 5
+    with checkpoint.Publisher(tmp_path, keep=2) as publisher, monkeypatch.context() as context:
+        context.setattr(publisher._steps, "save", lambda *args, **named: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(4, weights)
+    for step in (3, 2):
+        train(weights, step)
+        with checkpoint.Publisher(tmp_path, keep=2) as publisher:
+            publisher.publish(step, weights).result()
+        assert is_step(follower, app, follower.update(), step) and same_bits(app, weights)
