@@ -68,7 +68,7 @@ class SharesOnly(Files):
 
 
 class ReadOnlyFiles(Files):
-    """What a publisher serves to its followers: all but hidden files, to be read."""
+    """The files that a publisher serves to its followers: all but hidden ones, to be read."""
 
     def __init__(self, directory: HostDirectory) -> None:
         self._directory = directory

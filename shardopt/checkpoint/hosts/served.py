@@ -44,12 +44,12 @@ class ServedStorage(Storage):
         self._silent = False
 
     @property
-    def is_remote(self) -> bool:  # type: ignore[override]
+    def is_remote(self) -> bool:  # type: ignore[override]  # of a publisher it is not known before its hosts have met
         return self._root.number is None or len(self._root.files) > 1
 
     @property
     def _own(self) -> LocalStorage:
-        """What is on this host, to write to."""
+        """The storage of this host, to write to."""
         number = self._root.number
         files = None if number is None else self._root.files[number]
         if not isinstance(files, HostFiles):
@@ -201,6 +201,7 @@ def follow_at(url: str, options: Mapping[str, Any] | None) -> bool:
 
 
 def _open(url: str, key_file: Any = None, max_connections: Any = None, max_bytes_per_second: Any = None) -> Storage:
+    # A publisher's options may be given for its URL too; its bounds count where it serves.
     found, key_file = _found(url), key_file or os.environ.get(KEY_FILE)
     if found is None and key_file is not None:
         invitation = invitation_at(url, key_file)

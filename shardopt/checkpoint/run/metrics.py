@@ -22,7 +22,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class Noted(NamedTuple):
-    """What retention goes by of one checkpoint.
+    """The time and the metrics of one checkpoint, which retention goes by.
 
     Args:
         saved_at: in seconds since 1970 began; None where that is not known.

@@ -1,4 +1,4 @@
-"""Serves byte ranges of files to proven peers on other hosts. Writes nothing.
+"""Serves byte ranges of files to proven peers on other hosts. Writes nothing, and removes what its `files` let it.
 
 request   4 bytes: the length of what follows, at most 64 KiB; JSON: [what, directory, name, [[offset, bytes], ...]]
 reply     1 byte: 0 where there is such a file; 8 bytes: the length of what follows; the answer.
