@@ -66,7 +66,7 @@ class Branch(NamedTuple):
     Args:
         number: of the branch, from 1 on.
         of: the branch from which the run was taken back.
-        from_step: up to which step it has what that one has.
+        from_step: up to which step it has what that one has; -1 where a stream began again with step 0.
         newer: what becomes of checkpoints that were saved there after it: "abandon" leaves them.
     """
 
@@ -153,7 +153,8 @@ def decode_branch(wire: Mapping[str, Any], where: str) -> Branch:
     """Decodes a record from untrusted JSON. Raises CorruptionError."""
     try:
         newer: Newer = {stored: newer for newer, stored in _AS_STORED.items()}[wire["beyond"]]
-        record = Branch(read_size(wire["branch"]), read_size(wire["of"]), read_size(wire["from_step"]), newer)
+        from_step = -1 if wire["from_step"] == -1 else read_size(wire["from_step"])
+        record = Branch(read_size(wire["branch"]), read_size(wire["of"]), from_step, newer)
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(where, f"no record of a branch ({error})") from None
     if wire.get("format") != _FORMAT or not record.of < record.number:

@@ -192,8 +192,10 @@ class Root:
             step: the only one that counts; None for any.
         """
         ids, branches = self.ids(), branches_of(self.records.values())
-        own = (id for id in reversed(ids) if branches.has(id) and id not in but and step in (None, id.step))
-        return next(filter(self.is_committed, own), None)
+        own = [id for id in reversed(ids) if branches.has(id) and id not in but and step in (None, id.step)]
+        found = next((at for at, id in enumerate(own) if self.is_committed(id)), len(own))
+        # A newer one may have been committed since it was looked at, and those before it removed before they were.
+        return next(filter(self.is_committed, own[:found]), own[found] if found < len(own) else None)
 
     def forget(self, ids: Iterable[CheckpointId]) -> None:
         """Forgets that checkpoints were committed, before they are removed or saved again."""

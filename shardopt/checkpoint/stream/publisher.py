@@ -14,14 +14,12 @@ from shardopt.checkpoint.arguments import count_problem, refuse
 from shardopt.checkpoint.hosts.served import publish_at
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.after_commit import AfterCommit
-from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.options import check_run_options, check_step
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
 from shardopt.checkpoint.saving.options import SaveTerms
-from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.arranged import Arranged
@@ -170,10 +168,7 @@ class Publisher:
         if (newest is not None and newest.step >= step) or is_before:
             if self._run.ranks.rank == 0 and newest is not None and newest.step >= step:
                 _log.warning("step %d was published before: steps %d to %d are removed", step, step, newest.step)
-            self._run.take_back(max(step - 1, 0), branches.current, "remove", [], always=is_before)
-            if step == 0:  # which is on no branch of its own, and no checkpoint is written over
-                first = self._run.root.checkpoint(CheckpointId(0))
-                self._run.ranks.on_rank_0(f"removing step 0 of {self._run.root.url}", lambda: remove_checkpoint(first))
+            self._run.take_back(step - 1, branches.current, "remove", [], always=is_before)
 
     @is_part_of(WAITING)
     def wait(self) -> None:

@@ -67,10 +67,9 @@ class Ledger:
     def comes_late(self, at: Attempt, least: Attempt | None) -> bool:
         """Whether an update has not come to what was committed before it.
 
-        A job that has begun since may have taken that back. Step 0 is on no branch of its own: where it is published
-        again, followers wait for the next one.
+        A job that has begun since may have taken that back.
         """
-        return least is not None and at < least and least.job == self._jobs - 1 and least.step > 0 and not self.damaged
+        return least is not None and at < least and least.job == self._jobs - 1 and not self.damaged
 
     def attempt_of(self, app: App, step: int) -> Attempt | None:
         """Returns the committed attempt at a step that an app has all weights of, the latest; None if there is none."""

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.format.constants import seal
+from shardopt.checkpoint.format.constants import seal, unpack_record
 from shardopt.checkpoint.run.branches import (
     Branch,
     Branches,
     CheckpointId,
     branches_of,
     by_numbers,
+    decode_branch,
     parse_id,
     read_records,
 )
@@ -96,6 +97,12 @@ def test_names_of_directories():
 
 
 WHOLE = Branch(1, 0, 200)
+
+
+def test_a_branch_may_begin_before_step_0():
+    record = Branch(1, 0, -1, "remove")
+    assert decode_branch(unpack_record(record.pack(), ""), "") == record
+    assert branches_of([record]).id_of(0) == (0, 1) and branches_of([record]).is_removed(CheckpointId(0))
 
 
 @pytest.mark.parametrize(
