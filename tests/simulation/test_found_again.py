@@ -80,7 +80,8 @@ FOUND_IN_STREAMS = {
     broken.files_removed_that_kept_steps_need: [followed(Following(), Publishing(changes=("few",) * 4, keep=1))],
     broken.deltas_on_any_state: [followed(Following(updates=3, seconds=0.1))],
     broken.bridges_on_any_state: [
-        followed(Following(updates=3, seconds=0.06), Publishing(changes=("few",) * 4, anchor_every=2))
+        followed(Following(updates=3, seconds=seconds), Publishing(changes=("few",) * 4, anchor_every=2))
+        for seconds in (0.034, 0.042, 0.076)
     ],
     broken.weights_not_known_again: [followed(Following(updates=8, spoils=5))],
     broken.steps_left_when_taken_back: [Stream(1, (SLOW, Publishing(back=2)))],

@@ -17,14 +17,12 @@ from typing import Any
 from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.root import LABEL_NAME, RUN_NAME, Root, RunIdentity, run_at
+from shardopt.checkpoint.run.root import ID_BYTES, LABEL_NAME, RUN_NAME, Root, RunIdentity, run_at
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.redaction import redacted
 from shardopt.world import world
-
-_ID_BYTES = 16
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -50,7 +48,7 @@ def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
 
     def begin(reports: list[list[Any]]) -> str:
         identity, lacking = _refuse_others(run.roots, reports)
-        identity = identity or RunIdentity(world().random_name(_ID_BYTES), redacted(run.root.url))
+        identity = identity or RunIdentity(world().random_name(ID_BYTES), redacted(run.root.url))
         _keep(identity, run.root, lacking)
         return identity.pack().decode()
 

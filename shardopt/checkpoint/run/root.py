@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.run.branches import Branch, CheckpointId, branches_of, parse_id, read_records
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
+from shardopt.world import world
 
 RUN_NAME = "run.json"
 """The name of the record of a run, in its root and in its mirror."""
@@ -28,6 +29,9 @@ LABEL_NAME = ".run"
 
 STREAM_NAME = "stream.json"
 """The name of the record in the root of a publisher, where no run is kept."""
+
+ID_BYTES = 16
+"""Of the identity of a run, or of what is published under a root."""
 
 _FORMAT = "shardopt-run"
 _STREAM_FORMAT = "shardopt-stream"
@@ -50,6 +54,25 @@ class RunIdentity(NamedTuple):
         return pack_record(_FORMAT, id=self.id, root=self.root)
 
 
+class Published(NamedTuple):
+    """A published step.
+
+    Args:
+        id: its own.
+        stream: the identity of the stream that it is of, 32 hexadecimal digits: another one where somebody has emptied
+            the root, and it was begun again. None where it is not known.
+    """
+
+    id: CheckpointId
+    stream: str | None
+
+    def is_after(self, other: Published) -> bool:
+        """Whether those who have another step are to take it: it was published later, or in another stream."""
+        if self.stream != other.stream:
+            return True
+        return (self.id.branch, self.id.step) > (other.id.branch, other.id.step)
+
+
 def decode_run(data: bytes, where: str) -> RunIdentity:
     """Decodes a record from untrusted bytes. Raises CorruptionError."""
     wire = unpack_record(data, where)
@@ -66,12 +89,17 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
     Raises:
         CheckpointError: it cannot be read. CorruptionError: it is damaged.
     """
+    data = _record_in(storage, name)
+    return None if data is None else decode_run(data, f"{storage.url}/{name}")
+
+
+def _record_in(storage: Storage, name: str) -> bytes | None:
+    """Returns the bytes of a record; None if it is not there. Raises CheckpointError and CorruptionError."""
     with wrap_os_errors(f"look into {storage.url}"):
         try:
-            data = storage.read_record(name)
+            return storage.read_record(name)
         except FileNotFoundError:
             return None
-    return decode_run(data, f"{storage.url}/{name}")
 
 
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
@@ -144,7 +172,18 @@ class Root:
         if self._publishes and not has_record:
             with wrap_os_errors(f"write {self.url}/{STREAM_NAME}"):
                 self.storage.make()
-                self.storage.publish(STREAM_NAME, pack_record(_STREAM_FORMAT))
+                self.storage.publish(STREAM_NAME, pack_record(_STREAM_FORMAT, id=world().random_name(ID_BYTES)))
+
+    def _stream(self) -> str | None:
+        """Returns the identity of the stream; None without a record. Raises CheckpointError and CorruptionError."""
+        data = _record_in(self.storage, STREAM_NAME)
+        if data is None:
+            return None
+        wire = unpack_record(data, f"{self.url}/{STREAM_NAME}")
+        number = wire.get("id")
+        if wire.get("format") != _STREAM_FORMAT or not (isinstance(number, str) and _ID.fullmatch(number)):
+            raise damaged(f"{self.url}/{STREAM_NAME}", "no record of a stream")
+        return number
 
     def _refuse_checkpoint(self) -> None:
         own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
@@ -184,18 +223,27 @@ class Root:
         self._committed = frozenset(committed)
         return committed
 
-    def newest(self, but: Collection[CheckpointId] = (), step: int | None = None) -> CheckpointId | None:
-        """Returns the newest committed checkpoint of the branch that the run is on; None if there is none.
+    def newest(
+        self, but: Set[Published] = frozenset(), step: int | None = None, stream: str | None = None
+    ) -> Published | None:
+        """Returns the newest step that is published here; None if there is none.
 
         Args:
-            but: checkpoints that do not count.
+            but: steps that do not count.
             step: the only one that counts; None for any.
+            stream: its identity where the record is lost.
         """
         ids, branches = self.ids(), branches_of(self.records.values())
-        own = [id for id in reversed(ids) if branches.has(id) and id not in but and step in (None, id.step)]
-        found = next((at for at, id in enumerate(own) if self.is_committed(id)), len(own))
+        if not ids:
+            return None
+        # Before it is asked which are committed: those of a stream that has ended are not any more.
+        stream = self._stream() or stream
+        own = [Published(id, stream) for id in reversed(ids) if branches.has(id) and step in (None, id.step)]
+        own = [each for each in own if each not in but]
+        found = next((at for at, each in enumerate(own) if self.is_committed(each.id)), len(own))
         # A newer one may have been committed since it was looked at, and those before it removed before they were.
-        return next(filter(self.is_committed, own[:found]), own[found] if found < len(own) else None)
+        late = (each for each in own[:found] if self.is_committed(each.id))
+        return next(late, own[found] if found < len(own) else None)
 
     def forget(self, ids: Iterable[CheckpointId]) -> None:
         """Forgets that checkpoints were committed, before they are removed or saved again."""

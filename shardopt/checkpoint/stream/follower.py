@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,9 @@ from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictnes
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, emit_report
-from shardopt.checkpoint.run.branches import CheckpointId, branches_of
+from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.options import check_run_options
-from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.root import Published, Root
 from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
@@ -143,20 +143,18 @@ class Follower:
         )
         self._known: KnownFiles = {}
         self._held: dict[Place, Held] = {}
-        self._id: CheckpointId | None = None
+        self._at: Published | None = None
         self._previous: int | None = None
         self._is_torn = False
-        self._damaged: set[CheckpointId] = set()
-        self._restart: CheckpointId | None = None  # the step with which the root was begun again
-        self._older: CheckpointId | None = None  # the own step, when rank 0 has just seen none but older ones
+        self._damaged: set[Published] = set()
         self._changed, self._serving, self._pausing = world().condition(), 0, False
-        self._seen: tuple[CheckpointId | None, float] = (None, world().monotonic())
+        self._seen: tuple[Published | None, float] = (None, world().monotonic())
         self._has_warned = False
 
     @property
     def step(self) -> int | None:
         """The step that the weights are of. None before the first update, and after one that was interrupted. Local."""
-        return None if self._id is None or self._is_torn else self._id.step
+        return None if self._at is None or self._is_torn else self._at.id.step
 
     @contextmanager
     def serving(self) -> Iterator[int]:
@@ -184,7 +182,7 @@ class Follower:
     def poll(self) -> int | None:
         """Returns the newest published step, if the weights are of another one; reads none of it. Collective."""
         found = self._newest(self._ranks(), self._damaged)
-        return None if found is None or not (self._is_torn or self._is_other(found)) else found.step
+        return None if found is None or not self._takes(found) else found.id.step
 
     def update(self, step: int | None = None) -> UpdateReport | None:
         """Brings the weights to the newest published step, or to a given one. Collective.
@@ -208,12 +206,14 @@ class Follower:
         failure: CheckpointError | None = None
         passed_over = set() if self._is_torn else set(self._damaged)  # better damage said again than torn weights
         while True:
-            found = self._newest(ranks, passed_over) if step is None else self._of_step(ranks, step)
-            if found is None or not (self._is_torn or self._is_other(found, step)):
+            found = self._newest(ranks, passed_over if step is None else set(), step)
+            if found is None and step is not None:
+                raise self._not_found("no such step", f"step {step}")
+            if found is None or not self._takes(found, step):
                 if self._is_torn:
                     raise failure or self._not_found("no step", "one to replace weights that are torn")
                 return None
-            url = self._root.checkpoint(found).url
+            url = self._root.checkpoint(found.id).url
             try:
                 with out_of_inference_mode(), torch.no_grad(), reading(url), ranks.beating(), gc_paused():
                     report = self._update(ranks, found, url, begin)
@@ -225,29 +225,25 @@ class Follower:
                 if not isinstance(error, UnreadableError):  # of a disk, which may come back
                     self._damaged.add(found)
                 if ranks.rank == 0:
-                    _log.warning("step %d cannot be taken, looking for another one: %s", found.step, error)
+                    _log.warning("step %d cannot be taken, looking for another one: %s", found.id.step, error)
             else:
-                if found == self._restart:
-                    self._damaged.clear()  # of the steps before
-                    if ranks.rank == 0:
-                        _log.warning("%s was begun again: step %d is its newest now", self._root.url, found.step)
                 emit_report("update", report, for_all=ranks.rank == 0)
                 return report
 
-    def _is_other(self, found: CheckpointId, asked_for: int | None = None) -> bool:
-        """Whether a step is newer than the weights, or was asked for, or begins the root again, and is another one."""
-        if self._id is None or asked_for is not None or found == self._restart:
-            return found != self._id
-        return _by_branch(found) > _by_branch(self._id)
+    def _takes(self, found: Published, asked_for: int | None = None) -> bool:
+        """Whether weights are to be brought to a step."""
+        if self._is_torn or self._at is None or asked_for is not None:
+            return self._is_torn or found != self._at
+        return found.is_after(self._at)
 
-    def _update(self, ranks: Ranks, id: CheckpointId, url: str, begin: float) -> UpdateReport:
-        what = f"updating to step {id.step} of {self._root.url}"
+    def _update(self, ranks: Ranks, found: Published, url: str, begin: float) -> UpdateReport:
+        what = f"updating to step {found.id.step} of {self._root.url}"
         known: KnownFiles = dict(self._known)
         chains: list[ChainReader] = []
 
         def look() -> tuple[CheckpointReader, FlatState, Names]:
             # Not by its URL: one process may follow roots of one name on hosts of two jobs.
-            own = ChainReader(open_source(self._root.checkpoint(id)), known)
+            own = ChainReader(open_source(self._root.checkpoint(found.id)), known)
             chains[:] = [own]
             reader = rearranged(own, self._options.rearrange) if self._options.rearrange else own
             flat = flatten(weights_of(self._app, "app"))
@@ -257,15 +253,17 @@ class Follower:
 
         plan = compare_with_app(ranks, what, look, self._options)
         staged, _ = ranks.agree(what, work=lambda: self._staged(plan.requests, chains[0]))
-        pause = self._apply(ranks, what, staged, id)
+        before, pause = self._at, self._apply(ranks, what, staged, found)
+        if before is not None and before.stream != found.stream and ranks.rank == 0:
+            _log.warning("%s was begun again: step %d is its newest now", self._root.url, found.id.step)
         self._known = known
         chains[0].keep_files()
         saved_at = plan.reader.manifest.saved_at
-        previous, self._previous = self._previous, id.step
+        previous, self._previous = self._previous, found.id.step
         return UpdateReport(
             changed=staged.written_in(plan.into),
             url=url,
-            step=id.step,
+            step=found.id.step,
             previous=previous,
             bytes_read=staged.bytes_read,
             seconds=world().monotonic() - begin,
@@ -283,14 +281,14 @@ class Follower:
         staged.read()
         return staged
 
-    def _apply(self, ranks: Ranks, what: str, staged: Staged, id: CheckpointId) -> float:
+    def _apply(self, ranks: Ranks, what: str, staged: Staged, found: Published) -> float:
         """Applies what was staged, while serving is kept out; returns for how many seconds."""
         doing = f"{what} (applying)"
         begin = self._enter_pause(ranks, doing)
         try:
             self._is_torn = True
             ranks.agree(doing, work=staged.apply)
-            self._id, self._is_torn = id, False  # in the pause: who serves next is told the step of these weights
+            self._at, self._is_torn = found, False  # in the pause: who serves next is told the step of these weights
         finally:
             pause = world().monotonic() - begin
             self._leave_pause()
@@ -329,50 +327,27 @@ class Follower:
     def _ranks(self) -> Ranks:
         return ranks_of(self._options.process_group, self._options.deadline_seconds)
 
-    def _newest(self, ranks: Ranks, but: Collection[CheckpointId]) -> CheckpointId | None:
-        """Returns the newest committed step, except some that cannot be taken. Collective."""
-        look = partial(self._look, but)
-        found, begins_again = ranks.on_rank_0(f"looking for steps in {self._root.url}", look)
-        newest = None if found is None else CheckpointId(*found)
-        self._restart = newest if begins_again else None
-        self._note(newest, ranks)
-        return newest
-
-    def _look(self, but: Collection[CheckpointId]) -> tuple[CheckpointId | None, bool]:
-        """Returns the newest step, and whether it begins the root again, as after somebody has emptied it."""
-        newest, own = self._root.newest(but), self._id
-        if own is None or newest is None or _by_branch(newest) >= _by_branch(own) or newest != self._root.newest():
-            self._older = None
-            return newest, False
-        # Twice in a row: a publisher that takes its steps back writes a new branch before it removes them, and the
-        # listing may be from before that.
-        current = branches_of(self._root.records.values()).current
-        is_seen_again, self._older = self._older == own, own if own.branch >= current else None
-        return newest, is_seen_again and self._older == own
-
-    def _of_step(self, ranks: Ranks, step: int) -> CheckpointId:
-        look = partial(self._root.newest, step=step)
-        found = ranks.on_rank_0(f"looking for step {step} in {self._root.url}", look)
-        if found is None:
-            raise self._not_found("no such step", f"step {step}")
-        return CheckpointId(*found)
+    def _newest(self, ranks: Ranks, but: Set[Published], step: int | None = None) -> Published | None:
+        """Returns the newest committed step, or a given one, except some that cannot be taken. Collective."""
+        what = "steps" if step is None else f"step {step}"
+        look = partial(self._root.newest, but, step, None if self._at is None else self._at.stream)
+        answer = ranks.on_rank_0(f"looking for {what} in {self._root.url}", look)
+        found = None if answer is None else Published(CheckpointId(*answer[0]), answer[1])
+        if step is None:
+            self._note(found, ranks)
+        return found
 
     def _not_found(self, found: str, required: str) -> CheckpointNotFoundError:
         problem = Problem(self._root.url, found, required, "give one that is published, or publish one")
         return CheckpointNotFoundError("there is nothing to update to", [problem])
 
-    def _note(self, newest: CheckpointId | None, ranks: Ranks) -> None:
+    def _note(self, newest: Published | None, ranks: Ranks) -> None:
         """Notes what is there; warns once of a publisher that has not been heard of for long."""
         last, since = self._seen
         if newest != last:
             self._seen, self._has_warned = (newest, world().monotonic()), False
         elif not self._has_warned and world().monotonic() - since > self._silence_seconds and ranks.rank == 0:
             self._has_warned = True
-            what = "no step" if newest is None else f"nothing after step {newest.step}"
+            what = "no step" if newest is None else f"nothing after step {newest.id.step}"
             seconds = seconds_text(world().monotonic() - since)
             _log.warning("%s was published in %s for %s [following]", what, self._root.url, seconds)
-
-
-def _by_branch(id: CheckpointId) -> tuple[int, int]:
-    """Returns a key that orders steps as they were published: each branch is later than those before."""
-    return id.branch, id.step

@@ -25,7 +25,7 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
         newest = root.newest()
         if newest is not None and newest != seen:
             with suppress(CheckpointNotFoundError):  # removed meanwhile: then there is a newer one
-                step = _figures(root, newest)
+                step = _figures(root, newest.id)
                 seen, printed = newest, printed + 1
                 output.line(*_line(step))
                 output.data(step)

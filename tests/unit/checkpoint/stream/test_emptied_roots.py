@@ -6,6 +6,7 @@ import pytest
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run.root import Root
+from shardopt.errors import CorruptionError
 from tests.support.hosted import values
 from tests.support.streams import files_of, flip, same_bits, zeros_like
 
@@ -31,14 +32,14 @@ def begun_again(caplog):
 
 
 @pytest.mark.parametrize("ask", ["update", "poll"])
-def test_an_earlier_step_is_taken_when_it_is_seen_twice(tmp_path, follower, app, caplog, ask):
+def test_an_earlier_step_is_taken(tmp_path, follower, app, caplog, ask):
     publish(tmp_path, 1, 2, 3, 4)
     follower.update()
     shutil.rmtree(tmp_path / "root")
     assert follower.update() is None and follower.poll() is None and same_bits(app, values(4))
     publish(tmp_path, 2, 3, seed=1)
-    assert getattr(follower, ask)() is None and same_bits(app, values(4))
-    assert follower.poll() == 3
+    if ask == "poll":
+        assert follower.poll() == 3 and same_bits(app, values(4))
     report = follower.update()
     assert (report.step, report.previous) == (3, 4) and same_bits(app, values(3, 1))
     (line,) = begun_again(caplog)
@@ -46,14 +47,17 @@ def test_an_earlier_step_is_taken_when_it_is_seen_twice(tmp_path, follower, app,
     assert follower.update() is None
 
 
+@pytest.mark.parametrize("asked_for", [None, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_same_step_is_not_noticed_and_the_next_one_is_taken_whole(tmp_path, follower, app, seed):
+def test_the_same_step_is_taken_and_whole_where_its_bits_are_others(tmp_path, follower, app, seed, asked_for):
     publish(tmp_path, 1, 2, 3)
     follower.update()
     shutil.rmtree(tmp_path / "root")
     publish(tmp_path, 3, seed=seed)
-    for _ in range(3):
-        assert follower.update() is None and same_bits(app, values(3))
+    assert follower.poll() == 3
+    report = follower.update(asked_for)
+    assert report.step == 3 and same_bits(app, values(3, seed)) and bool(report.changed) is (seed == 1)
+    assert follower.poll() is None and follower.update() is None
     publish(tmp_path, 4, seed=seed)
     report = follower.update()
     assert report.step == 4 and same_bits(app, values(4, seed))
@@ -64,7 +68,7 @@ def test_a_root_of_many_branches_that_was_begun_again_is_taken_at_any_step(tmp_p
     publish(tmp_path, 1, 2, 3)
     publish(tmp_path, 2)
     publish(tmp_path, 2, 3, 4)
-    assert follower.update().step == 4 and follower._id.branch == 2
+    assert follower.update().step == 4 and follower._at.id.branch == 2
     shutil.rmtree(tmp_path / "root")
     for steps in ([1, 2, 3, 4, 5, 6], [7]):
         publish(tmp_path, *steps, seed=1)
@@ -96,19 +100,42 @@ def test_a_listing_from_before_the_record_of_a_branch_leads_nobody_back(tmp_path
     assert follower.update().step == 3 and same_bits(app, values(3, 2)) and not begun_again(caplog)
 
 
-def test_where_the_newest_step_is_damaged_weights_stay_until_the_next_one(tmp_path, follower, app, caplog):
+def test_where_the_newest_step_is_damaged_the_one_before_is_taken(tmp_path, follower, app, caplog):
     publish(tmp_path, 1, 2, 3, 4)
     follower.update()
     shutil.rmtree(tmp_path / "root")
     publish(tmp_path, 1, 2, seed=1)
     for file in files_of(tmp_path / "root", 2):
         flip(file, file.stat().st_size // 2)
-    for _ in range(4):
-        assert follower.update() is None and same_bits(app, values(4)) and follower.step == 4
+    assert follower.update().step == 1 and same_bits(app, values(1, 1))
+    assert follower.update() is None
     publish(tmp_path, 3, seed=1)
-    reports = [follower.update() for _ in range(2)]
-    assert [each.step for each in reports if each is not None] == [3] and same_bits(app, values(3, 1))
+    assert follower.update().step == 3 and same_bits(app, values(3, 1))
     assert len(begun_again(caplog)) == 1
+
+
+@pytest.mark.parametrize("what", ["manifest.json", ""])
+def test_a_step_that_is_lost_leads_nobody_back(tmp_path, follower, app, caplog, what):
+    publish(tmp_path, 1, 2, 3)
+    follower.update()
+    lost = tmp_path / "root" / "step-00000003" / what
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    for _ in range(3):
+        assert follower.poll() is None and follower.update() is None
+    assert follower.step == 3 and same_bits(app, values(3)) and not begun_again(caplog)
+
+
+def test_a_record_that_is_lost_begins_no_other_stream_and_one_that_is_damaged_is_named(tmp_path, follower, app, caplog):
+    publish(tmp_path, 1, 2)
+    follower.update()
+    record = tmp_path / "root" / "stream.json"
+    whole = record.read_bytes()
+    record.unlink()
+    assert follower.update() is None and follower.step == 2 and not begun_again(caplog)
+    record.write_bytes(whole[:-9])
+    with pytest.raises(CorruptionError, match=r"stream\.json"):
+        follower.update()
+    assert follower.step == 2 and same_bits(app, values(2))
 
 
 def test_what_was_damaged_before_is_tried_again_afterwards(tmp_path, follower, app):
@@ -118,6 +145,6 @@ def test_what_was_damaged_before_is_tried_again_afterwards(tmp_path, follower, a
     assert follower.update().step == 2
     shutil.rmtree(tmp_path / "root")
     publish(tmp_path, 1, seed=1)
-    assert [follower.update() is None for _ in range(2)] == [True, False]
+    assert follower.update().step == 1
     publish(tmp_path, 2, 3, seed=1)
     assert follower.update().step == 3 and same_bits(app, values(3, 1))

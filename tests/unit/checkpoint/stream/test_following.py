@@ -232,13 +232,13 @@ def test_a_step_removed_after_it_was_found_is_passed_over(tmp_path, publisher, f
     publish(publisher, weights, 2)
     look, removed = type(follower)._update, []
 
-    def update_late(self, ranks, id, url, begin):
+    def update_late(self, ranks, found, url, begin):
         if not removed:
-            removed.append(id)
+            removed.append(found)
             publish(publisher, weights, 3)
-            for file in (tmp_path / id.name).iterdir():
+            for file in (tmp_path / found.id.name).iterdir():
                 file.rename(tmp_path / f"gone-{file.name}") if file.name == "manifest.json" else None
-        return look(self, ranks, id, url, begin)
+        return look(self, ranks, found, url, begin)
 
     monkeypatch.setattr(type(follower), "_update", update_late)
     assert is_step(follower, app, follower.update(), 3) and same_bits(app, weights)

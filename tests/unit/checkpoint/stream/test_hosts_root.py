@@ -106,23 +106,17 @@ def test_a_trainer_that_starts_again_is_followed_by_its_new_key(start, follower,
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("first", "looks"), [(2, 2), (4, 0), (6, 1)])
-def test_a_trainer_that_lost_its_memory_is_followed_from_its_step_on(
-    start, follower, app, path, first, looks, seed, caplog
-):
+@pytest.mark.parametrize("first", [2, 4, 6])
+def test_a_trainer_that_lost_its_memory_is_followed_from_its_step_on(start, follower, app, path, first, seed, caplog):
     trainer = start(1, 2, 3, 4)
     assert follower.update().step == 4
     trainer.send_signal(signal.SIGKILL)
     shutil.rmtree(path)
     trainer = start(first, seed=seed)
     assert is_at(follower, app, 4)
-    reports = [follower.update() for _ in range(max(looks, 3))]
-    assert [report is not None for report in reports] == [look == looks - 1 for look in range(3)]
-    if looks:
-        assert is_at(follower, app, first, seed)
-    else:  # the same step with other bits is not noticed: the weights are whole, and the next step is whole
-        assert is_at(follower, app, 4)
-    assert any("was begun again" in each.message for each in caplog.records) == (looks == 2)
+    assert [follower.update() is not None for _ in range(2)] == [True, False]
+    assert is_at(follower, app, first, seed)
+    assert any("was begun again" in each.message for each in caplog.records)
     trainer.publish(first + 1)
     assert follower.update().step == first + 1 and is_at(follower, app, first + 1, seed)
 
