@@ -17,6 +17,7 @@ from shardopt.checkpoint.format.constants import (
     pack_record,
     unpack_record,
 )
+from shardopt.checkpoint.hosts.directory import PREFIX
 from shardopt.checkpoint.run.branches import Branch, CheckpointId, branches_of, parse_id, read_records
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
@@ -163,6 +164,8 @@ class Root:
         kinds = "the root of a run", "the root of a publisher"
         has_record, beside = STREAM_NAME in self.names, _in_use.get(self.url)
         has_steps = any(parse_id(name) is not None for name in self.names)
+        if self.url.startswith(PREFIX):  # no run is kept there, and the host that had the record may be lost
+            has_steps = False
         is_other = has_record if not self._publishes else has_steps and not has_record
         if is_other or (beside is not None and beside._publishes != self._publishes):
             found, required = kinds[not self._publishes], kinds[self._publishes]
@@ -233,17 +236,24 @@ class Root:
             step: the only one that counts; None for any.
             stream: its identity where the record is lost.
         """
-        ids, branches = self.ids(), branches_of(self.records.values())
-        if not ids:
-            return None
-        # Before it is asked which are committed: those of a stream that has ended are not any more.
-        stream = self._stream() or stream
-        own = [Published(id, stream) for id in reversed(ids) if branches.has(id) and step in (None, id.step)]
-        own = [each for each in own if each not in but]
-        found = next((at for at, each in enumerate(own) if self.is_committed(each.id)), len(own))
-        # A newer one may have been committed since it was looked at, and those before it removed before they were.
-        late = (each for each in own[:found] if self.is_committed(each.id))
-        return next(late, own[found] if found < len(own) else None)
+        ids, listed = self.ids(), list[CheckpointId]()
+        found: Published | None = None
+        while ids != listed:
+            branches = branches_of(self.records.values())
+            # Before it is asked which are committed: those of a stream that has ended are not any more.
+            stream = self._stream() or stream
+            own = [Published(id, stream) for id in reversed(ids) if branches.has(id) and step in (None, id.step)]
+            own = [each for each in own if each not in but]
+            found = next((each for each in own if self.is_committed(each.id)), None)
+            newer = own if found is None else own[: own.index(found)]
+            # One of these may have been committed since it was looked at, and those before it removed before they were.
+            # Upwards: what was removed was so for a newer one.
+            for each in reversed(newer):
+                found = each if self.is_committed(each.id) else found
+            if not newer or found in newer:
+                break
+            listed, ids = ids, self.ids()
+        return found
 
     def forget(self, ids: Iterable[CheckpointId]) -> None:
         """Forgets that checkpoints were committed, before they are removed or saved again."""

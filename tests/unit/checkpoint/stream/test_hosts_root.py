@@ -121,6 +121,17 @@ def test_a_trainer_that_lost_its_memory_is_followed_from_its_step_on(start, foll
     assert follower.update().step == first + 1 and is_at(follower, app, first + 1, seed)
 
 
+def test_a_stream_begins_again_where_the_host_that_had_its_record_is_lost(start, follower, app, path, caplog):
+    """The record was in the memory of rank 0's host, and other hosts still have their shares of the steps."""
+    trainer = start(1, 2, 3)
+    assert follower.update().step == 3
+    trainer.send_signal(signal.SIGKILL)
+    (path / "stream.json").unlink()
+    trainer = start(4, seed=1)
+    assert follower.update().step == 4 and is_at(follower, app, 4, 1)
+    assert any("was begun again" in each.message for each in caplog.records)
+
+
 def test_a_trainer_that_is_killed_in_a_publish_leaves_whole_weights(start, follower, app):
     trainer = start(1, 2)
     assert follower.update().step == 2
