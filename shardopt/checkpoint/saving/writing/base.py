@@ -154,10 +154,12 @@ class Base:
                 return kept
         try:
             with self._lock:
-                files = [self._file(each) for each in (number, *entry.deltas)]
-            if None in files:
+                # The bridge too, which followers need: a save may not refer to a file that is gone.
+                opened = {each: self._file(each) for each in (number, *entry.delta_files)}
+            files = {each: file for each, file in opened.items() if file is not None}
+            if len(files) < len(opened):
                 return None
-            base, *deltas = (file for file in files if file is not None)
+            base, deltas = files[number], [files[each] for each in entry.deltas]
             key, form = entry.key(request.key), form_of(request.dtype, entry.box)
             if not deltas:
                 return OnDisk(base, base.entry(key, form))

@@ -138,6 +138,23 @@ def test_what_is_gone_leaves_the_older_step(tmp_path, weights, app, what):
         assert follower.step == 1 and same_bits(app, before)
 
 
+def test_a_publisher_fails_once_at_most_where_a_file_is_gone_that_only_followers_read(tmp_path, weights, app):
+    """That which leads to an anchor from the step before it, which later steps refer to as well."""
+    with checkpoint.Publisher(tmp_path, durable=False, keep=None, anchor_every=3) as publisher:
+        for step in (1, 2, 3, 4):
+            train(weights, step)
+            publisher.publish(step, weights).result()
+        (bridge,) = (tmp_path / "step-00000004").glob("*-1.safetensors")
+        bridge.unlink()
+        train(weights, 5)
+        with pytest.raises(CheckpointError, match=bridge.name):
+            publisher.publish(5, weights).result()
+        train(weights, 6)
+        publisher.publish(6, weights).result()
+    follower = checkpoint.Follower(tmp_path, app)
+    assert is_step(follower, app, follower.update(), 6) and same_bits(app, weights)
+
+
 def test_a_damaged_manifest_leaves_the_older_step(tmp_path, weights, app):
     follower = checkpoint.Follower(tmp_path, app)
     kept = publish(tmp_path, weights, 1)
