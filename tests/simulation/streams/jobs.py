@@ -71,7 +71,7 @@ class RunningJob:
             process.rank, process.job_size = rank, self.ranks
             process.gives_up = lambda: None
             for hit in self.hits:
-                if hit.rank == rank:
+                if hit.rank == rank and not self.around.ledger.over:  # which may be so before the job begins
                     self._place(hit, process, rank)
             self.processes.append(process)
             process.start(lambda process=process, rank=rank: self._main(process, rank))  # type: ignore[misc]
