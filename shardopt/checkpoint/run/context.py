@@ -277,8 +277,9 @@ class Run:
             for root in self.roots:
                 root.add(record)
 
+        self.is_agreed = False  # if writing fails the record may be there all the same
         self.ranks.on_rank_0(f"taking {self.root.url} back to step {step}", add)
-        self.branches = branches_of([*self.branches.values(), record])
+        self.branches, self.is_agreed = branches_of([*self.branches.values(), record]), True
 
     def newest(self, damaged: Collection[str] = ()) -> CheckpointId | None:
         """Returns the newest checkpoint under the run's root that is not known to be damaged. Collective."""

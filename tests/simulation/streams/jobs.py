@@ -279,7 +279,9 @@ class RunningFollower(RunningJob):
         if at is None:
             ledger.problems.append(f"{where} is over, and the weights are {ledger.why_not(app, follower.step)}")
         elif step is None and not self._may_come_late():
-            if was is not None and before is not None and at < was:
+            # A read that fails while weights are applied tears them: then an older step is better than none.
+            may_tear = any(hit.kind in ("disk", "object") for hit in self.hits)
+            if was is not None and before is not None and at < was and not may_tear:
                 ledger.problems.append(f"{where} went back from {was} to {at}")
             if ok and not self.hits and ledger.comes_late(at, least):
                 ledger.problems.append(f"{where} came to {at}, though {least} was committed")

@@ -25,7 +25,7 @@ from shardopt.checkpoint.run.branches import (
     parse_id,
     read_records,
 )
-from shardopt.checkpoint.run.root import run_at
+from shardopt.checkpoint.run.root import Root, run_at
 from shardopt.checkpoint.run.shares import tiers_at
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import (
@@ -97,6 +97,47 @@ def test_names_of_directories():
 
 
 WHOLE = Branch(1, 0, 200)
+
+
+def written_with_an_error(monkeypatch):
+    """Has the next record of a branch be written, and an error be raised all the same, as by a disk that is slow."""
+    add, failed = Root.add, []
+
+    def add_and_fail(self, record):
+        add(self, record)
+        if not failed:
+            failed.append(record)
+            raise CheckpointError("the disk is slow")
+
+    monkeypatch.setattr(Root, "add", add_and_fail)
+
+
+def test_a_record_that_is_there_though_writing_it_failed_counts_for_what_is_saved_next(tmp_path, monkeypatch):
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, app_of(step))
+        written_with_an_error(monkeypatch)
+        with pytest.raises(CheckpointError, match="the disk is slow"):
+            manager.restore(app_of(), step=1, newer="abandon")
+        manager.save(2, app_of(20))
+    with checkpoint.Manager(tmp_path) as manager:
+        app = app_of()
+        assert manager.restore(app) == 2 and app["value"] == 20
+
+
+def test_a_record_that_is_there_though_writing_it_failed_counts_for_what_is_published_next(tmp_path, monkeypatch):
+    weights = {"w": torch.zeros(3)}
+    with checkpoint.Publisher(tmp_path) as publisher:
+        for step in (1, 2):
+            publisher.publish(step, weights)
+    follower = checkpoint.Follower(tmp_path, {"w": torch.ones(3)})
+    follower.update()
+    written_with_an_error(monkeypatch)
+    with checkpoint.Publisher(tmp_path) as publisher:
+        with pytest.raises(CheckpointError, match="the disk is slow"):
+            publisher.publish(2, weights)
+        publisher.publish(3, weights).result()
+        assert follower.update().step == 3
 
 
 def test_a_branch_may_begin_before_step_0():
