@@ -17,6 +17,28 @@ from shardopt.sharding.view import local_tensors
 
 Mode = Literal["sum", "mean", "none"]
 
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A cut of a table into `rows` times `columns` pieces, one on each of as many ranks.
+
+    Args:
+        rows, columns: into how many parts each is cut, as torch.chunk cuts; at least 1.
+        ranks: of the pieces, as positions in the mesh dimension over which tables are cut: those of the first part of
+            rows first, each at most once. None is the first `rows * columns` of them.
+    """
+
+    rows: int = 1
+    columns: int = 1
+    ranks: tuple[int, ...] | None = None
+
+
+Cut = Literal["rows", "columns", "whole", "replicated"] | Grid
+"""How a table is cut: by rows or by columns over all ranks, not at all, with a replica on each rank, or as a grid.
+
+"whole" is on the rank whose whole tables have the fewest bytes so far, in the order of the tables.
+"""
+
 _BLOCK_ROWS = 1 << 14
 
 
@@ -35,6 +57,7 @@ class Table:
             default generator. None draws from the standard normal distribution, as nn.EmbeddingBag does.
         padding_idx: an id that adds nothing to a bag, and does not count in a mean. Without pooling it reads as zeros.
             It never gets a gradient; its row begins as zeros.
+        cut: over the ranks.
     """
 
     name: str
@@ -44,6 +67,7 @@ class Table:
     dtype: torch.dtype | None = None
     init: Callable[[Tensor], object] | None = None
     padding_idx: int | None = None
+    cut: Cut = "rows"
 
     def rows_each(self, ranks: int) -> int:
         """Returns the rows per rank, as torch.chunk cuts; the last ranks may have fewer, or none."""
