@@ -1,4 +1,4 @@
-"""Embedding modules whose tables are sharded by rows over many ranks."""
+"""Embedding modules whose tables are sharded over many ranks, by rows, by columns, or not at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
-from shardopt.nn.route import boundaries, find_route
+from shardopt.nn.cuts import CutTable, cut_tables
+from shardopt.nn.route import Directory, find_route
 from shardopt.nn.rows import Collector, RowGradients, fetch
-from shardopt.nn.table import Rows, Table, refuse_bad_tables
+from shardopt.nn.table import Table, refuse_bad_tables
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from shardopt.optim.fused_rows import FusedRows
@@ -48,9 +49,11 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         # A module that is made within torch.device("meta") gets its memory later, as torch's do.
         default = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
         where = torch.device(device or default)
-        for table in tables:
-            self.add_module(table.name, Rows(table, mesh, where))
-        self._starts = boundaries(tables, mesh.size())
+        position = mesh.mesh.flatten().tolist().index(mesh._rank)
+        cut = cut_tables(tables, mesh)
+        for pieces, on, placements in cut:
+            self.add_module(pieces.table.name, CutTable(pieces, position, on, placements, where))
+        self._directory = Directory([pieces for pieces, *_ in cut], position)
 
     def reset_parameters(self) -> None:
         """Draws the rows of all tables again, in place, for example after a module was made on the meta device.
@@ -59,7 +62,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         "meta" itself it does nothing.
         """
         for table in self.tables:
-            cast(Rows, self.get_submodule(table.name)).draw()
+            cast(CutTable, self.get_submodule(table.name)).draw()
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -98,19 +101,15 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         return self._fused
 
     def _weights(self) -> list[Tensor]:
-        return [cast(Rows, self.get_submodule(table.name)).weight for table in self.tables]
+        return [cast(CutTable, self.get_submodule(table.name)).weight for table in self.tables]
 
     def _look_up(
         self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
     ) -> Tensor | dict[str, Tensor]:
         """Looks up vectors for the ids of each table. Collective, even if a rank's ids are faulty."""
-        ranks = ranks_of(self.mesh.get_group())
+        ranks = ranks_of(self.mesh)
         weights = self._weights()
         device = device_of(weights[0])
-        # No buffer, which would have no values where a module is made on "meta" and gets its memory later.
-        if self._starts.device != device:
-            self._starts = boundaries(self.tables, self.mesh.size()).to(device)
-        starts = self._starts
         refused: Exception | None = None
         bags: list[Bags] = []
         try:
@@ -119,12 +118,12 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             faults = [each.faulty() for each in bags]
         except Exception as error:  # whatever it is, the other ranks must raise as well
             refused, faults = error, []
-        faulty = torch.full((), refused is not None, dtype=torch.bool, device=starts.device)
+        faulty = torch.full((), refused is not None, dtype=torch.bool, device=device)
         for fault in faults:
             faulty = faulty | fault
         numbers = {name: number for number, name in enumerate(self._by_name)}
         wanted = {numbers[each.table.name]: each.ids for each in bags}
-        route = find_route(ranks, self.tables, starts, wanted, faulty)
+        route = find_route(ranks, self._directory, wanted, faulty)
         if route is None:
             ranks.agree("a lookup in sharded tables", lambda: _refuse(refused, bags))
             raise AssertionError("a faulty lookup was not refused")

@@ -1,4 +1,4 @@
-"""Rows of tables in autograd: forward fetches them, backward sends their gradients to the ranks that hold them.
+"""Rows of tables in autograd: forward fetches them, backward sends their gradients to the ranks that hold pieces.
 
 The gradient of a sharded table is sparse, which autograd cannot add up for DTensors. So it takes no part in autograd's
 own accumulation: the gradients of one backward for a module, over all of its lookups, are collected, and delivered
@@ -114,7 +114,7 @@ class _Fetch(torch.autograd.Function):
         route: Route = ctx.route
         values = route.return_gradients(gradients)
         wanted = [used and needed for used, needed in zip(route.in_use, ctx.needs_input_grad[3:], strict=True)]
-        ctx.collector.add({t: (route.rows[t], values[t]) for t, want in enumerate(wanted) if want})
+        ctx.collector.add({t: pair for t, pair in values.items() if wanted[t]})
         return None, None, None, *(None for _ in gradients)
 
 

@@ -1,4 +1,4 @@
-"""A named embedding table, and the sharded parameter that holds its rows."""
+"""A named embedding table: its size, how it is cut, and its first values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from shardopt.errors import LayoutError, Problem, StateError
-from shardopt.sharding.view import local_tensors
 
 Mode = Literal["sum", "mean", "none"]
 
@@ -24,8 +22,8 @@ class Grid:
 
     Args:
         rows, columns: into how many parts each is cut, as torch.chunk cuts; at least 1.
-        ranks: of the pieces, as positions in the mesh dimension over which tables are cut: those of the first part of
-            rows first, each at most once. None is the first `rows * columns` of them.
+        ranks: of the pieces, as positions in the mesh dimension over which tables are cut, ascending: those of the
+            first part of rows come first. None is the first `rows * columns` of them.
     """
 
     rows: int = 1
@@ -69,48 +67,6 @@ class Table:
     padding_idx: int | None = None
     cut: Cut = "rows"
 
-    def rows_each(self, ranks: int) -> int:
-        """Returns the rows per rank, as torch.chunk cuts; the last ranks may have fewer, or none."""
-        return -(-self.num_embeddings // ranks)
-
-    def first_row(self, rank: int, ranks: int) -> int:
-        """Returns the first row of a rank; N for a rank without rows."""
-        return min(rank * self.rows_each(ranks), self.num_embeddings)
-
-
-class Rows(nn.Module):
-    """The rows of one table.
-
-    Args:
-        table: their name, size and options.
-        mesh: one dimension, over which they are cut.
-        device: for this rank's rows.
-    """
-
-    weight: nn.Parameter
-
-    def __init__(self, table: Table, mesh: DeviceMesh, device: torch.device) -> None:
-        super().__init__()
-        rank, ranks = mesh.get_local_rank(), mesh.size()
-        self._table, self._start = table, table.first_row(rank, ranks)
-        dtype = table.dtype or torch.get_default_dtype()
-        height = table.first_row(rank + 1, ranks) - self._start
-        here = torch.empty(height, table.embedding_dim, dtype=dtype, device=device)
-        shape = torch.Size((table.num_embeddings, table.embedding_dim))
-        stride = (table.embedding_dim, 1)
-        whole = DTensor.from_local(here, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-        self.weight = nn.Parameter(whole)
-        self.draw()
-
-    def draw(self) -> None:
-        """Fills this rank's rows again, unless they are on the meta device."""
-        (rows,) = local_tensors(self.weight)
-        if not rows.is_meta:
-            _draw(self._table, self._start, rows.detach())
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, {self.weight.dtype}, sharded by rows"
-
 
 def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collection[str]) -> None:
     """Checks the tables and the mesh of a module.
@@ -122,17 +78,18 @@ def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collecti
 
     Raises:
         StateError: there are no tables, or some are not as they have to be.
-        LayoutError: the mesh has several dimensions, has its ranks in another order, or this rank is not in it.
+        LayoutError: the mesh has more than two dimensions, has its ranks in another order, or this rank is not in it.
     """
     problems = [problem for table in tables for problem in _wrong(table, tables, taken)]
+    problems += [problem for table in tables for problem in cut_problems(table, mesh.shape[-1])]
     if not tables:
         problems = [Problem("tables", "none", "at least one", "pass the tables that the module is to hold")]
     if problems:
         raise StateError("tables cannot be made", problems, code="embedding-tables")
     members = mesh.mesh.flatten().tolist()
-    if mesh.ndim != 1 or members != sorted(members) or mesh.get_coordinate() is None:
+    if mesh.ndim > 2 or members != sorted(members) or mesh.get_coordinate() is None:
         actual = f"a mesh of shape {tuple(mesh.mesh.shape)} over ranks {members}"
-        required = "one dimension, ascending ranks, this rank among them"
+        required = "one dimension, or two with replicas over the first; ascending ranks, this rank among them"
         remedy = 'pass one dimension of the mesh, mesh["dp"], on its ranks'
         raise LayoutError(
             "tables cannot be sharded over this mesh",
@@ -156,12 +113,34 @@ def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Ite
         yield Problem(name, f"padding_idx {padding}", required, "count it from the front")
 
 
-def _draw(table: Table, start: int, rows: Tensor) -> None:
-    """Fills rows [start, start + len(rows)) of a table with numbers that depend on neither ranks nor device.
+def cut_problems(table: Table, ranks: int) -> Iterator[Problem]:
+    """Yields what is wrong with the cut of a table over so many ranks."""
+    grid, name = table.cut, table.name
+    if not isinstance(grid, Grid):
+        if grid not in ("rows", "columns", "whole", "replicated"):
+            required = "'rows', 'columns', 'whole', 'replicated' or a Grid"
+            yield Problem(name, f"cut {grid!r}", required, "choose one of them")
+        return
+    count = grid.rows * grid.columns
+    on = list(range(count) if grid.ranks is None else grid.ranks)
+    if min(grid.rows, grid.columns) < 1 or len(on) != count or on != sorted({*on} & {*range(ranks)}):
+        present = f"{grid.rows} x {grid.columns} pieces on ranks {on}"
+        required = f"at least one piece, and as many ranks, of 0 to {ranks - 1}, ascending"
+        yield Problem(name, present, required, "mend the Grid, or cut over more ranks")
+
+
+def draw(table: Table, begin: tuple[int, int], here: Tensor) -> None:
+    """Fills a piece of a table with numbers that depend on neither ranks nor device.
 
     Each block of rows has a seed of its own, which follows from one draw of torch's default generator. So a rank needs
-    memory for one block besides its rows, and ranks with equal generators get the rows of one table.
+    memory for one block besides its piece, and ranks with equal generators get the pieces of one table.
+
+    Args:
+        begin: the first row and column of the piece.
+        here: the piece, in place.
     """
+    start, rows = begin[0], here
+    columns = slice(begin[1], begin[1] + here.shape[1])
     seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     after = torch.get_rng_state()
     end = start + len(rows)
@@ -175,5 +154,5 @@ def _draw(table: Table, start: int, rows: Tensor) -> None:
             if table.padding_idx is not None and first <= table.padding_idx < first + len(block):
                 block[table.padding_idx - first] = 0
             low, high = max(start, first), min(end, first + len(block))
-            rows[low - start : high - start] = block[low - first : high - first]
+            rows[low - start : high - start] = block[low - first : high - first, columns]
     torch.set_rng_state(after)

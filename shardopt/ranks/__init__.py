@@ -19,6 +19,7 @@ from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS as DEADLINE_SE
 from shardopt.ranks.groups import Group as Group
 from shardopt.ranks.groups import SharedGroup as SharedGroup
 from shardopt.ranks.groups import SideRanks as SideRanks
+from shardopt.ranks.groups import process_group_among as process_group_among
 from shardopt.ranks.groups import ranks_among as ranks_among
 from shardopt.ranks.groups import ranks_of as ranks_of
 from shardopt.ranks.groups import refuse_lone_processes as refuse_lone_processes

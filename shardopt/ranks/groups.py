@@ -71,7 +71,7 @@ def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADL
     if isinstance(process_group, DeviceMesh) and process_group.get_coordinate() is not None:
         if process_group not in _members_of:
             _members_of[process_group] = tuple(sorted(process_group.mesh.flatten().tolist()))
-        among = _group_among(_members_of[process_group], process_group.get_all_groups())
+        among = process_group_among(_members_of[process_group], process_group.get_all_groups())
         return Ranks(None, deadline_seconds) if among is None else ranks_of(among, deadline_seconds)
     if not isinstance(process_group, dist.ProcessGroup):
         outside = isinstance(process_group, DeviceMesh) or process_group is dist.GroupMember.NON_GROUP_MEMBER
@@ -119,12 +119,12 @@ def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = (
         members: global numbers, ascending; this rank's is among them.
         known: groups that there are.
     """
-    group = _group_among(members, known)
+    group = process_group_among(members, known)
     return Ranks(None) if group is None else ranks_of(group)
 
 
-def _group_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Returns the group of these members, made if there is none; None for one rank, which needs none."""
+def process_group_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Returns the group of these members, as `ranks_among`; None for one rank, which needs none."""
     if len(members) == 1:
         return None
     job = dist.group.WORLD

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import shardopt
 from shardopt.errors import AlgorithmError, GradientError, InputError, LayoutError, StateError
 from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
-from shardopt.nn.route import boundaries
 from shardopt.optim import FusedOptimizerModule
 from shardopt.sharding.view import local_tensors, view_of
 from tests.support.fake_rank import fake_rank
@@ -105,7 +104,6 @@ def test_rows_are_the_same_on_any_number_of_ranks(ranks):
             for name, own in parts.items():
                 weight = getattr(module, name).weight
                 own += [piece.tensor for piece in view_of(weight).pieces]
-            assert boundaries(tables, ranks)[[0, ranks, 2 * ranks]].tolist() == [0, 20_000, 20_002]
     whole = {name: torch.cat(own) for name, own in parts.items()}
     with fake_rank(0, 1) as mesh:
         torch.manual_seed(4)
