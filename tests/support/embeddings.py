@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from shardopt.nn import ShardedEmbeddingBag, Table
+from shardopt.sharding.view import view_of
+from tests.support.placement import at
 
 # More rows than ranks; fewer; evenly and unevenly cut; of different widths.
 TABLES = (
@@ -34,13 +36,12 @@ def whole(table):
     return torch.randn(table.num_embeddings, table.embedding_dim, generator=generator, dtype=table.dtype)
 
 
-def sharded(tables=TABLES, **options):
-    module = ShardedEmbeddingBag(tables, mesh(), **options)
+def sharded(tables=TABLES, on=None, **options):
+    module = ShardedEmbeddingBag(tables, mesh() if on is None else on, **options)
     with torch.no_grad():
         for table in tables:
-            rows = torch.chunk(whole(table), dist.get_world_size())
-            if dist.get_rank() < len(rows):
-                getattr(module, table.name).weight.to_local().copy_(rows[dist.get_rank()])
+            for piece in view_of(getattr(module, table.name).weight).pieces:
+                piece.tensor.copy_(whole(table)[at(piece.box)])
     return module
 
 

@@ -134,7 +134,7 @@ def test_tables_that_cannot_be_made(tables, words):
 
 
 def test_meshes_that_tables_cannot_lie_on():
-    with fake_rank(0, 4, (2, 2)) as mesh, pytest.raises(LayoutError, match=r"shape \(2, 2\)"):
+    with fake_rank(0, 8, (2, 2, 2)) as mesh, pytest.raises(LayoutError, match=r"shape \(2, 2, 2\)"):
         ShardedEmbeddingBag(Table("a", 5, 2), mesh)
 
 

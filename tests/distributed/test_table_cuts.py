@@ -1,0 +1,178 @@
+"""Tables under every cut on real ranks: what one process computes, and all replicas the same bits."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardopt
+from shardopt.nn import Grid, Table
+from shardopt.sharding.view import view_of
+from tests.harness import run_ranks
+from tests.support.embeddings import STEPS, batch, in_one_process, loss_of, sharded, torchs, unchecked
+from tests.support.placement import at
+
+TABLES = (
+    Table("sums", 41, 8, mode="sum"),
+    Table("means", 7, 3),
+    Table("short", 2, 5, mode="sum"),
+    Table("none", 12, 4, mode="none"),
+    Table("padded", 9, 6, padding_idx=4),
+)
+FP64 = tuple(replace(table, dtype=torch.float64) for table in TABLES)
+NAMED = ("rows", "columns", "whole", "replicated")
+OPTIONS = {
+    "sgd": {"lr": 0.01},
+    "adagrad": {"lr": 0.1},
+    "sparseadam": {"lr": 0.01},
+    "rowwiseadagrad": {"lr": 0.1},
+    "rowwiseadam": {"lr": 0.01},
+}
+
+
+def grids(ranks):
+    """Grids over some of the ranks and over all."""
+    return {
+        1: [Grid()],
+        2: [Grid(1, 2), Grid(2, 1, (0, 1)), Grid(1, 1, (1,))],
+        3: [Grid(1, 2, (0, 2)), Grid(2, 1, (1, 2))],
+        4: [Grid(2, 2), Grid(1, 2, (1, 3)), Grid(3, 1, (0, 2, 3))],
+    }[ranks]
+
+
+def cuts_of(ranks):
+    """Each cut for all tables; then tables that are cut each in another way."""
+    every = [*NAMED, *grids(ranks)]
+    same = [(cut,) * len(TABLES) for cut in every]
+    mixed = [tuple(every[(at + shift) % len(every)] for at in range(len(TABLES))) for shift in range(len(every))]
+    return [*same, *mixed]
+
+
+def with_cuts(cuts):
+    return tuple(replace(table, cut=cut) for table, cut in zip(FP64, cuts, strict=True))
+
+
+@cache
+def one_process(algorithm, ranks):
+    """The tables after all steps, with the batches of all ranks, and the optimizer's state by key."""
+    modules = in_one_process(FP64)
+    optimizer = shardopt.keyed(algorithm, modules.named_parameters(), **OPTIONS[algorithm])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for rank in range(ranks):
+            for table in FP64:
+                total = total + loss_of(torchs(table, modules[table.name].weight, *batch(table, step, rank, ranks)))
+        total.backward()
+        with unchecked():
+            optimizer.step()
+    return {name: whole.detach() for name, whole in modules.named_parameters()}, tensors_of(optimizer)
+
+
+def tensors_of(optimizer):
+    return {
+        f"{name}.{key}": value
+        for name, entries in optimizer.state_dict()["state"].items()
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def made_whole(tensors):
+    """Tensors from the pieces of all ranks; replicas have to have the same bits. Collective."""
+    own = {}
+    for key, tensor in tensors.items():
+        view = view_of(tensor)
+        own[key] = view.shape, view.dtype, [(at(piece.box), piece.tensor.detach().clone()) for piece in view.pieces]
+    gathered = [own]
+    if dist.is_initialized():
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+    found = {}
+    for key, (shape, dtype, pieces) in (item for rank in gathered for item in rank.items()):
+        into = found.setdefault(key, torch.full(shape, torch.nan, dtype=dtype))
+        for where, values in pieces:
+            assert into[where].isnan().all() or torch.equal(into[where], values), f"replicas of {key} differ"
+            into[where] = values
+    return found
+
+
+def mesh_of(groups):
+    ranks = dist.get_world_size() // groups
+    return init_device_mesh("cpu", (ranks,) if groups == 1 else (groups, ranks))
+
+
+def train(cuts, algorithm, fused, groups=1):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tables = with_cuts(cuts)
+    module = sharded(tables, mesh_of(groups))
+    if fused:
+        optimizer = module.fuse(algorithm, **OPTIONS[algorithm])
+    else:
+        optimizer = shardopt.keyed(algorithm, module.named_parameters(), **OPTIONS[algorithm])
+    for step in range(STEPS):
+        vectors = module({table.name: batch(table, step, rank, ranks) for table in tables})
+        with unchecked():
+            sum(loss_of(each) for each in vectors.values()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return made_whole(dict(module.named_parameters())), made_whole(tensors_of(optimizer))
+
+
+def train_all(cuts, algorithms, groups=1):
+    return {
+        (how, algorithm, fused): train(how, algorithm, fused, groups)
+        for how in cuts
+        for algorithm in algorithms
+        for fused in (False, True)
+    }
+
+
+def assert_near(actual, wanted, what):
+    assert actual.shape == wanted.shape, what
+    if wanted.numel():
+        assert (actual - wanted).abs().max() <= 1e-12 * max(wanted.abs().max(), 1), what
+
+
+def compare(results, ranks):
+    for (cuts, algorithm, fused), (tables, state) in results.items():
+        wanted, own = one_process(algorithm, ranks)
+        assert state.keys() == own.keys()
+        for name in wanted:
+            assert_near(tables[name], wanted[name], (cuts, algorithm, fused, name))
+        for key in own:
+            assert_near(state[key], own[key], (cuts, algorithm, fused, key))
+
+
+def few(ranks):
+    """Every cut of every table once, in turn with the algorithms."""
+    return [
+        (how, [algorithm]) for how, algorithm in zip(cuts_of(ranks)[len(grids(ranks)) + 4 :], OPTIONS, strict=False)
+    ]
+
+
+def all_of(ranks):
+    return [(how, list(OPTIONS)) for how in cuts_of(ranks)]
+
+
+def train_each(cases, groups=1):
+    return [train_all([how], algorithms, groups) for how, algorithms in cases]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "cases"),
+    [
+        (4, 1, few),
+        (4, 2, few),
+        *(pytest.param(ranks, 1, all_of, marks=pytest.mark.exhaustive) for ranks in (1, 2, 3, 4)),
+        *(pytest.param(4, groups, all_of, marks=pytest.mark.exhaustive) for groups in (2, 4)),
+    ],
+)
+def test_each_cut_trains_as_one_process_does(ranks, groups, cases):
+    """Two groups are replicas of one another, and cut tables over the ranks that each has."""
+    for of_rank in run_ranks(ranks, train_each, cases(ranks // groups), groups):
+        for results in of_rank:
+            compare(results, ranks)
