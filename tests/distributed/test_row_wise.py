@@ -11,7 +11,7 @@ from shardopt import checkpoint
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import GradientError
 from shardopt.optim import RowWiseAdagrad, RowWiseAdam
-from shardopt.sharding.view import is_held, local_tensors, view_of
+from shardopt.sharding.view import assemble, is_held, local_tensors, view_of
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.fake_rank import shard
 from tests.support.placement import give_gradient, pieces_of
@@ -180,10 +180,51 @@ def step_tables(count):
     other.step()
 
 
-def test_a_step_has_one_collective_where_columns_are_cut_and_none_where_rows_are():
+def test_a_step_has_two_collectives_where_columns_are_cut_and_none_where_rows_are():
     for outcome in run_ranks_outcomes(2, step_tables, 10, trace=["torch.distributed:all_reduce"]):
         assert outcome.ok, outcome
-        assert len(outcome.calls) == 1
+        assert len(outcome.calls) == 2
+
+
+def exchanged(rows_of_ranks):
+    """How many numbers a step exchanges for a table of 500 rows, cut by columns, and the table after it."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(shard(torch.ones(500, 6), mesh, Shard(1)))
+    optimizer = shardopt.keyed("rowwiseadagrad", {"w": weight}, lr=0.5)
+    rows = rows_of_ranks[dist.get_rank()]
+    whole = torch.arange(500.0 * 3).view(500, 3) + dist.get_rank()
+    local = torch.sparse_coo_tensor(torch.tensor([rows]), whole[rows], (500, 3), check_invariants=False)
+    weight.grad = assemble(weight, [local])
+    counts, reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        counts.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        optimizer.step()
+    finally:
+        dist.all_reduce = reduce
+    return counts, weight.detach().full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("rows", "numbers"),
+    [(([3, 70, 499], [3, 70, 499]), 3), (([3, 70], [3, 71]), 1000), (([1, 4], [2, 3]), 1000), (([5], []), 1000)],
+)
+def test_numbers_of_touched_rows_alone_are_exchanged_where_all_ranks_have_the_same(rows, numbers):
+    of_ranks = run_ranks(2, exchanged, rows)
+    whole = torch.nn.Parameter(torch.ones(500, 6))
+    alone = shardopt.keyed("rowwiseadagrad", {"w": whole}, lr=0.5)
+    dense = torch.zeros(500, 6)
+    for rank, own in enumerate(rows):
+        dense[own, 3 * rank : 3 * rank + 3] = (torch.arange(500.0 * 3).view(500, 3) + rank)[own]
+    whole.grad = dense.to_sparse(1)
+    alone.step()
+    for counts, table in of_ranks:
+        assert counts[1:] == [numbers] and counts[0] <= 10
+        assert torch.allclose(table, whole.detach(), rtol=1e-6)
 
 
 def save_tables(path):

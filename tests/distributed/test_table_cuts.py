@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
-from shardopt.nn import Grid, Table
-from shardopt.sharding.view import view_of
+from shardopt import checkpoint
+from shardopt.nn import Grid, ShardedEmbeddingBag, Table
+from shardopt.sharding.view import local_tensors, view_of
 from tests.harness import run_ranks
 from tests.support.embeddings import STEPS, batch, in_one_process, loss_of, sharded, torchs, unchecked
 from tests.support.placement import at
@@ -176,3 +177,83 @@ def test_each_cut_trains_as_one_process_does(ranks, groups, cases):
     for of_rank in run_ranks(ranks, train_each, cases(ranks // groups), groups):
         for results in of_rank:
             compare(results, ranks)
+
+
+def save_under(cuts, algorithm, url, steps=3):
+    """Trains some steps under a cut, saves, and goes on; returns the tables and the state after the rest."""
+    module = sharded(with_cuts(cuts), mesh_of(1))
+    optimizer = module.fuse(algorithm, **OPTIONS[algorithm])
+    for step in range(STEPS):
+        if step == steps:
+            checkpoint.save(url, {"tables": module, "optimizer": optimizer})
+        one_step(module, step)
+    return made_whole(dict(module.named_parameters())), made_whole(tensors_of(optimizer))
+
+
+def one_step(module, step, batches=4):
+    """A step with the batches of four ranks, whatever the number of ranks: each has every so many of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    loss = torch.zeros(())
+    for number in range(batches):
+        mine = number % ranks == rank
+        given = {t.name: batch(t, step, number, batches) if mine else nothing(t) for t in module.tables}
+        loss = loss + sum(loss_of(each) for each in module(given).values())
+    with unchecked():
+        loss.backward()
+
+
+def nothing(table):
+    empty = torch.zeros(0, dtype=torch.int64)
+    return (empty,) if table.mode == "none" else (empty, empty)
+
+
+def resume_under(cuts, algorithm, url, steps=3):
+    module = ShardedEmbeddingBag(with_cuts(cuts), mesh_of(1))
+    optimizer = module.fuse(algorithm, **OPTIONS[algorithm])
+    before = [local.data_ptr() for each in module.parameters() for local in local_tensors(each)]
+    checkpoint.load(url, {"tables": module, "optimizer": optimizer}, init_state=True)
+    assert before == [local.data_ptr() for each in module.parameters() for local in local_tensors(each)]
+    for step in range(steps, STEPS):
+        one_step(module, step)
+    return made_whole(dict(module.named_parameters())), made_whole(tensors_of(optimizer))
+
+
+def save_each(cuts, algorithms, folder):
+    return {
+        (at, algorithm): save_under(how, algorithm, f"{folder}/{algorithm}-{at}")
+        for at, how in enumerate(cuts)
+        for algorithm in algorithms
+    }
+
+
+def resume_each(cuts, algorithms, folder, sources):
+    return {
+        (source, how, algorithm): resume_under(how, algorithm, f"{folder}/{algorithm}-{source}")
+        for source in sources
+        for how in cuts
+        for algorithm in algorithms
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "algorithms"),
+    [
+        ((4, 3), ["rowwiseadagrad"]),
+        *(
+            pytest.param((first, then), list(OPTIONS), marks=pytest.mark.exhaustive)
+            for first, then in ((4, 4), (4, 3), (2, 4), (3, 1), (1, 2))
+        ),
+    ],
+)
+def test_a_checkpoint_of_each_cut_resumes_under_each_other(tmp_path, ranks, algorithms):
+    first, then = ranks
+    whole = len(algorithms) > 1
+    sources = cuts_of(first) if whole else [cuts_of(first)[-1]]
+    targets = cuts_of(then) if whole else [each for each in cuts_of(then) if each[0] != each[1]]
+    saved = run_ranks(first, save_each, sources, algorithms, str(tmp_path))[0]
+    resumed = run_ranks(then, resume_each, targets, algorithms, str(tmp_path), range(len(sources)))[0]
+    for (source, how, algorithm), found in resumed.items():
+        for tensors, wanted in zip(found, saved[source, algorithm], strict=True):
+            assert tensors.keys() == wanted.keys()
+            for key in wanted:
+                assert_near(tensors[key], wanted[key], (source, how, algorithm, key))

@@ -1,6 +1,8 @@
 """Steps rows that are cut over several ranks: adds up their squares over these ranks, then moves the rows.
 
-N rows on this rank, k of them touched on any rank. A rank's memory for sums is [N, 1, ...], one number for each row.
+N rows on this rank, k of them touched on any rank. In a first exchange the ranks find out whether they have gradients
+of the same rows, as lookups in tables that are cut by columns give them. Then k numbers are added up; otherwise N, and
+who touched which of them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.row_wise.row_gradients import RowGradient
@@ -28,6 +31,8 @@ from shardopt.algorithms.shared_rows import SharedRows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
 from shardopt.sharding.view import local_tensors, view_of
 
+_PARTS = 4  # of a digest of rows, of 16 bits each
+
 
 class RowShares(SharedRows):
     """The step of one parameter whose rows are cut over ranks.
@@ -39,23 +44,37 @@ class RowShares(SharedRows):
 
     def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...]) -> None:
         shape, dtype = view_of(parameter).shape, moment_dtype(view_of(parameter).dtype)
-        super().__init__(parameter, cuts, dtype)
-        self._dims = range(1, len(shape))
+        super().__init__(parameter, cuts, torch.float64)
+        self._dims, self._dtype = range(1, len(shape)), dtype
         self._width = max(prod(shape[1:]), 1)
-        self._sums = sum_memory(parameter, self._dims, dtype)
-        self._counts = sum_memory(parameter, self._dims, dtype)
+        self._alike = torch.zeros(1 + 2 * _PARTS, dtype=torch.float64, device=self.flag.device)
+        self._sums: tuple[Tensor, ...] = ()
+        self._counts: tuple[Tensor, ...] = ()
 
-    def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
-        """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it touched."""
+    def first_summands(self, gradients: Sequence[RowGradient] | None) -> Iterator[Term]:
+        """Yields whether this rank has a gradient, and of which rows."""
         if gradients is not None:
             self.flag += 1
+            if isinstance(self.parameter, DTensor) and len(gradients) == 1:
+                self._alike.copy_(_described(gradients[0]))
+        yield from ((memory, self.cuts) for memory in (self.flag, self._alike))
+
+    def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
+        """Yields this rank's squares of rows, and which rows it touched where that is not the same on all ranks."""
+        if gradients is not None and _are_alike(self._alike, prod(each.group.size() for each in self.cuts)):
+            (local,), (gradient,) = local_tensors(self.parameter), gradients
+            self._sums = (_squares(local, gradient, numbers),)
+            yield self._sums[0], self.cuts
+            return
+        self._sums, self._counts = (sum_memory(self.parameter, self._dims, self._dtype) for _ in range(2))
+        if gradients is not None:
             sums = local_views(self.parameter, self._dims, self._sums)
             counts = local_views(self.parameter, self._dims, self._counts)
             for local, gradient, into, count in zip(
                 local_tensors(self.parameter), gradients, sums, counts, strict=True
             ):
                 _add_squares(local, gradient, into, count, numbers)
-        yield from ((memory, self.cuts) for memory in (self.flag, *self._sums, *self._counts))
+        yield from ((memory, self.cuts) for memory in (*self._sums, *self._counts))
 
     def apply(
         self,
@@ -68,13 +87,18 @@ class RowShares(SharedRows):
 
         The moments are moved by themselves, since local tensors may share them.
         """
-        moments = local_tensors(state[rule.moments])
+        moments, tensors = local_tensors(state[rule.moments]), local_tensors(self.parameter)
+        if not self._counts:
+            assert gradients is not None  # or the ranks would not have the same rows
+            (gradient,) = gradients
+            _move(moments[0], gradient.index, self._sums[0].div_(self._width), numbers)
+            others = {name: local_tensors(state[name])[0] for name in rule.others}
+            here = {rule.moments: moments[0], **others}
+            update_rows(rule, tensors[0], gradient.index, gradient.values, here, numbers, moments_moved=True)
+            return
         for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):
             touched = _touched(count)
-            moved = memory.index_select(0, touched)
-            move_moments(moved, sums.index_select(0, touched).div_(self._width), numbers)
-            memory.index_copy_(0, touched, moved)
-        tensors = local_tensors(self.parameter)
+            _move(memory, touched, sums.index_select(0, touched).div_(self._width), numbers)
         local_moments = local_views(self.parameter, self._dims, moments)
         counts = local_views(self.parameter, self._dims, self._counts)
         for number, (local, moment, count) in enumerate(zip(tensors, local_moments, counts, strict=True)):
@@ -85,6 +109,50 @@ class RowShares(SharedRows):
             others = {name: local_tensors(state[name])[number] for name in rule.others}
             here = {rule.moments: moment, **others}
             update_rows(rule, local, None if every else touched, values, here, numbers, moments_moved=True)
+
+
+def _described(gradient: RowGradient) -> Tensor:
+    """Returns 1, and parts of a digest of the rows that have a gradient, and their squares: [1 + 2 × parts], fp64.
+
+    Added up over the ranks they say whether all are equal, to all ranks alike: numbers are equal where the sum of their
+    squares times their count is the square of their sum. Of 16 bits each that is exact on up to a thousand ranks.
+    """
+    if gradient.index is None:
+        digest = gradient.values.new_full((), -1, dtype=torch.int64)
+    else:
+        places = torch.arange(1, len(gradient.index) + 1, device=gradient.index.device)
+        mixed = (gradient.index + places * 0x9E3779B97F4A7C1) * 0x5851F42D4C957F2D
+        mixed ^= mixed >> 31
+        digest = (mixed * 0x14057B7EF767814F).sum()
+    parts = torch.stack([digest >> 16 * part & 0xFFFF for part in range(_PARTS)]).double()
+    return torch.cat([parts.new_ones(1), parts, parts.square()])
+
+
+def _are_alike(sums: Tensor, ranks: int) -> bool:
+    """Whether so many ranks have described the same rows. The same on all of them; waits for the device."""
+    have, *parts = sums.tolist()
+    own, squares = parts[:_PARTS], parts[_PARTS:]
+    return have == ranks <= 1024 and all(ranks * two == one * one for one, two in zip(own, squares, strict=True))
+
+
+def _move(moments: Tensor, index: Tensor | None, squares: Tensor, numbers: Numbers) -> None:
+    """Moves the moments of some rows, in place; of all rows without an index."""
+    if index is None:
+        move_moments(moments, squares, numbers)
+        return
+    moved = moments.index_select(0, index)
+    move_moments(moved, squares, numbers)
+    moments.index_copy_(0, index, moved)
+
+
+def _squares(local: Tensor, gradient: RowGradient, numbers: Numbers) -> Tensor:
+    """Returns the sum of squares of this rank's elements of each row that has a gradient, [k, 1, ...]."""
+    found = [square_sums(prepared(gradient.values[at], local[at], numbers)) for at in chunks(gradient.values)]
+    if not found:
+        return gradient.values.new_zeros(
+            (len(gradient.values), *[1] * (local.ndim - 1)), dtype=moment_dtype(local.dtype)
+        )
+    return torch.cat(found)
 
 
 def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, numbers: Numbers) -> None:

@@ -8,7 +8,7 @@ for bit. Where rows are cut too, the squares of a row are added up over the rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -63,15 +63,21 @@ class _RowStep(RowSharingStep):
 class _RowWise(RowSharingOptimizer):
     """The base of the row-wise optimizers.
 
-    If rows are cut, a step makes one all-reduce per process group that cuts them. Ranks without a gradient then count
-    as having zeros.
+    If rows are cut, a step makes two all-reduces per process group that cuts them: of which rows are touched, and of
+    their squares. Ranks without a gradient then count as having zeros.
     """
 
     rule: ClassVar[RowRule]
     step_type = _RowStep
 
-    def _terms(self, step: _RowStep) -> Iterable[Term]:
-        return () if step.shared is None else step.shared.summands(step.rows, step.rule_numbers)
+    def equations(self, step: Any) -> Iterator[Iterable[Term]]:
+        if step.shared is None:
+            yield ()
+        else:
+            yield step.shared.first_summands(step.rows)
+            yield step.shared.summands(step.rows, step.rule_numbers)
+        if step.is_due():
+            self._update(step)
 
     def _update(self, step: _RowStep) -> None:
         rule, numbers, state = self.rule, step.rule_numbers, step.counted_state()
