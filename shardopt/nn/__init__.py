@@ -1,4 +1,4 @@
-"""Modules over sharded state: embedding tables with rows on many ranks."""
+"""Modules over sharded state: embedding tables on many ranks."""
 
 from shardopt.nn.embedding import ShardedEmbedding as ShardedEmbedding
 from shardopt.nn.embedding import ShardedEmbeddingBag as ShardedEmbeddingBag

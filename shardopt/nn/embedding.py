@@ -159,16 +159,19 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
 
 
 class ShardedEmbeddingBag(_ShardedTables):
-    """nn.EmbeddingBag over one or several tables whose rows are sharded over the ranks of a mesh.
+    """nn.EmbeddingBag over one or several tables that are sharded over the ranks of a mesh, each as its `cut` says.
 
-    Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, each row's once, and vectors
-    travel back. That takes three exchanges for all tables together. Backward takes one, which brings gradients to the
-    rows. Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
+    Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, each row's once to each piece
+    of it, and vectors travel back. That takes three exchanges for all tables together. Backward takes one, which brings
+    gradients to the rows, of all replicas. Gradients of all ranks add up, as if one process had the batches of all,
+    with the sum of their losses.
 
-    The parameter of a table is `<table>.weight`, a DTensor [N, D] on [Shard(0)]. Its gradient is a DTensor over a
-    sparse local tensor, not coalesced. It is set at the end of backward; then the parameter's post-accumulate-grad
-    hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad and backward(inputs=...) do not
-    see it. Where `fully_shard` is to shard the rest of a model, pass these parameters to its `ignored_params`.
+    The parameter of a table is `<table>.weight`, a DTensor [N, D]: on [Shard(0)] where rows are cut, on [Shard(1)]
+    where columns are, on a mesh of its own as a grid or whole; elsewhere it has no elements. Its gradient is a DTensor
+    over a sparse local tensor, not coalesced, on ranks that have a piece. It is set at the end of backward; then the
+    parameter's post-accumulate-grad hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad
+    and backward(inputs=...) do not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters
+    to its `ignored_params`.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
@@ -176,7 +179,8 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     Args:
         tables: one or several, with names of their own; equal on all ranks.
-        mesh: of one dimension, its ranks ascending; from `init_device_mesh`.
+        mesh: of one dimension, over which tables are cut; or of two, over the first of which they are replicated. Its
+            ranks are ascending; from `init_device_mesh`.
         include_last_offset: whether offsets have the end of the last bag as well.
         device: of the rows; None is the mesh's. Within `torch.device("meta")`, or with "meta", there are no rows until
             `to_empty` has made memory, and `reset_parameters` drawn them.
@@ -184,7 +188,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     Raises:
         StateError: a table is not as it has to be.
-        LayoutError: the mesh has several dimensions, or this rank is not in it.
+        LayoutError: the mesh has more than two dimensions, or this rank is not in it.
     """
 
     include_last_offset: bool = False
@@ -232,7 +236,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
 
 class ShardedEmbedding(_ShardedTables):
-    """nn.Embedding over one or several tables whose rows are sharded over the ranks of a mesh.
+    """nn.Embedding over one or several tables that are sharded over the ranks of a mesh.
 
     `ShardedEmbeddingBag` without bags: what it says about ranks, parameters and gradients holds here, too.
 

@@ -179,6 +179,47 @@ def test_each_cut_trains_as_one_process_does(ranks, groups, cases):
             compare(results, ranks)
 
 
+def drawn(cuts):
+    found = []
+    for how in cuts:
+        torch.manual_seed(7)
+        module = ShardedEmbeddingBag(with_cuts(how), mesh_of(1))
+        found.append((made_whole(dict(module.named_parameters())), torch.rand(())))
+    return found
+
+
+def test_first_values_are_the_same_under_each_cut():
+    for of_rank in run_ranks(3, drawn, cuts_of(3)):
+        (first, after), *others = of_rank
+        for tensors, rest in others:
+            assert torch.equal(rest, after) and all(torch.equal(tensors[name], first[name]) for name in first)
+
+
+def islands(cuts):
+    """Two islands of two ranks, which meet every three steps; returns the tables of this rank's island."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "island"))
+    module = sharded(with_cuts(cuts), mesh["island"])
+    options = {"process_group": mesh["island"], **OPTIONS["rowwiseadagrad"]}
+    inner = shardopt.keyed("rowwiseadagrad", module.named_parameters(), **options)
+    optimizer = shardopt.SemiSync(inner, every=3, process_group=mesh["across"])
+    for step in range(6):
+        vectors = module({table.name: batch(table, step % STEPS, dist.get_rank(), 4) for table in module.tables})
+        with unchecked():
+            sum(loss_of(each) for each in vectors.values()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return made_whole(dict(module.named_parameters()))
+
+
+@pytest.mark.parametrize("cuts", [("columns",) * 5, (Grid(1, 2), "rows", "replicated", "columns", "columns")])
+def test_islands_with_replicas_of_tables_meet_under_each_cut(cuts):
+    """`made_whole` finds the same bits on both islands, as a meeting is the last step."""
+    wanted = run_ranks(4, islands, ("rows",) * 5)[0]
+    for found in run_ranks(4, islands, cuts):
+        for name in wanted:
+            assert_near(found[name], wanted[name], name)
+
+
 def save_under(cuts, algorithm, url, steps=3):
     """Trains some steps under a cut, saves, and goes on; returns the tables and the state after the rest."""
     module = sharded(with_cuts(cuts), mesh_of(1))

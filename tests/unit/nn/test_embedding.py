@@ -1,6 +1,7 @@
 """Sharded embedding modules on one rank: nn.EmbeddingBag's and nn.Embedding's own results, and what is refused."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from shardopt.errors import AlgorithmError, GradientError, InputError, LayoutError, StateError
-from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
+from shardopt.nn import Grid, ShardedEmbedding, ShardedEmbeddingBag, Table
 from shardopt.optim import FusedOptimizerModule
 from shardopt.sharding.view import local_tensors, view_of
 from tests.support.fake_rank import fake_rank
+from tests.support.placement import at
 
 ROWS, WIDTH = 9, 3
 
@@ -126,11 +128,48 @@ def test_rows_are_the_same_on_any_number_of_ranks(ranks):
         ([Table("a", 0, 2)], "0 rows"),
         ([Table("a", 5, 2, mode="max")], "mode 'max'"),
         ([Table("a", 5, 2, padding_idx=-1)], "padding_idx -1"),
+        ([Table("a", 5, 2, cut="diagonal")], "cut 'diagonal'"),
+        ([Table("a", 5, 2, cut=Grid(0, 2))], "0 x 2 pieces"),
+        ([Table("a", 5, 2, cut=Grid(1, 2))], r"1 x 2 pieces on ranks \[0, 1\]; required .* ranks, of 0 to 0"),
+        ([Table("a", 5, 2, cut=Grid(1, 1, (0, 0)))], r"on ranks \[0, 0\]"),
+        ([Table("a", 5, 2, cut=Grid(1, 1, (-1,)))], r"on ranks \[-1\]"),
     ],
 )
 def test_tables_that_cannot_be_made(tables, words):
     with fake_rank(0, 1) as mesh, pytest.raises(StateError, match=words):
         ShardedEmbeddingBag(tables, mesh)
+
+
+def test_ranks_of_a_grid_are_ascending():
+    with fake_rank(0, 4) as mesh, pytest.raises(StateError, match=r"ranks \[3, 1\]"):
+        ShardedEmbedding(Table("a", 5, 2, cut=Grid(2, 1, (3, 1))), mesh)
+
+
+@pytest.mark.parametrize("cut", ["columns", "whole", "replicated"])
+def test_rows_are_the_same_under_each_cut(cut):
+    tables = [Table("long", 20_000, 6, padding_idx=17_000), Table("other", 3, 2)]
+    with fake_rank(0, 1) as mesh:
+        torch.manual_seed(4)
+        wanted = [local_tensors(each)[0].detach() for each in ShardedEmbedding(tables, mesh).parameters()]
+        after = torch.rand(())
+    found = [torch.full_like(each, torch.nan) for each in wanted]
+    for rank in range(4):
+        with fake_rank(rank, 4) as mesh:
+            torch.manual_seed(4)
+            module = ShardedEmbedding([replace(table, cut=cut) for table in tables], mesh)
+            assert torch.equal(after, torch.rand(()))
+            for whole, weight in zip(found, module.parameters(), strict=True):
+                for piece in view_of(weight).pieces:
+                    whole[at(piece.box)] = piece.tensor.detach()
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_whole_tables_are_on_the_ranks_with_the_fewest_bytes_of_them():
+    sizes = (100, 60, 30, 20, 50)
+    with fake_rank(0, 2) as mesh:
+        module = ShardedEmbedding([Table(f"t{size}", size, 2, cut="whole") for size in sizes], mesh)
+        here = [module.get_submodule(f"t{size}").piece is not None for size in sizes]
+    assert here == [True, False, False, False, True]
 
 
 def test_meshes_that_tables_cannot_lie_on():
