@@ -89,6 +89,7 @@ def train(
     steps: int,
     every: int = 4,
     fused: type[torch.optim.Optimizer] = torch.optim.Adagrad,
+    replicated: type[torch.optim.Optimizer] | str = "adagrad",
     begin: str | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     **how: Any,
@@ -96,6 +97,7 @@ def train(
     """Trains up to a step, from the newest checkpoint under a root. Returns the loss of each step taken. Collective.
 
     Args:
+        replicated: the algorithm of data-parallel tables, which is `fused` for all others.
         begin: a checkpoint to begin with where there is none under the root; `how` are options of loading it.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -107,8 +109,8 @@ def train(
     tables = parallel.fused_optimizer
     tables.save_param_groups(True)
     rest = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    replicated = {"match": r"^tables\.", "algorithm": "adagrad", "lr": 0.1}
-    groups = [replicated] if plan == "data-parallel" else []
+    of_tables = {"match": r"^tables\.", "algorithm": replicated, "lr": 0.1}
+    groups = [of_tables] if plan == "data-parallel" else []
     dense = shardopt.keyed("adam", rest.items(), lr=0.01, groups=groups)
     data = shardopt.ResumableSampler(60, batch_size=BATCH, seed=1)
     app = {"model": parallel, "tables": tables, "dense": dense, "data": data, "step": 0}

@@ -90,6 +90,7 @@ class LoadReport(OfUrl):
         save_seconds: how long the save took, on its rank 0; None where that is not known.
         rename_rules: the rules of `rename` that the names in the app have been through: those recorded in the
             checkpoint, and those given. None if there are neither.
+        merged: keys of state of table rows that was stored for other parts of the columns (`Strictness(row_state=)`).
     """
 
     url: str
@@ -107,6 +108,7 @@ class LoadReport(OfUrl):
     left_out: tuple[str, ...] = ()
     save_seconds: float | None = None
     rename_rules: tuple[tuple[str, str], ...] | None = None
+    merged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def _placed(
     kinds: tuple[Placement, ...] = Replicate(), Shard(0), Shard(1)
     sizes = len(positions), *parts
     kept = [dim for dim, size in enumerate(sizes) if size > 1] or [0]
-    ranks = mesh.mesh.flatten()[torch.tensor(positions)].view([sizes[dim] for dim in kept])
+    ranks = mesh.mesh.flatten()[torch.tensor(positions, device="cpu")].view([sizes[dim] for dim in kept])
     return _mesh_of(ranks, mesh), [kinds[dim] for dim in kept]
 
 

@@ -114,7 +114,7 @@ def load_each(folder, sources, plans, fused):
                 found[source, plan] = [losses[step] for step in range(SAVED_AT + 1, STEPS)]
             except MismatchError as error:
                 if fused == "row-wise":
-                    assert all("number for each part of the columns" in problem.remedy for problem in error.problems)
+                    assert all('Strictness(row_state="merge")' in problem.remedy for problem in error.problems)
                 found[source, plan] = sorted({problem.key for problem in error.problems})
     return found
 
@@ -165,7 +165,7 @@ def test_elementwise_state_goes_between_all_plans(tmp_path):
 
 
 def test_row_wise_state_of_columns_is_kept_and_refused_elsewhere_by_name(tmp_path):
-    """A row's state of a part of the columns is another number than the whole row's."""
+    """A row's state of a part of the columns is another number than the whole row's: a strict load keeps them apart."""
     plans = ("column-wise", "row-wise", "first-rank")
     losses = run_ranks(2, save_each, str(tmp_path), plans, "row-wise", deadline_seconds=DEADLINE)[0]
     sources = [f"{plan}-2" for plan in plans]

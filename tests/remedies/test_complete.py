@@ -21,6 +21,7 @@ ELSEWHERE = {
     r"checkpoint/run/steps.py": LINE,
     r"checkpoint/run/root.py": LINE,
     r"checkpoint/loading/other_names.py": "tests/unit/checkpoint/loading/test_other_names.py follows the rule",
+    r"checkpoint/rearrange/row_state.py": "tests/unit/checkpoint/loading/test_row_state.py follows it",
     r"sharding/pieces_tensor.py": "arithmetic on a stand-in for a shard, which no load does",
     r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/checkpoint/sources/test_quantized.py",
 }
@@ -32,7 +33,6 @@ TEXTS = {
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,
-    "what a row is divided by": "a table whose columns lie on several ranks: tests/distributed",
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
     "loaded with strict=False from another algorithm": LINE,
     "is rounded at random from here on": LINE,

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES, torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
-from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast, with_reason_of_parts
+from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
 from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
 from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
+from shardopt.checkpoint.rearrange.row_state import RowState
 from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
 from shardopt.errors import Problem
@@ -41,6 +42,7 @@ class Match:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)  # of the tensors, those that change their dtype
+    merged: Mapping[str, RowState] = field(default_factory=dict)  # those whose rows have other parts
     missing: list[str] = field(default_factory=list)  # in the app only
     unexpected: list[str] = field(default_factory=list)  # in the checkpoint only, as far as this rank knows
     problems: list[Problem] = field(default_factory=list)  # differences that do not pass
@@ -94,7 +96,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         elif view is None or tensor is None:
             found = _match_value(key, leaf, flat, view, names.manifest, match, world_size)
         else:
-            found = _match_tensor(key, leaf, view, tensor, names.manifest, match, strictness)
+            found = _match_tensor(key, view, tensor, match, strictness)
         if found is not None:
             problems.append(found)
     absent = [key for key in flat.leaves if key in chosen and key not in stored]
@@ -167,15 +169,7 @@ def _missing(
     return missing
 
 
-def _match_tensor(
-    key: str,
-    leaf: Leaf,
-    view: View,
-    tensor: StoredTensor,
-    manifest: Manifest,
-    match: Match,
-    strictness: Strictness,
-) -> Problem | None:
+def _match_tensor(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
     """Compares the tensors that both sides have under a key; returns the problem with them, if any."""
     dtype, shape = TORCH_DTYPES[tensor.dtype.name], tensor.layout.shape
     # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
@@ -187,10 +181,7 @@ def _match_tensor(
             if castable:
                 remedy += ', or with Strictness(dtype="cast")'
             required = describe_tensor(view.shape, view.dtype)
-            problem = Problem(key, describe_tensor(shape, dtype), required, remedy)
-            if shape == view.shape:
-                return problem
-            return with_reason_of_parts(problem, leaf.path, shape, view.shape, manifest)
+            return Problem(key, describe_tensor(shape, dtype), required, remedy)
         match.cast.append(key)
     match.tensors[key] = (view, tensor)
     for _, memory in view.pieces:

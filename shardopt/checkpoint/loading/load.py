@@ -37,6 +37,7 @@ from shardopt.checkpoint.loading.strictness import STRICT, Strictness, log_passe
 from shardopt.checkpoint.loading.torchs_own import warn_of_other_options
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.row_state import log_merged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, announce, emit_report
 from shardopt.checkpoint.saving.writing.pending import drop_failed_steps
@@ -113,7 +114,7 @@ def load(
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
             False also takes what fits of the state of another algorithm, but none of its options, with a warning in the
-            log. A stored key is unexpected if no rank has a place for it.
+            log, and merges state of table rows. A stored key is unexpected if no rank has a place for it.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
         rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
@@ -262,9 +263,12 @@ def _load_into(
         world_size=manifest.world_size,
         saved_at=manifest.saved_at,
         left_out=plan.reader.left_out,
+        merged=tuple(match.merged),
         save_seconds=manifest.seconds,
         rename_rules=manifest.renamed if rules is None else rules.been_through,
     )
+    if match.merged:
+        log_merged(report.url, match.merged)
     return report, match.warnings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.reconcile import compare_differences, differences_of, is_met
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.tied import extent, refuse_overlapping, refuse_unequal
+from shardopt.checkpoint.rearrange.row_state import MergedRows, other_row_state, with_remedy, with_shapes
 from shardopt.checkpoint.saving.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
@@ -130,6 +131,8 @@ def plan_rank(
     if flat.twins:
         refuse_untied(flat, views)
     match = compare(flat, views, names, strictness, ranks.size)
+    if match.problems:
+        reader, names, match = _with_row_state(reader, flat, views, names, strictness, match, ranks.size)
     differs = match.problems or match.missing or match.unexpected
     may_grow = growing_in(flat, names, select) if differs and grow is None else []
     unmatched = strictness.unmatched(flat, names)
@@ -151,6 +154,32 @@ def plan_rank(
         pieces |= plan.broadcast.own_pieces()
     plan.request(pieces)
     return plan
+
+
+def _with_row_state(
+    reader: CheckpointReader,
+    flat: FlatState,
+    views: Mapping[str, View],
+    names: Names,
+    strictness: Strictness,
+    match: Match,
+    world_size: int,
+) -> tuple[CheckpointReader, Names, Match]:
+    """Compares again with state of rows merged, if that may be; else its problems get the remedy."""
+    shapes = {key: view.shape for key, view in views.items() if key in names.chosen}
+    states = other_row_state(reader, names.renamed, shapes)
+    known = {key: state for key, state in states.items() if state.widths}
+    if strictness.row_state == "merge" and known:
+        reader = MergedRows(reader, {names.renamed.get(key, key): state for key, state in known.items()})
+        names = replace(names, manifest=with_shapes(names.manifest, known))
+        match = compare(flat, views, names, strictness, world_size)
+        match.merged = {key: state for key, state in known.items() if key in match.tensors and state.is_merged}
+    stored = names.manifest.tensors
+    unlike = {key: stored[key].layout.shape for key, state in states.items() if stored[key].layout.shape != state.shape}
+    match.problems = [
+        with_remedy(each, states[each.key], unlike[each.key]) if each.key in unlike else each for each in match.problems
+    ]
+    return reader, names, match
 
 
 def _values_of_rank(

@@ -46,18 +46,22 @@ class Strictness:
             are read twice, and checked before anything is changed. Otherwise, as for bf16 from fp32, only numbers next
             to the largest can be lost, and they are found as they are read.
         uninitialized: an optimizer that has state on one side only; it stays as it is.
+        row_state: "merge" fits the numbers that row-wise optimizers have for each row of a table to the app's cut of
+            its columns. Where torchrec has a number for each part of the columns, a row gets their mean, weighted by
+            the columns of the parts; each part of the app gets the number of its row. The report lists them.
     """
 
     missing: Choice | re.Pattern[str] = "raise"
     unexpected: Choice = "raise"
     dtype: Literal["raise", "cast"] = "raise"
     uninitialized: Choice = "raise"
+    row_state: Literal["raise", "merge"] = "raise"
     lets_objects_differ: bool = field(init=False, repr=False, compare=False)
     """Whether differences between an object and its stored state pass, including those within plain values."""
 
     def __post_init__(self) -> None:
-        allowed = {"dtype": ("raise", "cast")}
-        for name in ("missing", "unexpected", "dtype", "uninitialized"):
+        allowed = {"dtype": ("raise", "cast"), "row_state": ("raise", "merge")}
+        for name in ("missing", "unexpected", "dtype", "uninitialized", "row_state"):
             choices = allowed.get(name, ("raise", "warn", "ignore"))
             is_pattern = name == "missing" and isinstance(self.missing, re.Pattern)
             if not is_pattern and getattr(self, name) not in choices:
@@ -90,10 +94,10 @@ STRICT = Strictness()
 
 
 def strictness_of(strict: bool | Strictness) -> Strictness:
-    """Returns the choices of `load(..., strict=...)`: True raises for everything, False ignores one-sided keys."""
+    """Returns the choices of `strict`: True raises for all, False ignores one-sided keys and merges state of rows."""
     if isinstance(strict, Strictness):
         return strict
-    return Strictness() if strict else Strictness(missing="ignore", unexpected="ignore")
+    return Strictness() if strict else Strictness(missing="ignore", unexpected="ignore", row_state="merge")
 
 
 def log_passed_over(url: str, missing: Sequence[str], unexpected: Sequence[str], strictness: Strictness) -> None:

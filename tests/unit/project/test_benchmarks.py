@@ -68,6 +68,7 @@ SMALL = {
         "--gib 0.001 --trainers 1 --receivers 1 --repetitions 3",
         {"TENSOR_BYTES": 1 << 16, "COLUMNS": 64, "RATES": (0.02,)},
     ),
+    "tables": (ROUND, {"ROWS": 50, "WIDTH": 4, "BAGS": 3, "POOLING": 2}),
     "step": (f"{ROUND} --only AdamW", {"SIZES": {"400 × 4k": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
 }
 SIMULATED = {

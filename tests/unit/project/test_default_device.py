@@ -1,6 +1,7 @@
 """Where torch's default device is not the CPU: what lies in the host's memory still does. "meta" stands for a GPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.errors import StateError
 from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
-from shardopt.nn.route import boundaries
 from shardopt.nn.table import _BLOCK_ROWS
 from shardopt.optim.gradients.norms import JointNorm, norm_of_each
 from shardopt.sharding.view import local_tensors
@@ -95,9 +95,14 @@ def test_tables_do_not_depend_on_the_default_device_or_the_number_of_ranks():
         for ranks in (1, 2, 3):
             assert same(drawn(ranks), expected)
     assert same(drawn(3), expected)
-    assert boundaries(TABLES, 2).tolist()
-    with torch.device("meta"):
-        assert boundaries(TABLES, 2).device.type == "cpu"
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "whole", "replicated"])
+def test_what_is_known_of_tables_before_lookups_has_values_on_any_default_device(cut):
+    tables = [replace(table, cut=cut) for table in TABLES]
+    with fake_rank(0, 2) as mesh, torch.device("meta"):
+        made = ShardedEmbedding(tables, mesh)
+    assert made._directory._starts.tolist() and made._directory._first.tolist()
 
 
 @pytest.mark.parametrize("module", [ShardedEmbedding, ShardedEmbeddingBag])
