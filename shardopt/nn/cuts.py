@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -182,7 +183,7 @@ def _mesh_of(ranks: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:
     if torch.equal(ranks, mesh.mesh):
         return mesh
     names = tuple(f"dim_{dim}" for dim in range(ranks.ndim))
-    here = (ranks == mesh._rank).nonzero()
+    here = (ranks == dist.get_rank()).nonzero()
     if not len(here) or ranks.numel() == 1:  # without groups, of which torch makes none for those outside, either
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
     groups = []

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -49,7 +50,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         # A module that is made within torch.device("meta") gets its memory later, as torch's do.
         default = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
         where = torch.device(device or default)
-        position = mesh.mesh.flatten().tolist().index(mesh._rank)
+        position = mesh.mesh.flatten().tolist().index(dist.get_rank())
         cut = cut_tables(tables, mesh)
         for pieces, on, placements in cut:
             self.add_module(pieces.table.name, CutTable(pieces, position, on, placements, where))
