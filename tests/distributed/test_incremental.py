@@ -119,6 +119,7 @@ def small(step):
         "frozen": torch.arange(600.0).reshape(60, 10),
         "adapter": torch.full((8,), float(step)),
         "drifting": drifted(step),
+        "touched": touched(step),
     }
     placed = {key: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for key, each in full.items()}
     return {**placed, "step": step}
@@ -130,6 +131,14 @@ def drifted(step):
     for each in range(1, step + 1):
         values[each::997] += 1
     return values
+
+
+def touched(step):
+    """A table of which each step touches some rows: the third save of a process knows them without the base."""
+    table = torch.arange(4096 * 64, dtype=torch.int32).reshape(4096, 64)
+    for each in range(1, step + 1):
+        table[each::211] += 1
+    return table
 
 
 CALLS = ("os:open", "os:makedirs", "os:writev", "os:fsync", "os:link", "os:unlink", "os:rmdir", "os:listdir")
@@ -156,8 +165,10 @@ def survive(root, fault):
         assert torch.equal(reader.read("frozen"), torch.arange(600.0).reshape(60, 10))
         assert reader.read("adapter").eq(5).all()
         assert torch.equal(reader.read("drifting"), drifted(5))
-        entries = reader.manifest.tensors["drifting"].layout.entries
-        assert entries and all(entry.deltas for entry in entries)
+        assert torch.equal(reader.read("touched"), touched(5))
+        for key in ("drifting", "touched"):
+            entries = reader.manifest.tensors[key].layout.entries
+            assert entries and all(entry.deltas for entry in entries)
     return steps[-1]
 
 

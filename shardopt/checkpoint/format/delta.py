@@ -196,10 +196,15 @@ class DeltaBuilder:
     Args:
         nbytes: of the box.
         word: the bytes of a word.
+
+    Attributes:
+        nbytes: of the body so far.
+        count: the changed words so far.
+        runs: how often a changed word followed an unchanged one.
     """
 
     def __init__(self, nbytes: int, word: int) -> None:
-        self.nbytes = 0
+        self.nbytes = self.count = self.runs = 0
         self._word, self._per_segment = word, SEGMENT_BYTES // word
         self._counts, self._lengths = (np.zeros(segment_count(nbytes), np.int64) for _ in range(2))
         self._values: list[Array] = []
@@ -217,11 +222,53 @@ class DeltaBuilder:
         skips = np.diff(changed, prepend=changed.dtype.type(-1)) - 1
         skips[begins[used]] = changed[begins[used]] - bounds[used]
         codes, longer = _encode(skips)
+        self.count += len(changed)
+        self.runs += int(np.count_nonzero(skips))
         self._counts[segments] = counts
         self._lengths[segments] = counts + np.diff(np.searchsorted(longer, begins), append=len(longer))
         self._values.append(new_words.take(changed))
         self._skips.append(codes)
         self.nbytes += len(changed) * self._word + len(codes)
+
+    def add_rows(self, first_segment: int, rows: Array, size: int, at: int, new: memoryview) -> None:
+        """Adds whole segments of which all words of some rows count as changed.
+
+        Args:
+            rows: ascending numbers of rows, of which all have words in these segments.
+            size: the words of a row.
+            at: the number of the first of these segments' words, counted as rows are.
+        """
+        words = np.frombuffer(new, f"<u{self._word}")
+        segments = segment_count(new.nbytes)
+        begins = np.maximum(rows * size - at, 0)
+        ends = np.minimum(rows * size - at + size, len(words))
+        if len(rows) and (at % size or self._per_segment % size):  # some lie in two segments or more: cut there
+            begins, ends = _cut(begins, ends, np.arange(1, segments) * self._per_segment)
+        lengths = ends - begins
+        segment_of = begins // self._per_segment
+        skips = begins - np.maximum(np.append(0, ends[:-1]), segment_of * self._per_segment)
+        longer, longest = skips >= 1 << 7, skips >= 1 << 14
+        coded = lengths + longer + longest
+        at_code = np.cumsum(coded) - coded
+        codes = np.zeros(int(coded.sum()), np.uint8)  # within a row nothing is skipped
+        codes[at_code] = skips & 0x7F | longer << 7
+        codes[at_code[longer] + 1] = skips[longer] >> 7 & 0x7F | longest[longer] << 7
+        codes[at_code[longest] + 2] = skips[longest] >> 14
+        for numbers, per_run in ((self._counts, lengths), (self._lengths, coded)):
+            numbers[first_segment : first_segment + segments] = np.bincount(segment_of, per_run, segments)
+        if at % size or len(words) % size:
+            self._values.append(
+                words.take(np.arange(int(lengths.sum())) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths))
+            )
+        else:
+            self._values.append(words.reshape(-1, size).take(rows - at // size, 0).reshape(-1))
+        self._skips.append(codes)
+        self.nbytes += self._values[-1].nbytes + len(codes)
+
+    @property
+    def segments(self) -> Array:
+        """The numbers of the segments that have changed words."""
+        return np.flatnonzero(self._counts)
 
     def build(self, before: bytes, after: bytes) -> tuple[bytearray, bytearray]:
         """Returns the bytes of both entries, index and body, from the box's checksums before and after."""
@@ -247,6 +294,14 @@ def _positions(is_changed: Array) -> Array:
     within &= 7
     positions += within
     return positions
+
+
+def _cut(begins: Array, ends: Array, bounds: Array) -> tuple[Array, Array]:
+    """Cuts ascending ranges at each bound that lies within one."""
+    place = np.searchsorted(begins, bounds) - 1  # of the range that begins before each bound
+    inside = (place >= 0) & (ends[place] > bounds)
+    places, bounds = place[inside] + 1, bounds[inside]
+    return np.insert(begins, places, bounds), np.insert(ends, places - 1, bounds)
 
 
 def _encode(skips: Array) -> tuple[Array, Array]:

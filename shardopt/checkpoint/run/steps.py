@@ -19,6 +19,7 @@ from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
+from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import (
     CheckpointError,
@@ -58,6 +59,7 @@ class Steps:
         self._stage, self._incremental, self._terms = stage, incremental, terms
         self._anchor_every, self._since_anchor = anchor_every, 0
         self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
+        self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self._warned_of_step = False
 
     @cached_property
@@ -189,6 +191,8 @@ class Steps:
         numbers = _numbers_or_none(metrics) if metrics else {}
         if self._incremental or len(urls) > 1:
             terms = self._terms_with(terms, urls)
+        if self._incremental:
+            terms = replace(terms, prints=self._prints)
         report = save_now(urls[0], app, terms, metrics, raise_earlier=in_turn)
         self._after.committed(id, report, numbers, in_turn)
         self._last = id, report

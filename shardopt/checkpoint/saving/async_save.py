@@ -31,6 +31,7 @@ from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveTerms
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.writing.earlier import Kept
 from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps
+from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.saving.writing.staging import Offsets, Shares, Staging
 from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import CheckpointError, OptionError, Problem
@@ -72,6 +73,7 @@ class AsyncSaver:
     def __init__(self, keeps: bool = False) -> None:
         self._side = SideRanks("saves in the background")
         self._kept = Kept() if keeps else None
+        self._prints = None if keeps else RowPrints()  # of bytes that are not kept
         self._memories = [(HostMemory(), Shares(HostMemory(), HostMemory())) for _ in range(1 + keeps)]
         self._plans: PlanCache = {}
         self._offsets: Offsets = {}
@@ -108,7 +110,11 @@ class AsyncSaver:
             afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
                 too.
         """
-        begin, url, options = world().monotonic(), absolute_url(url), replace(options, kept=self._kept)
+        begin, url, options = (
+            world().monotonic(),
+            absolute_url(url),
+            replace(options, kept=self._kept, prints=self._prints),
+        )
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
@@ -176,6 +182,8 @@ class AsyncSaver:
         finally:
             if self._kept is not None:
                 self._kept.forget()
+            if self._prints is not None:
+                self._prints.forget()
             for memory, shares in self._memories:
                 memory.free()
                 shares.free()

@@ -9,6 +9,7 @@ from shardopt.checkpoint.format.manifest import RenameRules
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.saving.writing.earlier import Kept
+from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.saving.writing.unchanged import Chain
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group
@@ -60,7 +61,8 @@ class SaveTerms(SaveOptions):
     rules of `rename` that the names had since the run began, if known. `in_background`: training continues meanwhile.
     `chain` says what deltas are for: "bounded" for fewer bytes, as long as restores stay fast; "link" and "anchor" for
     followers, who take them one by one. An anchor is written whole beside them. `kept` has the bytes of the last save,
-    to compare with these; None to read them where they are stored.
+    to compare with these; None to read them where they are stored. `prints` finds rows that have changed since the last
+    save, and learns those of this one; None to compare bytes alone.
     """
 
     process_group: Group | None = None
@@ -71,6 +73,7 @@ class SaveTerms(SaveOptions):
     in_background: bool = False
     chain: Chain = "bounded"
     kept: Kept | None = None
+    prints: RowPrints | None = None
 
 
 DEFAULT_OPTIONS = SaveTerms()

@@ -70,6 +70,7 @@ SMALL = {
     ),
     "tables": (ROUND, {"ROWS": 50, "WIDTH": 4, "BAGS": 3, "POOLING": 2}),
     "step": (f"{ROUND} --only AdamW", {"SIZES": {"400 × 4k": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
+    "touched_rows": ("--rows 4000 --repetitions 1", {"SHARES": (0.01,)}),
 }
 SIMULATED = {
     "alike": {"REPLICAS": 2, "SHARDS": 4, "LAYERS": 1, "RANK": 3},

@@ -20,6 +20,7 @@ from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import DataFile, StoredEntry, StoredLayout
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
 from shardopt.checkpoint.saving.writing.earlier import Earlier, Kept, OnDisk
+from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.sources.own import OwnSource, manifest_bytes
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader, form_of
 from shardopt.checkpoint.sources.reading.with_deltas import FileWithDeltas
@@ -63,6 +64,7 @@ class Base:
 
     Attributes:
         kept: what this rank has in memory of the last save, which may have been this one; None for nothing.
+        prints: of the rows of boxes at this save, if it was the last one; None to know of none.
 
     Raises:
         OptionError: it does not lie beside the new one.
@@ -82,6 +84,7 @@ class Base:
             problem = Problem("base", repr(self.directory), required, "give the directory another name")
             raise OptionError("a save cannot refer to that", [problem], code="bad-base")
         self.kept: Kept | None = None
+        self.prints: RowPrints | None = None
         self._lock = world().lock()
         self.source = OwnSource(storage, data)
         self.manifest = self.source.manifest

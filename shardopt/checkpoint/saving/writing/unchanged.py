@@ -76,7 +76,7 @@ def cut_by_changes(
         memory = _bytes_of(base, request, views)
         of_box = _parts_of(base, request, memory)
         changed_bytes = request.nbytes - _bytes_in(request, of_box)
-        delta = delta_of(base, request, memory, changed_bytes, is_bounded) if changed_bytes else None
+        delta = _delta_of(base, request, memory, changed_bytes, is_bounded)
         # Followers know a box again only if it is not cut.
         return [] if changed_bytes and not is_bounded else of_box, delta
 
@@ -123,7 +123,7 @@ def _with_bridges(
     def look(request: WriteRequest) -> BuiltDelta | None:
         memory = _bytes_of(base, request, views)
         changed_bytes = request.nbytes - _bytes_in(request, _parts_of(base, request, memory))
-        return delta_of(base, request, memory, changed_bytes, is_bounded=False) if changed_bytes else None
+        return _delta_of(base, request, memory, changed_bytes, is_bounded=False)
 
     for (slot, position), delta in _looked_up(look, writes).items():
         if delta is not None:
@@ -324,6 +324,17 @@ def _patch(request: WriteRequest, part: Part) -> WriteRequest:
         inner=Box((inner.offsets[0] + begin, *inner.offsets[1:]), (rows, *inner.sizes[1:])),
         prefix=patch_prefix(part.begin),
     )
+
+
+def _delta_of(
+    base: Base, request: WriteRequest, memory: TensorBytes, changed_bytes: int, is_bounded: bool
+) -> BuiltDelta | None:
+    """Returns a delta as `delta_of` does, and None of a box that is as it was."""
+    if changed_bytes:
+        return delta_of(base, request, memory, changed_bytes, is_bounded)
+    if base.prints is not None:
+        base.prints.keep(request)
+    return None
 
 
 def _bytes_of(base: Base, request: WriteRequest, views: Mapping[str, View]) -> TensorBytes:

@@ -210,3 +210,30 @@ def test_an_index_that_claims_much_takes_no_memory():
     assert not apply_hostile(index, b"", 64, 2)
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    word=st.sampled_from(WORDS),
+    size=st.integers(1, 300) | st.sampled_from([64, 256, 4096]),
+    count=st.integers(1, 9000),
+    share=st.sampled_from([0.0, 0.001, 0.01, 0.2, 1.0]),
+    step=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_rows_come_back_as_their_words_do(word, size, count, share, step, seed):
+    pick = np.random.default_rng(seed)
+    count = min(count, (3 * SEGMENT_BYTES) // (word * size) + 1)
+    old = random_bytes(count * size * word, seed)
+    rows = np.flatnonzero(pick.random(count) < share)
+    new = np.frombuffer(old, f"<u{word}").reshape(count, size).copy()
+    new[rows] ^= 1
+    new = new.tobytes()
+    builder = DeltaBuilder(len(old), word)
+    for first in range(0, segment_count(len(old)), step):
+        begin, end = first * SEGMENT_BYTES, min((first + step) * SEGMENT_BYTES, len(old))
+        row_bytes = size * word
+        here = rows[(rows >= begin // row_bytes) & (rows < -(-end // row_bytes))]
+        builder.add_rows(first, here, size, begin // word, memoryview(new[begin:end]))
+    index, body = builder.build(sums_of(old), sums_of(new))
+    assert (index, body) == built(old, new, word, step)
