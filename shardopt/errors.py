@@ -7,7 +7,7 @@
     ├── OptionError           (ValueError, TypeError)  an argument of the wrong type, or out of its range
     ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
     ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
-    ├── InputError            (ValueError)         ids, offsets or weights that a table cannot look up
+    ├── InputError            (ValueError)         ids that a table cannot look up; tables that no plan fits
     ├── PartialLoadError      (RuntimeError)       a step of an optimizer whose load is not whole
     ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
     └── CheckpointError       (RuntimeError)
@@ -164,7 +164,7 @@ class GradientError(ShardoptError, RuntimeError):
 
 
 class InputError(ShardoptError, ValueError):
-    """A table cannot look up ids, offsets or weights. No rank looked up anything."""
+    """A table cannot look up ids, offsets or weights, and no rank looked up anything; or no plan of tables fits."""
 
     code: Code = "embedding-tables"
 

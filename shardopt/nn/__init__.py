@@ -1,9 +1,11 @@
 """Modules over sharded state: embedding tables on many ranks."""
 
-from shardopt.nn.embedding import ShardedEmbedding as ShardedEmbedding
-from shardopt.nn.embedding import ShardedEmbeddingBag as ShardedEmbeddingBag
-from shardopt.nn.table import Grid as Grid
-from shardopt.nn.table import Table as Table
-from shardopt.runtime.exports import offer as _offer
+from typing import TYPE_CHECKING
 
-_offer(__name__)
+# Imported when a name is first asked for: the shell's `plan` needs neither torch nor these.
+if TYPE_CHECKING:
+    from shardopt.nn.public import *  # noqa: F403  # re-exports, for type checkers
+else:
+    from shardopt.runtime.exports import lazily as _lazily
+
+    __getattr__, __dir__ = _lazily(__name__, "shardopt.nn.public")

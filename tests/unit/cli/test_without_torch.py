@@ -1,4 +1,4 @@
-"""`ls`, `show` and `verify` of checkpoints of ours: they import no torch, and work where there is none."""
+"""`ls`, `show` and `verify` of checkpoints of ours, and `plan`: they import no torch, and work where there is none."""
 
 import json
 import subprocess
@@ -20,6 +20,19 @@ VERBS = {
     "show of values per rank": ["show", "{step}", "seed"],
     "show --no-stats": ["show", "{step}", "model.weight", "--no-stats"],
     "verify": ["verify", "{step}"],
+    "plan": [
+        "plan",
+        "--table",
+        "items:1000:64",
+        "--ranks",
+        "2",
+        "--memory",
+        "1GB",
+        "--batch",
+        "8",
+        "--algorithm",
+        "sgd",
+    ],
     "help": ["--help"],
 }
 CODE = """

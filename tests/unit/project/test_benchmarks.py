@@ -69,6 +69,7 @@ SMALL = {
         {"TENSOR_BYTES": 1 << 16, "COLUMNS": 64, "RATES": (0.02,)},
     ),
     "tables": (ROUND, {"ROWS": 50, "WIDTH": 4, "BAGS": 3, "POOLING": 2}),
+    "table_plans": ("", {"SETS": ((3, 2),), "LARGE": ((9, 4),)}),
     "step": (f"{ROUND} --only AdamW", {"SIZES": {"400 × 4k": (2, 64)}, "COUNTS": (2, 3), "STEPS_A_TURN": 1}),
     "touched_rows": ("--rows 4000 --repetitions 1", {"SHARES": (0.01,)}),
 }

@@ -1,0 +1,1 @@
+"""A planner for embedding tables: cuts, and ranks of the pieces."""

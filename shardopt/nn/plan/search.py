@@ -1,0 +1,198 @@
+"""The search for a plan: largest tables first onto the least loaded ranks, then those of the busiest rank again.
+
+A target of seconds decides how finely a table is cut: the cut with the fewest total seconds that keeps all ranks within
+the target. Targets rise from a bound that no plan beats. Then tables of the busiest rank, alone and with one or two
+others, are taken out and placed again under a target below the cost so far, until nothing improves or the work is
+spent. All is deterministic, so that each rank finds the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, islice, permutations
+from typing import NamedTuple
+
+import numpy as np
+
+from shardopt.nn.plan.costs import Candidate, Ints
+
+_TARGETS = (1.002, 1.02, 1.05, 1.1, 1.25, 1.5, float("inf"))  # of the bound
+_TRIALS = 200  # of taking out and placing again, less if tables times ranks are many
+_WORK = 2_000_000
+_NEAR = 1.001  # the bound: no more is tried
+_SLIGHTLY = 1e-9
+
+
+class Placed(NamedTuple):
+    """A cut of a table, and the rank of each piece."""
+
+    cut: Candidate
+    ranks: Ints
+
+
+class Board:
+    """The ranks with the pieces placed so far.
+
+    Args:
+        memory: bytes of each rank.
+        tables: the candidates of each table, those with the fewest total seconds first.
+    """
+
+    def __init__(self, memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> None:
+        self._tables = tables
+        self._everyone = np.arange(len(memory))
+        # Tables that are not placed yet count with the least that they cost every rank: otherwise those placed first
+        # take room that is not there.
+        self._least = [min(cut.everywhere for cut in cuts) for cuts in tables]
+        self._everywhere = sum(self._least)
+        self._loads = np.zeros(len(memory))
+        self.free = np.array(memory, dtype=np.int64)
+        self.placed: dict[int, Placed] = {}
+
+    @property
+    def seconds(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Of each rank."""
+        return self._loads + self._everywhere
+
+    @property
+    def cost(self) -> float:
+        """The seconds of the busiest rank."""
+        return float(self._loads.max()) + self._everywhere
+
+    def put(self, table: int, placed: Placed, sign: int = 1) -> None:
+        """Adds the pieces of a table; with sign -1 takes them away."""
+        cut, ranks = placed
+        self._everywhere += sign * (cut.everywhere - self._least[table])
+        self._loads[ranks] += sign * cut.seconds
+        self.free[ranks] -= sign * cut.bytes
+        if sign > 0:
+            self.placed[table] = placed
+        else:
+            del self.placed[table]
+
+    def place(self, table: int, target: float, memory_first: bool = False) -> bool:
+        """Places a table by its first cut within the target; if none is, by that with the lowest cost.
+
+        Args:
+            table: its index.
+            target: seconds of the busiest rank.
+            memory_first: whether pieces go to the ranks with the most free memory, not to the least loaded ones.
+
+        Returns:
+            False where no cut fits the memory; nothing is placed then.
+        """
+        order = np.argsort(-self.free if memory_first else self._loads, kind="stable")
+        free = self.free[order]
+        highest, least = float(self._loads.max()), float(self._loads.min())
+        best: tuple[float, Placed] | None = None
+        for cut in self._tables[table]:
+            everywhere = self._everywhere + cut.everywhere - self._least[table]
+            at_least = least + cut.most_seconds + everywhere
+            if at_least > target and best is not None and at_least >= best[0]:
+                continue
+            ranks = self._ranks_for(cut, order, free)
+            if ranks is None:
+                continue
+            cost = max(highest, float((self._loads[ranks] + cut.seconds).max())) + everywhere
+            if best is None or cost < best[0]:
+                best = cost, Placed(cut, ranks)
+            if cost <= target:
+                best = cost, Placed(cut, ranks)
+                break
+        if best is None:
+            return False
+        self.put(table, best[1])
+        return True
+
+    def _ranks_for(self, cut: Candidate, order: Ints, free: Ints) -> Ints | None:
+        if cut.shape.name or cut.shape.ranks is not None:
+            ranks = self._everyone if cut.shape.name else np.array(cut.shape.ranks)
+            return ranks if (self.free[ranks] >= cut.bytes).all() else None
+        fitting = order[free >= cut.most_bytes][: cut.count]
+        if len(fitting) < cut.count:
+            return None
+        return np.sort(fitting)  # as a `Grid` has its ranks
+
+
+def lower_bound(tables: Sequence[Sequence[Candidate]], ranks: int) -> float:
+    """Returns seconds that the busiest rank of no plan stays below: their mean, or the largest uncuttable piece."""
+    mean = sum(min(cut.total for cut in cuts) for cuts in tables) / ranks
+    return max(mean, *(min(cut.everywhere + cut.most_seconds for cut in cuts) for cuts in tables))
+
+
+def search(memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> Board | None:
+    """Returns the best plan found; None if none was found that fits the memory."""
+    bound = lower_bound(tables, len(memory))
+    order = sorted(range(len(tables)), key=lambda table: (-tables[table][0].total, table))
+    best: Board | None = None
+    for target in _TARGETS:
+        board = _greedy(memory, tables, order, bound * target)
+        if board is not None and (best is None or board.cost < best.cost):
+            best = board
+        if board is not None and board.cost <= bound * target:
+            break
+    if best is None:
+        best = _by_memory(memory, tables)
+    if best is not None:
+        _improve(best, bound)
+    return best
+
+
+def _greedy(
+    memory: Sequence[int],
+    tables: Sequence[Sequence[Candidate]],
+    order: Sequence[int],
+    target: float,
+    memory_first: bool = False,
+) -> Board | None:
+    board = Board(memory, tables)
+    return board if all(board.place(table, target, memory_first) for table in order) else None
+
+
+def _by_memory(memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> Board | None:
+    """Returns a plan that fits tight memory: the largest first, as few pieces as fit, or as small ones as there are."""
+    order = sorted(range(len(tables)), key=lambda table: (-tables[table][0].bytes.sum(), table))
+    smallest = [sorted(cuts, key=lambda cut: (cut.most_bytes, cut.total)) for cuts in tables]
+    boards = (_greedy(memory, each, order, float("inf"), True) for each in (tables, smallest))
+    return next((board for board in boards if board is not None), None)
+
+
+def _improve(board: Board, bound: float) -> None:
+    """Takes tables of the busiest rank out and places them again, while that lowers the cost."""
+    trials = min(_TRIALS, _WORK // (len(board.free) * len(board.placed)))
+    while board.cost > bound * _NEAR and trials > 0:
+        for tables in islice(_on_busiest(board), trials):
+            trials -= 1
+            if _again(board, tables):
+                break
+        else:
+            return
+
+
+def _on_busiest(board: Board) -> Iterator[tuple[int, ...]]:
+    """Yields sets of tables to place again: of the busiest rank each alone, with another, and with two others."""
+    busiest = int(board.seconds.argmax())
+    here = [table for table, (_, ranks) in board.placed.items() if (ranks == busiest).any()]
+    others = [table for table in board.placed if table not in here]
+    yield from ((table,) for table in here)
+    yield from ((a, b) for a in here for b in others)
+    yield from combinations(here, 2)
+    yield from combinations(board.placed, 3)
+
+
+def _again(board: Board, tables: tuple[int, ...]) -> bool:
+    """Places these tables again; returns whether the cost is lower. Otherwise nothing has changed."""
+    target = board.cost * (1 - _SLIGHTLY)
+    before = {table: board.placed[table] for table in tables}
+    for order in permutations(tables):
+        for table in tables:
+            board.put(table, board.placed[table], -1)
+        done = all(board.place(table, target) for table in order)
+        if done and board.cost < target:
+            return True
+        for table in tables:
+            if table in board.placed:
+                board.put(table, board.placed[table], -1)
+        for table in tables:
+            board.put(table, before[table])
+    return False

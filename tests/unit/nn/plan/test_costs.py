@@ -1,0 +1,100 @@
+"""The cost model: rows of a step against draws, and bytes and seconds against sums written out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardopt.nn.plan.costs import Candidate, Shape, TableSize, candidates, chunks, distinct_rows
+from tests.unit.nn.plan.sets import job
+
+TABLE = TableSize("t", 1000, 64, 2, 3.0, 0.0, 4, 4)
+
+
+def cut(shape, ranks=4, **figures):
+    """The only candidate of TABLE with a kept cut."""
+    (made,) = candidates(TABLE._replace(kept=shape), job((10**9,) * ranks, batch=10, **figures))
+    return made
+
+
+@given(st.integers(1, 300), st.integers(1, 20))
+def test_parts_are_those_of_torch_chunk(size, parts):
+    sizes = [len(part) for part in torch.arange(size).chunk(parts)]
+    assert chunks(size, parts).tolist() == sizes + [0] * (parts - len(sizes))
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.8, 1.0, 1.5])
+@pytest.mark.parametrize("rows", [1, 40, 3000])
+def test_distinct_rows_are_the_mean_of_draws(rows, skew):
+    share = np.arange(1, rows + 1.0) ** -skew
+    draws = np.random.default_rng(0).choice(rows, (400, 500), p=share / share.sum())
+    mean = np.mean([len(np.unique(each)) for each in draws])
+    assert distinct_rows(rows, 500, skew) == pytest.approx(mean, rel=0.01)
+
+
+def test_distinct_rows_of_a_huge_table_are_its_ids():
+    assert distinct_rows(10**10, 1000, 0.0) == pytest.approx(1000, rel=1e-6)
+
+
+def test_seconds_of_a_grid_are_those_of_the_text():
+    """Rows of 2 parts, columns of 2, on 4 ranks: each piece by the formulas of the module, term by term."""
+    made = cut(Shape(2, 2, (0, 1, 2, 3)), memory_bandwidth=1e9, exchange_bandwidth=1e6, travel_bytes=4)
+    asked, touched = distinct_rows(1000, 30, 0), distinct_rows(1000, 120, 0)
+    to_one = 0.5 * asked * (8 + 2 * 32 * 4)
+    traffic = 0.5 * 4 * asked * 32 * (2 + 3 * 4) + 0.5 * touched * 2 * (32 * (2 + 4) + 4)
+    held, own = 3 * to_one, 3 * to_one  # by 3 others, and of the 3 pieces that are elsewhere
+    expected = (held + own) / 1e6 + traffic / 1e9 + 20e-6
+    assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
+    assert made.bytes.tolist() == [500 * (32 * 6 + 4)] * 4
+
+
+def test_a_replica_sends_gradients_and_no_vectors():
+    made = cut(Shape(1, 1, None, "replicated"), memory_bandwidth=1e9, exchange_bandwidth=1e6)
+    asked, touched = distinct_rows(1000, 30, 0), distinct_rows(1000, 120, 0)
+    traffic = asked * 64 * 2 + 4 * asked * 64 * 2 * 4 + touched * 2 * (64 * 6 + 4)
+    expected = 2 * 3 * asked * (8 + 64 * 4) / 1e6 + traffic / 1e9 + 20e-6
+    assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
+    assert made.bytes.tolist() == [1000 * (64 * 6 + 4)] * 4
+
+
+def test_one_rank_exchanges_nothing():
+    assert cut(Shape(1, 1), ranks=1, exchange_bandwidth=1.0).everywhere == 0.0
+    assert cut(Shape(1, 1), ranks=1, exchange_bandwidth=1.0).seconds < 1.0
+
+
+@given(st.integers(1, 50), st.integers(1, 130), st.integers(1, 9))
+def test_totals_are_the_sums_of_pieces(rows, columns, ranks):
+    for made in candidates(TABLE._replace(rows=rows, columns=columns), job((1,) * ranks)):
+        assert made.total == pytest.approx(ranks * made.everywhere + made.seconds.sum())
+        assert (made.count, made.most_bytes) == (len(made.seconds), made.bytes.max())
+        assert made.most_seconds == pytest.approx(made.seconds.max())
+        if made.shape.name != "replicated":
+            assert made.bytes.sum() == rows * columns * 6 + rows * 4 * sum(chunks(columns, made.shape.columns) > 0)
+
+
+def test_columns_are_cut_where_rows_are_too_few():
+    shapes = {made.shape for made in candidates(TABLE._replace(rows=1), job((1,) * 4))}
+    assert Shape(1, 2) in shapes and Shape(1, 4, None, "columns") in shapes
+    assert not any(made.shape.columns == 4 for made in candidates(TABLE._replace(rows=1, columns=63), job((1,) * 4)))
+
+
+@given(st.integers(1, 200), st.sampled_from([16, 48, 64, 200]), st.integers(2, 16))
+def test_what_is_left_out_is_no_better(rows, columns, ranks):
+    """Each grid with columns costs and holds at least as much as a candidate with as many pieces."""
+    table, of = TABLE._replace(rows=rows, columns=columns), job((1,) * ranks)
+    there: list[Candidate] = candidates(table, of)
+    for power in range(1, 4):
+        for down in (1, 2, 4):
+            across = 1 << power
+            full = chunks(rows, down).min() > 0 and chunks(columns, across).min() > 0
+            if down * across > ranks or not full or columns // across < of.narrowest:
+                continue
+            (grid,) = candidates(table._replace(kept=Shape(down, across)), of)
+            assert any(
+                each.most_seconds + each.everywhere <= (grid.most_seconds + grid.everywhere) * (1 + 1e-9)
+                and each.most_bytes <= grid.most_bytes
+                and each.total <= grid.total * (1 + 1e-9)
+                for each in there
+                if each.count <= grid.count
+            )
