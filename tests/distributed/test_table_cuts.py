@@ -174,7 +174,7 @@ def train_each(cases, groups=1):
 )
 def test_each_cut_trains_as_one_process_does(ranks, groups, cases):
     """Two groups are replicas of one another, and cut tables over the ranks that each has."""
-    for of_rank in run_ranks(ranks, train_each, cases(ranks // groups), groups):
+    for of_rank in run_ranks(ranks, train_each, cases(ranks // groups), groups, deadline_seconds=300):
         for results in of_rank:
             compare(results, ranks)
 
@@ -286,13 +286,15 @@ def resume_each(cuts, algorithms, folder, sources):
         ),
     ],
 )
+@pytest.mark.timeout(1800)
 def test_a_checkpoint_of_each_cut_resumes_under_each_other(tmp_path, ranks, algorithms):
     first, then = ranks
     whole = len(algorithms) > 1
     sources = cuts_of(first) if whole else [cuts_of(first)[-1]]
     targets = cuts_of(then) if whole else [each for each in cuts_of(then) if each[0] != each[1]]
-    saved = run_ranks(first, save_each, sources, algorithms, str(tmp_path))[0]
-    resumed = run_ranks(then, resume_each, targets, algorithms, str(tmp_path), range(len(sources)))[0]
+    saved = run_ranks(first, save_each, sources, algorithms, str(tmp_path), deadline_seconds=900)[0]
+    urls = str(tmp_path), range(len(sources))
+    resumed = run_ranks(then, resume_each, targets, algorithms, *urls, deadline_seconds=900)[0]
     for (source, how, algorithm), found in resumed.items():
         for tensors, wanted in zip(found, saved[source, algorithm], strict=True):
             assert tensors.keys() == wanted.keys()
