@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,12 @@ class Piece:
     """One piece of a table.
 
     Args:
-        part: of the rows, 0 to R - 1.
+        part: of the rows, 0 to R - 1, and of the columns, 0 to C - 1.
         rows, columns: first and last + 1.
         replica: that it is part of, 0 to K - 1.
     """
 
-    part: int
+    part: tuple[int, int]
     rows: tuple[int, int]
     columns: tuple[int, int]
     replica: int
@@ -51,12 +51,14 @@ class Pieces:
     Args:
         table: that is cut.
         row_starts: the first row of each part, and N: R + 1 numbers.
+        widths: the number of columns of each part: C numbers.
         on: the piece of each of the G positions; None where there is none.
         nearest: the replica from which each position fetches.
     """
 
     table: Table
     row_starts: tuple[int, ...]
+    widths: tuple[int, ...]
     on: tuple[Piece | None, ...]
     nearest: tuple[int, ...]
 
@@ -123,10 +125,11 @@ def cut_tables(tables: Sequence[Table], mesh: DeviceMesh) -> list[tuple[Pieces, 
         on: list[Piece | None] = [None] * (groups * ranks)
         rows, columns = (_starts(size, count) for size, count in zip(_shape(table), parts, strict=True))
         for replica, (r, c) in product(range(len(positions)), product(*map(range, parts))):
-            piece = Piece(r, (rows[r], rows[r + 1]), (columns[c], columns[c + 1]), replica)
+            piece = Piece((r, c), (rows[r], rows[r + 1]), (columns[c], columns[c + 1]), replica)
             on[positions[replica][r * parts[1] + c]] = piece
         nearest = _nearest(on, len(positions), groups, ranks)
-        pieces = Pieces(table, rows, tuple(on), nearest)
+        widths = tuple(end - begin for begin, end in pairwise(columns))
+        pieces = Pieces(table, rows, widths, tuple(on), nearest)
         made.append((pieces, *_placed(table, positions, parts, mesh)))
     return made
 

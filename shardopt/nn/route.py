@@ -8,10 +8,10 @@ travels sorted by rank, then by table, then by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from torch import Tensor
 from shardopt.nn.cuts import Piece, Pieces
 from shardopt.ranks import Ranks
 
-Counts = list[list[int]]
-"""[G][T]: the number of rows of each table sent to, or received from, each rank."""
+Blocks = Sequence[Sequence[Tensor]]
+"""For each table the rows of it that travel, one block for each rank that takes part, ascending."""
 
-Blocks = dict[tuple[int, int], Tensor]
-"""Rank and table → rows of that table, [M, W], sent to or received from that rank."""
+Order = list[list[int]]
+"""For each rank the tables of which it gets a block, or sends one, ascending. So blocks are in the buffer."""
 
 
 class Directory:
@@ -32,44 +32,61 @@ class Directory:
     Args:
         tables: T of them, the same on every rank.
         rank: the position of this rank.
+
+    Attributes:
+        tables: as they were given.
+        bases: [T + 1], the first row of each table with all of them in turn, and the end.
+        mine: this rank's piece of each table.
+        holders: for each table the pieces of all ranks.
+        sources: those among them from which this rank fetches.
+        served: for each table the ranks that fetch from this one's piece.
+        asked, asking, serving, fetched: who gets ids and gradients from this rank, and who sends it some; who gets
+            vectors, and who sends some.
     """
 
     def __init__(self, tables: Sequence[Pieces], rank: int) -> None:
-        self.tables, self.rank = tables, rank
+        every = range(len(tables[0].on))
+        self.tables, self.mine = tables, [each.on[rank] for each in tables]
         self.bases = [0, *accumulate(each.table.num_embeddings for each in tables)]
-        starts: list[int] = []
-        first: list[list[int]] = [[] for _ in tables[0].on]  # of each rank and table, where in `starts` its part begins
-        for base, each in zip(self.bases, tables, strict=False):
-            for row, piece in zip(first, each.on, strict=True):
-                row.append(-1 if piece is None else len(starts) + piece.part)
-            starts += [base + row for row in each.row_starts]
-        # No buffers, which would have no values where a module is made on "meta" and gets its memory later. The first
-        # row of each part of each table, with all tables in turn, and each one's end:
-        self._starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
-        self._first = torch.tensor(first, dtype=torch.int64, device="cpu")
+        self.holders = [[piece for piece in each.on if piece is not None] for each in tables]
+        self.sources = [
+            [piece for piece in pieces if piece.replica == each.nearest[rank]]
+            for pieces, each in zip(self.holders, tables, strict=True)
+        ]
+        self.served = [[q for q in every if each.serves(rank, q)] for each in tables]
+        self.asked: Order = [[t for t, each in enumerate(tables) if each.on[q] is not None] for q in every]
+        self.asking: Order = [self.asked[rank]] * len(every)
+        self.serving: Order = [[t for t, each in enumerate(tables) if each.serves(rank, q)] for q in every]
+        self.fetched: Order = [[t for t, each in enumerate(tables) if each.serves(q, rank)] for q in every]
+        # No buffers, which would have no values where a module is made on "meta" and gets its memory later.
+        self._starts, self._first = _starts(tables, self.bases)
 
-    @property
-    def mine(self) -> list[Piece | None]:
-        """This rank's piece of each table."""
-        return [each.on[self.rank] for each in self.tables]
+    def requests(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Counts distinct keys, ascending, by part of rows and by rank.
 
-    def asked(self, keys: Tensor) -> Tensor:
-        """Returns how many of these distinct keys, ascending, each rank has a piece of: [G, T], int64."""
+        Returns:
+            How many are in each part of each table, [sum of R_t + 1] int64, a zero after those of each table. And of
+            how many each rank has a piece, [G, T].
+        """
         if self._starts.device != keys.device:
             self._starts, self._first = self._starts.to(keys.device), self._first.to(keys.device)
         counts = torch.searchsorted(keys, self._starts).diff(append=self._starts.new_zeros(1))
-        return counts[self._first].masked_fill(self._first < 0, 0)
+        return counts, counts[self._first].masked_fill(self._first < 0, 0)
 
-    def parts(self, asked: Counts) -> list[list[tuple[int, int]]]:
-        """Returns for each table and part of its rows where this rank's distinct rows begin and end: from 0 to U_t."""
-        spans = []
-        for t, each in enumerate(self.tables):
-            counts = [0] * (len(each.row_starts) - 1)
-            for q, piece in enumerate(each.on):
-                if piece is not None:
-                    counts[piece.part] = asked[q][t]
-            spans.append([*pairwise([0, *accumulate(counts)])])
-        return spans
+    def by_part(self, counts: Sequence[int]) -> list[list[int]]:
+        """Returns the counts of each part of each table, from all of them in turn."""
+        ends = [0, *accumulate(len(each.row_starts) for each in self.tables)]
+        return [[*counts[begin : end - 1]] for begin, end in pairwise(ends)]
+
+
+def _starts(tables: Sequence[Pieces], bases: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns the first row of each part of each table, with all tables in turn, and each one's end; and for each rank
+    and table where in there its part is: [G, T], -1 without a piece. On the CPU.
+    """
+    ends = [0, *accumulate(len(each.row_starts) for each in tables)]
+    starts = [base + row for base, each in zip(bases, tables, strict=False) for row in each.row_starts]
+    first = [[-1 if p is None else at + p.part[0] for p in each.on] for at, each in zip(ends, tables, strict=False)]
+    return torch.tensor(starts, dtype=torch.int64, device="cpu"), torch.tensor(first, device="cpu").T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +96,8 @@ class Route:
     Args:
         ranks: that look up together.
         directory: of the tables.
-        parts: for each table and part of its rows, where they are among the U_t.
-        got: how many rows each rank has of this one's pieces.
+        parts: for each table, how many of its U_t rows are in each part of its rows.
+        got: for each table, how many rows each rank has of this one's piece; zeros without a piece.
         in_use: for each table, whether any rank passed ids for it, maybe none at all.
         positions: for each table, where among its U_t rows each id's is: the shape of the ids, int64. That of a
             padding id is U_t. None where this rank passed no ids.
@@ -90,29 +107,28 @@ class Route:
 
     ranks: Ranks
     directory: Directory
-    parts: list[list[tuple[int, int]]]
-    got: Counts
+    parts: list[list[int]]
+    got: list[list[int]]
     in_use: tuple[bool, ...]
     positions: tuple[Tensor | None, ...]
     rows: tuple[Tensor | None, ...]
 
     def fetch(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Fetches the rows that this rank requested, [U_t, D_t], from this rank's piece of each table. Collective."""
-        here, known = self.ranks.rank, self.directory.tables
-        sent: Blocks = {}
-        for t, (table, rows) in enumerate(zip(tables, self.rows, strict=True)):
-            if rows is None:
-                continue
-            for q, wanted in enumerate(torch.split(rows, [counts[t] for counts in self.got])):
-                if known[t].serves(here, q):
-                    sent[q, t] = table.index_select(0, wanted)
-        shapes = {
-            (q, t): (end - begin, piece.shape[1])
-            for q, t, piece, (begin, end) in self._asked()
-            if known[t].serves(q, here)
-        }
-        got = _travel(self.ranks, sent, shapes, tables)
-        return [self._whole(t, got, table) for t, table in enumerate(tables)]
+        known = self.directory
+        sent = [
+            [] if rows is None else _selected(table, rows, counts, to)
+            for table, rows, counts, to in zip(tables, self.rows, self.got, known.served, strict=True)
+        ]
+        sizes = [
+            [counts[piece.part[0]] * piece.shape[1] for piece in pieces]
+            for counts, pieces in zip(self.parts, known.sources, strict=True)
+        ]
+        got = _travel(self.ranks, known.serving, sent, known.fetched, sizes, tables)
+        return [
+            _put_together(blocks, counts, each.widths).to(table.dtype)
+            for blocks, counts, each, table in zip(got, self.parts, known.tables, tables, strict=True)
+        ]
 
     def return_gradients(self, gradients: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
         """Sends back gradients of fetched rows, [U_t, D_t]. Collective.
@@ -120,37 +136,19 @@ class Route:
         Returns:
             For each table of which this rank has a piece, its rows, [M_t], and their gradients, [M_t, W_t].
         """
-        sent = {(q, t): gradients[t][begin:end, slice(*piece.columns)] for q, t, piece, (begin, end) in self._asked()}
-        mine = self.directory.mine
-        shapes = {
-            (q, t): (counts[t], piece.shape[1])
-            for q, counts in enumerate(self.got)
-            for t, piece in enumerate(mine)
-            if piece is not None
-        }
-        got = _travel(self.ranks, sent, shapes, gradients)
-        every = range(self.ranks.size)
+        known = self.directory
+        sent = [
+            _taken_apart(torch.split(gradient, [*each.widths], dim=1), counts, pieces)
+            for gradient, counts, each, pieces in zip(gradients, self.parts, known.tables, known.holders, strict=True)
+        ]
+        widths = [0 if piece is None else piece.shape[1] for piece in known.mine]
+        sizes = [[count * width for count in counts] for counts, width in zip(self.got, widths, strict=True)]
+        got = _travel(self.ranks, known.asked, sent, known.asking, sizes, gradients)
         return {
-            t: (rows, torch.cat([got[q, t] for q in every])) for t, rows in enumerate(self.rows) if rows is not None
+            t: (rows, torch.cat(got[t]).view(len(rows), widths[t]).to(gradients[t].dtype))
+            for t, rows in enumerate(self.rows)
+            if rows is not None
         }
-
-    def _asked(self) -> Iterator[tuple[int, int, Piece, tuple[int, int]]]:
-        """Yields each piece of other ranks and of this one: rank, table, piece, and where its rows are among U_t."""
-        for q in range(self.ranks.size):
-            for t, each in enumerate(self.directory.tables):
-                piece = each.on[q]
-                if piece is not None:
-                    yield q, t, piece, self.parts[t][piece.part]
-
-    def _whole(self, t: int, got: Blocks, like: Tensor) -> Tensor:
-        """Puts the pieces of rows of one table together, [U_t, D_t]."""
-        each, replica = self.directory.tables[t], self.directory.tables[t].nearest[self.ranks.rank]
-        by_part: list[list[Tensor]] = [[] for _ in self.parts[t]]
-        for q, piece in enumerate(each.on):  # by columns in ascending order, as positions of a part are
-            if piece is not None and piece.replica == replica:
-                by_part[piece.part].append(got[q, t])
-        rows = [blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1) for blocks in by_part]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def find_route(ranks: Ranks, directory: Directory, ids: Mapping[int, Tensor], faulty: Tensor) -> Route | None:
@@ -170,37 +168,33 @@ def find_route(ranks: Ranks, directory: Directory, ids: Mapping[int, Tensor], fa
     """
     tables = range(len(directory.tables))
     keys, inverse = _distinct(directory, ids, faulty.device)
-    asked = directory.asked(keys)
+    counts, asked = directory.requests(keys)
     for t in set(tables) - ids.keys():
         asked[:, t] = -1
-    outgoing = torch.cat([faulty.expand(ranks.size, 1), asked], dim=1).flatten()
     each = [1 + len(tables)] * ranks.size
+    outgoing = torch.cat([faulty.expand(ranks.size, 1), asked], dim=1).flatten()
     incoming = ranks.all_to_all(outgoing, each, each).wait()
-    outgoing_counts, incoming_counts = torch.stack([outgoing, incoming]).view(2, ranks.size, -1).tolist()
-    if any(fault for fault, *_ in incoming_counts):
+    on_host = torch.cat([incoming.view(ranks.size, -1).T.flatten(), counts]).tolist()
+    faults, *incoming_counts = (on_host[t * ranks.size : (t + 1) * ranks.size] for t in range(1 + len(tables)))
+    if any(faults):
         return None
-    sent, got = (
-        [[max(count, 0) for count in counts] for _, *counts in all_] for all_ in (outgoing_counts, incoming_counts)
-    )
+    got = [[max(count, 0) for count in of_ranks] for of_ranks in incoming_counts]
 
-    parts = directory.parts(sent)
-    begins = [0, *accumulate(spans[-1][1] for spans in parts)]
-    rows_of = [keys[begin:end] - base for (begin, end), base in zip(pairwise(begins), directory.bases, strict=False)]
-    wanted = {
-        (q, t): rows_of[t][slice(*parts[t][piece.part])].unsqueeze(1)
-        for q in range(ranks.size)
-        for t in tables
-        if (piece := directory.tables[t].on[q]) is not None
-    }
-    mine = directory.mine
-    shapes = {(q, t): (got[q][t], 1) for q in range(ranks.size) for t in tables if mine[t] is not None}
-    arrived = _travel(ranks, wanted, shapes, [keys] * len(tables))
+    parts = directory.by_part(on_host[ranks.size * (1 + len(tables)) :])
+    begins = [0, *accumulate(map(sum, parts))]
+    wanted = [
+        _taken_apart([keys[begin:end] - base], counts, pieces)
+        for (begin, end), base, counts, pieces in zip(
+            pairwise(begins), directory.bases, parts, directory.holders, strict=False
+        )
+    ]
+    arrived = _travel(ranks, directory.asked, wanted, directory.asking, got, [keys] * len(tables))
     rows = [
-        None if piece is None else torch.cat([arrived[q, t] for q in range(ranks.size)]).squeeze(1) - piece.rows[0]
-        for t, piece in enumerate(mine)
+        None if piece is None else torch.cat(blocks) - piece.rows[0]
+        for piece, blocks in zip(directory.mine, arrived, strict=True)
     ]
     positions = {
-        t: (places - begins[t]).clamp(max=parts[t][-1][1]).view(ids[t].shape)
+        t: (places - begins[t]).clamp(max=begins[t + 1] - begins[t]).view(ids[t].shape)
         for t, places in zip(ids, inverse, strict=True)
     }
     return Route(
@@ -208,7 +202,7 @@ def find_route(ranks: Ranks, directory: Directory, ids: Mapping[int, Tensor], fa
         directory,
         parts,
         got,
-        tuple(any(counts[1 + t] >= 0 for counts in incoming_counts) for t in tables),
+        tuple(any(count >= 0 for count in of_ranks) for of_ranks in incoming_counts),
         tuple(positions.get(t) for t in tables),
         tuple(rows),
     )
@@ -229,27 +223,75 @@ def _distinct(directory: Directory, ids: Mapping[int, Tensor], device: torch.dev
     return distinct, torch.split(inverse, [len(each) for each in keys])[1:]
 
 
+def _selected(table: Tensor, rows: Tensor, counts: Sequence[int], to: Sequence[int]) -> Sequence[Tensor]:
+    """Returns the rows that some ranks want of this rank's piece: a block for each of them.
+
+    Args:
+        table: the piece.
+        rows: that all ranks have, [M], those of rank 0 first.
+        counts: how many each has.
+        to: those that fetch from here.
+    """
+    if len(to) < len(counts):
+        blocks = torch.split(rows, [*counts])
+        rows = torch.cat([blocks[q] for q in to])
+    return torch.split(table.index_select(0, rows), [counts[q] for q in to])
+
+
+def _taken_apart(columns: Sequence[Tensor], counts: Sequence[int], pieces: Iterable[Piece]) -> Sequence[Tensor]:
+    """Cuts rows of a table into the blocks of pieces.
+
+    Args:
+        columns: [U, ...] for each part of the columns; or one tensor, of which each gets all.
+        counts: how many rows are in each part of them.
+        pieces: that get a block each.
+    """
+    blocks = [torch.split(each, [*counts]) for each in columns]
+    return [blocks[piece.part[1] % len(blocks)][piece.part[0]] for piece in pieces]
+
+
+def _put_together(blocks: list[Tensor], counts: Sequence[int], widths: Sequence[int]) -> Tensor:
+    """Puts rows of a table, [U, D], together from blocks of so many rows and columns, all columns of a part in turn."""
+    if len(widths) == 1:
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).view(sum(counts), widths[0])
+    of_part = [blocks[at : at + len(widths)] for at in range(0, len(blocks), len(widths))]
+    rows = [
+        torch.cat([block.view(count, width) for block, width in zip(part, widths, strict=True)], dim=1)
+        for part, count in zip(of_part, counts, strict=True)
+    ]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
 def _travel(
-    ranks: Ranks, sent: Blocks, shapes: Mapping[tuple[int, int], tuple[int, int]], like: Sequence[Tensor]
-) -> Blocks:
-    """Sends rows of tables to the ranks, and returns the rows received. One exchange for all dtypes.
+    ranks: Ranks,
+    to: Order,
+    sent: Blocks,
+    come_from: Order,
+    sizes: Sequence[Sequence[int]],
+    like: Sequence[Tensor],
+) -> list[list[Tensor]]:
+    """Sends blocks of rows to the ranks, and returns those received, flat. One exchange for all dtypes.
 
     Args:
         ranks: to exchange with.
-        sent: to each rank, [M, W] of each table.
-        shapes: of what comes from each rank.
+        to, sent: who gets blocks of which tables, and the blocks.
+        come_from, sizes: who sends blocks of which tables, and how many elements each has.
         like: for each table a tensor of the dtype and device of its rows.
     """
-    # Types travel as the narrowest that holds them all, so that nothing is rounded on the way.
-    dtype = reduce(torch.promote_types, [each.dtype for each in like])
-    sent_counts, got_counts = [0] * ranks.size, [0] * ranks.size
-    order = sorted(sent)
-    for at in order:
-        sent_counts[at[0]] += sent[at].numel()
-    for (q, _), (count, width) in shapes.items():
-        got_counts[q] += count * width
-    buffer = torch.cat([like[0].new_empty(0, dtype=dtype), *(sent[at].reshape(-1).to(dtype) for at in order)])
-    arrived = ranks.all_to_all(buffer, sent_counts, got_counts).wait()
-    order = sorted(shapes)
-    pieces = torch.split(arrived, [shapes[at][0] * shapes[at][1] for at in order])
-    return {at: piece.view(shapes[at]).to(like[at[1]].dtype) for at, piece in zip(order, pieces, strict=True)}
+    # Types travel as the narrowest that holds them all, to which `cat` converts: nothing is rounded on the way.
+    buffers = [like[0].new_empty(0, dtype=reduce(torch.promote_types, [each.dtype for each in like]))]
+    sent_counts, got_counts, flat_sizes = [], [], []
+    next_blocks, next_sizes = [iter(blocks) for blocks in sent], [iter(each) for each in sizes]
+    for tables in to:
+        blocks = [next(next_blocks[t]) for t in tables]
+        sent_counts.append(sum(block.numel() for block in blocks))
+        buffers += [block.reshape(-1) for block in blocks]
+    for tables in come_from:
+        own = [next(next_sizes[t]) for t in tables]
+        got_counts.append(sum(own))
+        flat_sizes += own
+    arrived = ranks.all_to_all(torch.cat(buffers), sent_counts, got_counts).wait()
+    got: list[list[Tensor]] = [[] for _ in like]
+    for t, block in zip(chain.from_iterable(come_from), torch.split(arrived, flat_sizes), strict=True):
+        got[t].append(block)
+    return got

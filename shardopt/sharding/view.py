@@ -176,10 +176,10 @@ def members_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the process groups of a sharded tensor that this rank is in."""
+    """Returns the process groups of a sharded tensor that this rank is in; none where the mesh is of one rank."""
     if isinstance(tensor, DTensor):
-        mesh = tensor._spec.mesh
-        return () if mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
+        mesh = tensor._spec.mesh  # one of a single rank may be without groups
+        return () if mesh.size() == 1 or mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
     if isinstance(tensor, ShardedTensor):
         return (process_group_of(tensor),)
     return ()
