@@ -126,7 +126,9 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         wanted = {numbers[each.table.name]: each.ids for each in bags}
         route = find_route(ranks, self._directory, wanted, faulty)
         if route is None:
-            ranks.agree("a lookup in sharded tables", lambda: _refuse(refused, bags))
+            described = self._directory.described
+            what = "a lookup in sharded tables"
+            ranks.agree(what, lambda: _refuse(refused, bags), lambda _: described, _refuse_different_tables)
             raise AssertionError("a faulty lookup was not refused")
         vectors = fetch(route, self._collector, weights)
         pooled = {}
@@ -231,6 +233,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
         Raises:
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
+            StateError: ranks have different tables; found where they are as many.
             RankError: a rank died while others refused a lookup.
         """
         return self._look_up(ids, (offsets, per_sample_weights), pools=True, ends=self.include_last_offset)
@@ -260,6 +263,7 @@ class ShardedEmbedding(_ShardedTables):
 
         Raises:
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
+            StateError: ranks have different tables; found where they are as many.
             RankError: a rank died while others refused a lookup.
         """
         return self._look_up(ids, (), pools=False, ends=False)
@@ -300,3 +304,16 @@ def _refuse(refused: Exception | None, bags: Sequence[Bags]) -> None:
     problems = [problem for each in bags for problem in each.faults()]
     if problems:
         raise InputError("ids cannot be looked up", problems)
+
+
+def _refuse_different_tables(of_ranks: Sequence[Sequence[str]]) -> None:
+    """Raises if ranks have described different tables."""
+    first, *others = of_ranks
+    problems = [
+        Problem(f"tables on rank {rank}", found, f"as on rank 0: {wanted}", "pass the same tables on every rank")
+        for rank, own in enumerate(others, start=1)
+        for found, wanted in zip(own, first, strict=False)
+        if found != wanted
+    ]
+    if problems:
+        raise StateError("ranks have different tables", problems, code="embedding-tables")

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, chain, pairwise
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardopt.nn.cuts import Piece, Pieces
+from shardopt.nn.table import Table
 from shardopt.ranks import Ranks
 
 Blocks = Sequence[Sequence[Tensor]]
@@ -35,6 +37,7 @@ class Directory:
 
     Attributes:
         tables: as they were given.
+        described: what each table is, in words.
         bases: [T + 1], the first row of each table with all of them in turn, and the end.
         mine: this rank's piece of each table.
         holders: for each table the pieces of all ranks.
@@ -47,6 +50,8 @@ class Directory:
     def __init__(self, tables: Sequence[Pieces], rank: int) -> None:
         every = range(len(tables[0].on))
         self.tables, self.mine = tables, [each.on[rank] for each in tables]
+        self.described = [_described(each.table) for each in tables]
+        self._fingerprint = crc32("\n".join(self.described).encode())
         self.bases = [0, *accumulate(each.table.num_embeddings for each in tables)]
         self.holders = [[piece for piece in each.on if piece is not None] for each in tables]
         self.sources = [
@@ -73,10 +78,23 @@ class Directory:
         counts = torch.searchsorted(keys, self._starts).diff(append=self._starts.new_zeros(1))
         return counts, counts[self._first].masked_fill(self._first < 0, 0)
 
+    def marked(self, faulty: Tensor) -> Tensor:
+        """Returns what every rank sends if it is ready, which says what tables it has; -1 where `faulty`, a bool."""
+        return torch.where(faulty, -1, self._fingerprint)
+
+    def are_ready(self, marks: Sequence[int]) -> bool:
+        """Whether the marks of all ranks say so, and that they have the same tables."""
+        return all(mark == self._fingerprint for mark in marks)
+
     def by_part(self, counts: Sequence[int]) -> list[list[int]]:
         """Returns the counts of each part of each table, from all of them in turn."""
         ends = [0, *accumulate(len(each.row_starts) for each in self.tables)]
         return [[*counts[begin : end - 1]] for begin, end in pairwise(ends)]
+
+
+def _described(table: Table) -> str:
+    dtype = "" if table.dtype is None else f", {table.dtype}"
+    return f"{table.name}: {table.num_embeddings} x {table.embedding_dim}{dtype}, cut {table.cut!r}"
 
 
 def _starts(tables: Sequence[Pieces], bases: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -164,7 +182,7 @@ def find_route(ranks: Ranks, directory: Directory, ids: Mapping[int, Tensor], fa
         faulty: whether something about this rank's ids is wrong; a bool without dimensions, on their device.
 
     Returns:
-        None on every rank where some rank is faulty.
+        None on every rank where some rank is faulty, or ranks have different tables.
     """
     tables = range(len(directory.tables))
     keys, inverse = _distinct(directory, ids, faulty.device)
@@ -172,11 +190,11 @@ def find_route(ranks: Ranks, directory: Directory, ids: Mapping[int, Tensor], fa
     for t in set(tables) - ids.keys():
         asked[:, t] = -1
     each = [1 + len(tables)] * ranks.size
-    outgoing = torch.cat([faulty.expand(ranks.size, 1), asked], dim=1).flatten()
+    outgoing = torch.cat([directory.marked(faulty).expand(ranks.size, 1), asked], dim=1).flatten()
     incoming = ranks.all_to_all(outgoing, each, each).wait()
     on_host = torch.cat([incoming.view(ranks.size, -1).T.flatten(), counts]).tolist()
-    faults, *incoming_counts = (on_host[t * ranks.size : (t + 1) * ranks.size] for t in range(1 + len(tables)))
-    if any(faults):
+    marks, *incoming_counts = (on_host[t * ranks.size : (t + 1) * ranks.size] for t in range(1 + len(tables)))
+    if not directory.are_ready(marks):
         return None
     got = [[max(count, 0) for count in of_ranks] for of_ranks in incoming_counts]
 

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.errors import StateError
 from shardopt.nn import Grid, ShardedEmbeddingBag, Table
-from shardopt.sharding.view import local_tensors, view_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.harness import run_ranks
-from tests.support.embeddings import STEPS, batch, in_one_process, loss_of, sharded, torchs, unchecked
+from tests.support.embeddings import STEPS, batch, in_one_process, loss_of, sharded, torchs, unchecked, whole
 from tests.support.placement import at
 
 TABLES = (
@@ -193,6 +194,50 @@ def test_first_values_are_the_same_under_each_cut():
         (first, after), *others = of_rank
         for tensors, rest in others:
             assert torch.equal(rest, after) and all(torch.equal(tensors[name], first[name]) for name in first)
+
+
+DIFFERENT = (
+    (Table("users", 20, 8), Table("users", 20, 8, cut="columns")),
+    (Table("users", 20, 8), Table("users", 21, 8)),
+    (Table("users", 20, 8, cut=Grid(1, 1, (0,))), Table("users", 20, 8, cut=Grid(1, 1, (1,)))),
+)
+
+
+def refuse_different():
+    reported = []
+    for tables in DIFFERENT:
+        module = ShardedEmbeddingBag(tables[dist.get_rank()], mesh_of(1))
+        with pytest.raises(StateError) as raised:
+            module(torch.tensor([[1, 2]]))
+        reported.append(str(raised.value))
+    return reported
+
+
+def test_ranks_with_different_tables_refuse_a_lookup():
+    """Without it some would wait for one another, and some get other rows."""
+    first, second = run_ranks(2, refuse_different, deadline_seconds=30)
+    assert first == second
+    for words in first:
+        assert "tables on rank 1: found users: 2" in words and "required as on rank 0: users: 20 x 8" in words
+
+
+def step_dense():
+    """Muon on a table that is whole on rank 1, with a gradient that is dense."""
+    module = sharded((Table("whole", 6, 4, cut=Grid(1, 1, (1,))),), mesh_of(1))
+    weight = module.whole.weight
+    optimizer = shardopt.keyed("muon", module.named_parameters(), lr=0.1)
+    weight.grad = assemble(weight, [torch.ones_like(local) for local in local_tensors(weight)])
+    optimizer.step()
+    return made_whole({"whole": weight})["whole"]
+
+
+def test_algorithms_on_matrices_step_a_table_that_is_whole_on_one_rank():
+    """Its mesh has no process group to be found."""
+    alone = torch.nn.Parameter(whole(Table("whole", 6, 4)))
+    alone.grad = torch.ones_like(alone)
+    torch.optim.Muon([alone], lr=0.1).step()
+    for found in run_ranks(2, step_dense):
+        assert torch.equal(found, alone)
 
 
 def islands(cuts):
