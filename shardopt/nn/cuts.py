@@ -101,11 +101,7 @@ class CutTable(nn.Module):
             draw(self.pieces.table, begin, here.detach() if here.dim() == 2 else here.new_empty(0, 0))
 
     def extra_repr(self) -> str:
-        cut = self.pieces.table.cut
-        how = (
-            f"cut as {cut}" if isinstance(cut, Grid) else cut if cut in ("whole", "replicated") else f"sharded by {cut}"
-        )
-        return f"{tuple(self.weight.shape)}, {self.weight.dtype}, {how}"
+        return f"{tuple(self.weight.shape)}, {self.weight.dtype}, cut={self.pieces.table.cut!r}"
 
 
 def cut_tables(tables: Sequence[Table], mesh: DeviceMesh) -> list[tuple[Pieces, DeviceMesh, list[Placement]]]:
