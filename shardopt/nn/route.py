@@ -29,7 +29,7 @@ Order = list[list[int]]
 
 
 class Directory:
-    """What a module knows of its tables before any lookup.
+    """The tables of a module, and which ranks exchange their rows, as known before any lookup.
 
     Args:
         tables: T of them, the same on every rank.

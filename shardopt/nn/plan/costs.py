@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 
 
 class TableSize(NamedTuple):
-    """What the costs of a table depend on.
+    """The size and use of a table, on which its costs depend.
 
     Args:
         name: of the table.

@@ -74,7 +74,7 @@ class RunningJob:
                 if hit.rank == rank and not self.around.ledger.over:  # which may be so before the job begins
                     self._place(hit, process, rank)
             self.processes.append(process)
-            process.start(lambda process=process, rank=rank: self._main(process, rank))  # type: ignore[misc]
+            process.start(partial(self._main, process, rank))
 
     def has_ended(self) -> bool:
         """Whether no process is left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -71,7 +72,7 @@ class _Run:
         """Runs all jobs; returns what is wrong with what is left."""
         scheduler = self.around.world.scheduler
         for i, job in enumerate(self._following):
-            scheduler.at(job.joins_at, lambda i=i: self._start_follower(i, 0))  # type: ignore[misc]
+            scheduler.at(job.joins_at, partial(self._start_follower, i, 0))
         scheduler.at(0.0, self._start_publisher)
         if not scheduler.run(self._have_ended, scheduler.now + _MOST_SECONDS):
             tasks = [task for each in self.started for process in each.processes for task in process.tasks]
@@ -110,8 +111,7 @@ class _Run:
             if follower is not None and follower.has_ended() and len(follower.finished) < follower.ranks:
                 self._followers[i] = None
                 if follower.again + 1 < _MOST_STARTS:
-                    again = follower.again + 1
-                    self._later(_RESTART_SECONDS, lambda i=i, again=again: self._start_follower(i, again))  # type: ignore[misc]
+                    self._later(_RESTART_SECONDS, partial(self._start_follower, i, follower.again + 1))
                 else:
                     ledger.problems.append(f"{follower.name} has ended too early, like those before it")
         ended = all(follower is None or follower.has_ended() for follower in self._followers)
