@@ -128,6 +128,7 @@ def test_a_process_alone_looks_once_whose_its_tiers_are(tmp_path, monkeypatch):
 def test_a_process_alone_marks_a_directory_that_it_makes_anew(run):
     with manager(run) as made:
         made.restore(app_of(0))
+        made.wait()  # step 1 is copied in the background to where it lacks
         shutil.rmtree(run / "tier")
         made.save(2, app_of(2))
     assert restored(run) == 2
