@@ -26,6 +26,7 @@ class Bags:
         ids: int64; [L] where they are pooled.
         offsets: where each bag begins, [B] int64, or [B + 1] with `ends`. None where nothing is pooled.
         weights: for each id, [L], of the table's dtype; None is 1 for all.
+        dtype: of the vectors.
         ends: whether the last of the offsets is the end of the last bag.
     """
 
@@ -33,7 +34,30 @@ class Bags:
     ids: Tensor
     offsets: Tensor | None = None
     weights: Tensor | None = None
+    dtype: torch.dtype = torch.float32
     ends: bool = False
+
+    @property
+    def begins(self) -> Tensor:
+        """Where each bag begins, [B] int64."""
+        assert self.offsets is not None
+        return self.offsets[:-1] if self.ends else self.offsets
+
+    @property
+    def count(self) -> int:
+        """How many bags there are, B."""
+        return len(self.begins)
+
+    def are_summed_afar(self, parts: int) -> bool:
+        """Whether ranks that have parts of the rows send the sums of bags, and not rows.
+
+        So they do where the vectors of all bags from all parts are fewer than different rows can be; and not where that
+        would round fp16 or bf16 more than once, or weights of ids get gradients, which need the rows.
+        """
+        if self.offsets is None or (self.weights is not None and self.weights.requires_grad):
+            return False
+        rounds_once = self.dtype.itemsize >= 4 or (parts == 1 and self.table.mode == "sum")
+        return rounds_once and parts * self.count < min(len(self.ids), self.table.num_embeddings)
 
     def faulty(self) -> Tensor:
         """Returns, as a bool on the ids' device, whether an id has no row or offsets are wrong; waits for nothing."""
@@ -55,13 +79,16 @@ class Bags:
             present = f"offsets {self.offsets[:8].tolist()}{'...' if len(self.offsets) > 8 else ''}"
             yield Problem(self.table.name, present, required, "pass where each bag begins")
 
-    def pooled(self, positions: Tensor, vectors: Tensor) -> Tensor:
+    def pooled(self, positions: Tensor | None, vectors: Tensor) -> Tensor:
         """Pools vectors to one per bag, [B, D]; without pooling, one per id, [*ids.shape, D].
 
         Args:
-            positions: of each id's vector in `vectors`, as the ids; those of padding are U.
-            vectors: [U, D].
+            positions: of each id's vector in `vectors`, as the ids; those of padding are U. None where vectors are
+                the sums of bags.
+            vectors: [U, D], or [B, D].
         """
+        if positions is None:
+            return vectors if self.table.mode == "sum" else vectors / self._counts().to(vectors.dtype).unsqueeze(1)
         padding = None if self.table.padding_idx is None else len(vectors)
         if padding is not None:
             vectors = torch.cat([vectors, vectors.new_zeros(1, vectors.shape[1])])
@@ -76,6 +103,14 @@ class Bags:
             include_last_offset=self.ends,
             padding_idx=padding,
         )
+
+    def _counts(self) -> Tensor:
+        """Returns how many ids each bag has, but padding, [B] int64; 1 where none."""
+        begins, padding = self.begins, self.table.padding_idx
+        counted = torch.arange(len(self.ids) + 1, device=begins.device)
+        if padding is not None:
+            counted[1:] = (self.ids != padding).cumsum(0)
+        return counted.index_select(0, begins).diff(append=counted[-1:]).clamp(min=1)
 
     def _wrong_offsets(self) -> Tensor:
         offsets = self.offsets
@@ -150,12 +185,12 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
     if ids.dim() == 2 and offsets is None:
         bags, length = ids.shape
         offsets = torch.arange(bags, device=ids.device) * length
-        return Bags(table, ids.flatten().long(), offsets, weights)
+        return Bags(table, ids.flatten().long(), offsets, weights, like.dtype)
     if ids.dim() != 1 or offsets is None or offsets.dim() != 1 or (ends and not len(offsets)):
         shapes = f"ids {tuple(ids.shape)} and offsets {None if offsets is None else tuple(offsets.shape)}"
         required = "[L] and [B], with include_last_offset [B + 1]; or ids [B, L] alone"
         raise _refusal(table, shapes, required, "pass the ids of all bags one after the other, and where each begins")
-    return Bags(table, ids.long(), offsets.long(), weights, ends)
+    return Bags(table, ids.long(), offsets.long(), weights, like.dtype, ends)
 
 
 def _is_plain(tensor: Tensor) -> bool:

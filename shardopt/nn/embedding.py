@@ -15,7 +15,8 @@ from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.cuts import CutTable, cut_tables
-from shardopt.nn.route import Directory, find_route
+from shardopt.nn.directory import Directory
+from shardopt.nn.route import find_route
 from shardopt.nn.rows import Collector, RowGradients, fetch
 from shardopt.nn.table import Table, refuse_bad_tables
 from shardopt.optim.core.base import KeyedOptimizer
@@ -123,7 +124,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         for fault in faults:
             faulty = faulty | fault
         numbers = {name: number for number, name in enumerate(self._by_name)}
-        wanted = {numbers[each.table.name]: each.ids for each in bags}
+        wanted = {numbers[each.table.name]: each for each in bags}
         route = find_route(ranks, self._directory, wanted, faulty)
         if route is None:
             described = self._directory.described
@@ -134,9 +135,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         pooled = {}
         for each in bags:
             number = numbers[each.table.name]
-            positions = route.positions[number]
-            assert positions is not None
-            pooled[each.table.name] = each.pooled(positions, vectors[number])
+            pooled[each.table.name] = each.pooled(route.positions[number], vectors[number])
         return pooled if isinstance(ids, Mapping) else pooled[self.tables[0].name]
 
     def _take_gradients(self, row_gradients: RowGradients) -> None:
@@ -146,10 +145,10 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             weight = weights[number]
             if self.mean_gradients:
                 values /= self.mesh.size()
-            gradient = torch.sparse_coo_tensor(
-                rows.unsqueeze(0), values, local_tensors(weight)[0].shape, check_invariants=False
+            size = local_tensors(weight)[0].shape
+            gradients[weight] = torch.sparse_coo_tensor(
+                rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True
             )
-            gradients[weight] = gradient
         if self._fused is not None:
             self._fused.update({weight: assemble(weight, [gradient]) for weight, gradient in gradients.items()})
             return
@@ -171,7 +170,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D]: on [Shard(0)] where rows are cut, on [Shard(1)]
     where columns are, on a mesh of its own as a grid or whole; elsewhere it has no elements. Its gradient is a DTensor
-    over a sparse local tensor, not coalesced, on ranks that have a piece. It is set at the end of backward; then the
+    over a sparse local tensor, coalesced, on ranks that have a piece. It is set at the end of backward; then the
     parameter's post-accumulate-grad hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad
     and backward(inputs=...) do not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters
     to its `ignored_params`.

@@ -22,7 +22,7 @@ from shardopt.runtime.torch_gradients import at_end_of_backward, backward_under_
 from shardopt.sharding.view import local_tensors
 
 RowGradients = Mapping[int, tuple[Tensor, Tensor]]
-"""Index of a table → rows of this rank, [M] int64, with repetitions; their gradients, [M, D]."""
+"""Index of a table → rows of this rank's piece, [M] int64, each once, ascending; their gradients, [M, W]."""
 
 
 class Collector:
@@ -67,8 +67,7 @@ class _OfBackward:
     def hand_over(self) -> None:
         self._await_streams()
         row_gradients = {
-            number: (torch.cat([rows for rows, _ in pairs]), torch.cat([values for _, values in pairs]))
-            for number, pairs in self._row_gradients.items()
+            number: pairs[0] if len(pairs) == 1 else _added(pairs) for number, pairs in self._row_gradients.items()
         }
         self._row_gradients.clear()
         with torch.no_grad():
@@ -83,6 +82,13 @@ class _OfBackward:
             here.wait_stream(stream)
             for tensor in chain.from_iterable(chain.from_iterable(self._row_gradients.values())):
                 tensor.record_stream(here)
+
+
+def _added(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Adds up the gradients of several lookups, row by row, in their order."""
+    rows, place = torch.unique(torch.cat([rows for rows, _ in pairs]), return_inverse=True)
+    values = torch.cat([values for _, values in pairs])
+    return rows, values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -302,13 +302,16 @@ def exchanges():
     forward = len(calls)
     sum(loss_of(vectors) for vectors in actual.values()).backward()
     backward = len(calls) - forward
-    module({"means": torch.zeros(2, 1000).long() if dist.get_rank() == 0 else torch.zeros(0, 1).long()})
-    return forward, backward, calls[-1]
+    arrived = []
+    for bags in (20, 2):
+        module({"means": torch.zeros(bags, 100).long() if dist.get_rank() == 0 else torch.zeros(0, 1).long()})
+        arrived.append(calls[-1])
+    return forward, backward, *arrived
 
 
-def test_all_tables_travel_together_and_each_row_once():
-    """Counts, ids, vectors; gradients. For two thousand times the same id, one row of three float32."""
-    assert run_ranks(2, exchanges) == [(3, 1, 3 * 4), (3, 1, 0)]
+def test_all_tables_travel_together_and_as_rows_or_sums():
+    """Counts, ids, vectors; gradients. For many bags of one id, its row of three float32, once; for two, their sums."""
+    assert run_ranks(2, exchanges) == [(3, 1, 3 * 4, 2 * 3 * 4), (3, 1, 0, 0)]
 
 
 class Model(nn.Module):
