@@ -50,19 +50,19 @@ def in_one_process(tables=TABLES):
 
 
 def batch(table, step, rank, ranks):
-    """Draws the lookups of a rank in a step: bags of 0 to 5 ids with repeats; at times nothing, or all ranks one id, or
-    one rank all of the ids."""
+    """Draws the lookups of a rank in a step: bags of 0 to 5 ids with repeats, and then of up to 20; at times nothing, or
+    all ranks one id, or one rank all of the ids. Weights get gradients in every other step."""
     draw = torch.Generator().manual_seed(1000 * step + 10 * rank + len(table.name))
     idle = (step + rank) % 4 == 3 or (step == 1 and rank != 0)
     bags = 0 if idle else int(torch.randint(1, 6, (), generator=draw))
-    lengths = torch.randint(0, 6, (bags,), generator=draw)
+    lengths = torch.randint(0, 21 if step >= 3 else 6, (bags,), generator=draw)
     largest = 1 if step == 2 else table.num_embeddings
     ids = torch.randint(0, largest, (int(lengths.sum()),), generator=draw)
     offsets = lengths.cumsum(0) - lengths
     if table.mode == "none":
         return (ids,)
     weights = torch.rand(len(ids), generator=draw, dtype=table.dtype) if table.mode == "sum" else None
-    return ids, offsets, None if weights is None else weights.requires_grad_()
+    return ids, offsets, None if weights is None else weights.requires_grad_(step % 2 == 0)
 
 
 def torchs(table, weight, ids, offsets=None, weights=None):
