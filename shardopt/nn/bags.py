@@ -51,13 +51,18 @@ class Bags:
     def are_summed_afar(self, parts: int) -> bool:
         """Whether ranks that have parts of the rows send the sums of bags, and not rows.
 
-        So they do where the vectors of all bags from all parts are fewer than different rows can be; and not where that
-        would round fp16 or bf16 more than once, or weights of ids get gradients, which need the rows.
+        So they do where the vectors of all bags from all parts are fewer than different rows can be. But weights that
+        get gradients need the rows; and vectors of a table that is cut by columns or whole are to be torch's to the
+        bit, which multiplies in another way where there is padding, and rounds fp16 and bf16 once.
         """
-        if self.offsets is None or (self.weights is not None and self.weights.requires_grad):
+        weights, table, is_short = self.weights, self.table, self.dtype.itemsize < 4
+        if self.offsets is None or (weights is not None and weights.requires_grad):
             return False
-        rounds_once = self.dtype.itemsize >= 4 or (parts == 1 and self.table.mode == "sum")
-        return rounds_once and parts * self.count < min(len(self.ids), self.table.num_embeddings)
+        if is_short and (parts > 1 or table.mode == "mean"):
+            return False
+        if table.padding_idx is not None and (is_short or weights is not None):
+            return False
+        return parts * self.count < min(len(self.ids), table.num_embeddings)
 
     def faulty(self) -> Tensor:
         """Returns, as a bool on the ids' device, whether an id has no row or offsets are wrong; waits for nothing."""
