@@ -31,6 +31,7 @@ from shardopt.checkpoint.sources.reader import CheckpointReader as CheckpointRea
 from shardopt.checkpoint.sources.reader import TensorInfo as TensorInfo
 from shardopt.checkpoint.stream.follower import Follower as Follower
 from shardopt.checkpoint.stream.follower import UpdateReport as UpdateReport
+from shardopt.checkpoint.stream.int8_rows import dequantize_rows as dequantize_rows
 from shardopt.checkpoint.stream.publisher import Publisher as Publisher
 from shardopt.sharding.box import Box as Box
 from shardopt.state.state import PerRank as PerRank

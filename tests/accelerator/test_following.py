@@ -4,10 +4,14 @@ import shutil
 import tempfile
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
 from tests.accelerator.support import each_kind, on_accelerator
+from tests.support.in_bits import by_hand
 
 SHAPES = {"wide": (700, 300), "deep": (3, 90, 110), "small": (12,), "table": (90_000, 2)}
 
@@ -117,3 +121,30 @@ def rearranged(accelerator):
 @each_kind
 def test_weights_of_a_device_are_published_in_another_arrangement(kind):
     assert on_accelerator(1, rearranged, kind=kind) == [[]]
+
+
+def in_bits(accelerator, folder):
+    """Publishes tables from devices in fewer bits, cut by columns and by rows; returns what is otherwise."""
+    kind, wrong = accelerator.KIND, []
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    whole = {name: torch.randn(200, 10, generator=torch.Generator().manual_seed(7)) for name in ("a", "b", "half")}
+    cuts = {"a": Shard(1), "b": Shard(0), "half": Shard(1)}
+    with checkpoint.Publisher(folder, dtype={"half": torch.float16, "": "int8_rows"}, durable=False) as publisher:
+        for step in range(1, 4):
+            for each in whole.values():
+                each[step::20] *= step
+            on_device = {
+                name: distribute_tensor(each.to(kind), mesh, [cuts[name]], src_data_rank=None)
+                for name, each in whole.items()
+            }
+            publisher.publish(step, on_device).result()
+            expected = by_hand("a", whole["a"]) | by_hand("b", whole["b"]) | {"half": whole["half"].half()}
+            app = {name: torch.zeros_like(each, device="cpu") for name, each in expected.items()}
+            checkpoint.load(f"{folder}/step-{step:08d}", app)
+            wrong += [(step, name) for name, each in app.items() if not torch.equal(each, expected[name])]
+    return wrong
+
+
+@each_kind
+def test_tables_of_devices_are_published_in_fewer_bits(kind, tmp_path):
+    assert on_accelerator(2, in_bits, str(tmp_path), kind=kind) == [[], []]

@@ -50,7 +50,7 @@ def in_one_process(tables=TABLES):
 
 
 def batch(table, step, rank, ranks):
-    """Draws the lookups of a rank in a step: bags of 0 to 5 ids with repeats, and then of up to 20; at times nothing, or
+    """Draws the lookups of a rank in a step: bags of 0 to 5 ids with repeats, later of up to 20; at times nothing, or
     all ranks one id, or one rank all of the ids. Weights get gradients in every other step."""
     draw = torch.Generator().manual_seed(1000 * step + 10 * rank + len(table.name))
     idle = (step + rank) % 4 == 3 or (step == 1 and rank != 0)

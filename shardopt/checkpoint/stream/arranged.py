@@ -14,20 +14,19 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, stored_dtype, torch_dtype
 from shardopt.checkpoint.rearrange.cuts import Cut, boxes_of_zeros, cuts_of
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.saving.planning.tied import tied_in
+from shardopt.checkpoint.stream.agreed import compared, hash_of
 from shardopt.checkpoint.stream.made import Made, Told, is_named, made, merged
 from shardopt.errors import Problem, StateError
 from shardopt.ranks import Ranks
-from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
+from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.pieces_tensor import PiecesTensor
@@ -64,13 +63,13 @@ class Arranged:
         """
 
         def look() -> tuple[dict[str, View], dict[str, Told]]:
-            views = {name: _seen(name, tensor) for name, tensor in weights.items() if self._names(name)}
+            views = {name: seen(name, tensor) for name, tensor in weights.items() if self._names(name)}
             return views, _told(weights, views)
 
         def report(found: tuple[dict[str, View], dict[str, Told]]) -> list[str]:
-            return [_hash(repr(self._rules)), _hash(json.dumps(found[1])), self._job]
+            return [hash_of(repr(self._rules)), hash_of(json.dumps(found[1])), self._job]
 
-        (views, told), (job, kinds) = ranks.agree(_CALL, look, report, _compared)
+        (views, told), (job, kinds) = ranks.agree(_CALL, look, report, compared("rearrange"))
         if kinds:
             self._made = self._agree(ranks, unpack_kinds(kinds), told)
             self._job = job
@@ -147,7 +146,7 @@ class Arranged:
         return self._cuts[name, boxes]
 
 
-def _seen(name: str, tensor: Tensor) -> View:
+def seen(name: str, tensor: Tensor) -> View:
     """Returns the boxes of a weight; raises StateError if its memory was given back."""
     view = view_of(tensor, name)
     if any(has_no_memory(piece.tensor) and not piece.tensor.is_meta for piece in view.pieces):
@@ -166,21 +165,3 @@ def _told(weights: Mapping[str, Tensor], views: Mapping[str, View]) -> dict[str,
         else:
             told[name] = None if view is None else [[*view.shape], "", ""]
     return told
-
-
-def _compared(reports: Sequence[Sequence[str]]) -> Any:
-    """Returns the hash of all that ranks have told and, if that is new to one of them, the kinds of ranks."""
-    rules = [each for each, _, _ in reports]
-    other = next((rank for rank, each in enumerate(rules) if each != rules[0]), None)
-    if other is not None:
-        problem = Problem(
-            "rearrange", f"other rules on rank {other}", "those of rank 0", "give all ranks the same rules"
-        )
-        raise StateError("ranks publish by different rules", [problem], code="ranks-differ")
-    told = [each for _, each, _ in reports]
-    job = _hash("".join(told))
-    return job, [] if all(known == job for _, _, known in reports) else pack_kinds(kinds_of(told))
-
-
-def _hash(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from shardopt.checkpoint.arguments import count_problem, refuse
 from shardopt.checkpoint.hosts.served import publish_at
 from shardopt.checkpoint.rearrange.rules import AnyRule
@@ -23,9 +21,9 @@ from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.arranged import Arranged
+from shardopt.checkpoint.stream.dtypes import Dtypes, Forms, dtype_problems
 from shardopt.checkpoint.stream.served import (
     Weights,
-    as_dtype,
     rearrange_problems,
     rename_problems,
     renamed,
@@ -59,8 +57,10 @@ class Publisher:
         rearrange: rules as for `load`, from the tensors of the model to the published ones: what a `Follower` with
             these rules would make of a publication without. The same on all ranks. No weight moves between ranks. What
             changes its order within a dimension, such as rotary pairs, is copied to host memory, which is kept.
-        dtype: of the published weights, if they are of floating point; None for their own. They are cast before they
-            are rearranged and compared, in memory of their device.
+        dtype: of the published weights, if they are of floating point; None for their own. Or regex → dtype: the first
+            that is found in a name of the model decides, and the other weights keep theirs. There "int8_rows" stores a
+            table [N, D] as uint8, with `<name>_scale` and `<name>_offset`, [N], fp32, for `dequantize_rows`. The same
+            on all ranks. They are cast before they are rearranged and compared, in memory of their device.
         durable: as for `save`.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         process_group: the ranks that publish, where they are not all of the job: a process group, or a device mesh.
@@ -80,16 +80,14 @@ class Publisher:
         keep: int | Retention | None = 4,
         rename: Mapping[str, str] | None = None,
         rearrange: Sequence[AnyRule] = (),
-        dtype: torch.dtype | None = None,
+        dtype: Forms = None,
         durable: bool = True,
         deadline_seconds: float = DEADLINE_SECONDS,
         process_group: Group | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         problems = [*count_problem("anchor_every", anchor_every, 1), *rename_problems(rename)]
-        problems += rearrange_problems(rearrange)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            problems.append(Problem("dtype", repr(dtype), "a dtype of floating point", "pass it as torch.bfloat16"))
+        problems += [*rearrange_problems(rearrange), *dtype_problems(dtype)]
         refuse(problems)
         self._served = publish_at(os.fspath(root), storage_options) if isinstance(root, str | os.PathLike) else None
         if self._served is None and isinstance(root, str | os.PathLike):
@@ -99,7 +97,7 @@ class Publisher:
             durable=durable, deadline_seconds=deadline_seconds, process_group=process_group, base_required=False
         )
         check_run_options(root, None, 1, "now", False, terms)
-        self._rename, self._dtype = dict(rename or {}), dtype
+        self._rename, self._dtypes = dict(rename or {}), Dtypes(dtype)
         self._arranged = Arranged(rearrange) if rearrange else None
         self._run = Run(
             Root(storage_of(root), publishes=True), SharedGroup(process_group, deadline_seconds), None, 1, rules
@@ -129,15 +127,21 @@ class Publisher:
             MismatchError: the weights of all ranks do not fit the rules of `rearrange`: none of them names a weight, a
                 join lacks one, shapes, sizes or dtypes do not fit, two tensors get one name, or a reversed `Tie` has
                 weights that are not tied. All ranks raise, and nothing is published.
+            MismatchError: a weight has a number that its `dtype` cannot hold: one that fp16 makes infinite, or NaN or
+                infinity in a row of 8 bits. Or no weight has a name for a regex of `dtype`, or "int8_rows" finds no
+                table. All ranks raise, and nothing is published.
+            RuntimeError: torch's own, as in a training step: a rank died while ranks reduced the extremes of rows in 8
+                bits that they share. Nothing is published.
             ShardoptError: as `async_save`, or the step before has failed; or ranks have different rules.
         """
         if self._closed:
             raise RuntimeError("this Publisher was closed; make a new one")
         check_step(step)
-        weights = as_dtype(weights_of(model, "model"), self._dtype)
+        weights = weights_of(model, "model")
         refuse_within(f"publishing step {step} to {self._run.root.url}", weights)
         with self._run.ranks.beating():
             self._refuse_earlier(step)
+            weights = self._dtypes.of(self._run.ranks, weights)
             if self._arranged is not None:
                 weights = self._arranged.of(self._run.ranks, weights)
             weights = renamed(weights, self._rename)

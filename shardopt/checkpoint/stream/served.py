@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardopt.checkpoint.loading.renaming import renamer
@@ -60,15 +59,6 @@ def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
         found = f"{found} with {str(others[0])[:80]!r}: {type(named[others[0]]).__name__}"
     problem = Problem(argument, found, "a module, or tensors by name", "pass the model, or its state_dict()")
     raise OptionError("invalid arguments", [problem])
-
-
-def as_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns weights with the floating ones in a dtype; None for their own. Those of that dtype are not copied."""
-    casts: dict[int, Tensor] = {}  # of tied tensors one
-    for tensor in weights.values():
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype and id(tensor) not in casts:
-            casts[id(tensor)] = tensor.detach().to(dtype)
-    return {name: casts.get(id(tensor), tensor) for name, tensor in weights.items()}
 
 
 def renamed(weights: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:

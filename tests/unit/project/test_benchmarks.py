@@ -56,6 +56,7 @@ SMALL = {
         {"TENSOR_BYTES": 1 << 20, "NETWORKS": first(1), "CLIENTS": ("obstore",)},
     ),
     "optimizer_overhead": (ROUND, {"PARAMETERS": 3, "ELEMENTS": 64, "RANKS": 1}),
+    "published_rows": ("--rows 2000 --repetitions 1", {}),
     "recovery": ("stall --megabytes 1 --repetitions 1", {"WIDTH": 128}),
     "remote": ("--megabytes 1", {"LATENCY_SECONDS": 0.0, "BYTES_PER_SECOND": 1e12}),
     "sparse": (ROUND, {"SIZES": (2000, 4000), "TOUCHED": 16}),
