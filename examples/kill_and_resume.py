@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from shardopt import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = REPOSITORY / "configs" / "lm.toml"
+PROGRAM = ("train_lm.py", str(CONFIG))
 OUT = REPOSITORY / "out"
 RANKS, RANKS_LEFT, VICTIM = 4, 2, 2
 TOLERANCE = 1e-5
@@ -92,19 +93,19 @@ def compare_on_same(whole: Path, resumed: Path, steps: int) -> bool:
     return holds
 
 
-def train(out: Path, ranks: int, steps: int) -> None:
+def train(out: Path, ranks: int, steps: int, program: Sequence[str] = PROGRAM) -> None:
     """Run the training program on `ranks` ranks to its end."""
-    with torchrun(out, ranks) as job, progress(steps) as show:
+    with torchrun(out, ranks, program) as job, progress(steps) as show:
         for step, loss in steps_of(job, out):
             show(step, loss)
     if job.returncode != 0:
         give_up(out, f"torchrun ended with exit code {job.returncode}")
 
 
-def train_and_kill(out: Path, ranks: int, steps: int, kill_step: int) -> None:
+def train_and_kill(out: Path, ranks: int, steps: int, kill_step: int, program: Sequence[str] = PROGRAM) -> None:
     """Run the training program, and send one rank SIGKILL once `kill_step` is done and a checkpoint committed."""
     pid = None
-    with torchrun(out, ranks) as job, progress(steps) as show:
+    with torchrun(out, ranks, program) as job, progress(steps) as show:
         for step, loss in steps_of(job, out):
             show(step, loss)
             if pid is None and step >= kill_step and checkpoints(out).steps():
@@ -118,11 +119,11 @@ def train_and_kill(out: Path, ranks: int, steps: int, kill_step: int) -> None:
 
 
 @contextmanager
-def torchrun(out: Path, ranks: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The training program under torchrun; ended when the block is left."""
+def torchrun(out: Path, ranks: int, program: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A training program of this folder, with its arguments, under torchrun; ended when the block is left."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(REPOSITORY / "examples" / "train_lm.py"), str(CONFIG), "--out", str(out)]
+    command += [str(REPOSITORY / "examples" / program[0]), *program[1:], "--out", str(out)]
     with open(out / "torchrun.log", "ab") as log:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}

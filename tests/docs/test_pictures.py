@@ -10,8 +10,8 @@ from tests.docs.blocks import ROOT
 
 DOCS = ROOT / "docs"
 FOLDERS = {"pictures/draw.py": "pictures", "plot_warmup.py": ".", "draw_cli.py": "cli"}
-# examples/draw_runs.py, draw_lost_host.py and draw_stream.py draw them, of runs
-OF_DEMOS = {"demo.png", "lost_host.png", "stream_demo.png"}
+# examples/draw_runs.py, draw_lost_host.py, draw_stream.py and draw_tables.py draw them, of runs
+OF_DEMOS = {"demo.png", "lost_host.png", "stream_demo.png", "tables_demo.png"}
 
 
 def _pictures(folder, inside="."):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from common import Windows, learning_rate_factor, override
 from compare_runs import compare_losses, differing_keys, read_losses
+from grams import Grams
 from kill_and_resume import pid_of_rank
 from lose_a_host import Loss, collect
 from moe import TIED, MixtureOfExperts
@@ -131,6 +132,22 @@ def test_pairs_of_words_are_all_those_that_are_near_each_other(tmp_path: Path) -
     ]
     assert list(zip(words.tolist(), near.tolist(), strict=True)) == expected
     assert set(pairs.others(1000, torch.Generator().manual_seed(0)).tolist()) == set(range(10))
+
+
+def test_equal_grams_have_equal_rows_and_others_have_others(tmp_path: Path) -> None:
+    text = "the cat and the dog and the cat sat on the mat " * 3
+    (tmp_path / "text").write_text(text)
+    grams = Grams(str(tmp_path / "text"), {"letters": 3, "words": 2}, {"letters": 2**40, "words": 2**40})
+    rows, letters = grams.read(list(range(len(grams))))
+    assert bytes(letters.tolist()).decode() == text[3:]
+    strings: dict[str, list[list[str]]] = {"letters": [], "words": []}
+    for end in range(3, len(text)):
+        begins = [0] * 2 + [at for at in range(1, end) if text[at - 1] == " " != text[at]]
+        strings["letters"].append([text[end - n : end] for n in (1, 2, 3)])
+        strings["words"].append([text[begins[-n] : end] for n in (1, 2)])
+    for name, of_ends in strings.items():
+        pairs = set(zip([each for of_end in of_ends for each in of_end], rows[name].flatten().tolist(), strict=True))
+        assert len(pairs) == len({gram for gram, _ in pairs}) == len({row for _, row in pairs}) > 10
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
