@@ -5,7 +5,7 @@
 
 A step touches a few thousand rows, and backward updates them where they are. Every 20 steps a save writes the rows that
 were touched since the last. Run it again on any number of ranks: it makes a plan for them, and resumes from the newest
-checkpoint, of whatever plan.
+checkpoint, whichever plan that had. On one or two ranks, set plan.memory_bytes higher.
 """
 
 from pathlib import Path

@@ -163,10 +163,10 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
 class ShardedEmbeddingBag(_ShardedTables):
     """nn.EmbeddingBag over one or several tables that are sharded over the ranks of a mesh, each as its `cut` says.
 
-    Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, each row's once to each piece
-    of it, and vectors travel back. That takes three exchanges for all tables together. Backward takes one, which brings
-    gradients to the rows, of all replicas. Gradients of all ranks add up, as if one process had the batches of all,
-    with the sum of their losses.
+    Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, and sums of bags travel back;
+    or the rows themselves, each once, where they are fewer. That takes three exchanges for all tables together.
+    Backward takes one, which brings gradients to the rows, of all replicas. Gradients of all ranks add up, as if one
+    process had the batches of all, with the sum of their losses.
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D]: on [Shard(0)] where rows are cut, on [Shard(1)]
     where columns are, on a mesh of its own as a grid or whole; elsewhere it has no elements. Its gradient is a DTensor

@@ -21,7 +21,7 @@ TINY = (
     "data.batch=32",
     "rows.letters=20000",
     "rows.words=20000",
-    "model.width=16",
+    "model.width=32",
     "model.hidden=8",
     "checkpoints.every=2",
     "checkpoints.full_every=4",
@@ -31,8 +31,7 @@ TINY = (
 def tiny_config() -> dict[str, Any]:
     config = tomllib.loads((REPOSITORY / "configs" / "tables.toml").read_text())
     override(config, tomllib.loads("\n".join(TINY)))
-    # Pieces that cost no time: small tables, too, are cut over ranks.
-    config["plan"]["piece_seconds"] = 1e-9
+    config["plan"]["memory_bytes"] = 4_000_000  # less than a table in fp64
     return config
 
 
@@ -60,7 +59,9 @@ def test_it_resumes_on_three_ranks_under_another_plan(whole_and_resumed: tuple[P
     comparison = compare_losses(*whole_and_resumed)
     assert [line.ranks for line in comparison.differences] == [4] * 5 + [3] * 4
     assert comparison.holds(1e-12)
-    cuts = [[table.cut for table in tables_of(tiny_config(), "planned", ranks)] for ranks in (4, 3)]
+    config = tiny_config()
+    config["plan"]["memory_bytes"] //= 2  # tables are in fp32 here
+    cuts = [[table.cut for table in tables_of(config, "planned", ranks)] for ranks in (4, 3)]
     assert cuts[0] != cuts[1]
 
 

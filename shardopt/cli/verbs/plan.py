@@ -63,6 +63,7 @@ def plan(
         TableSize(
             *(each["name"], each["rows"], each["dim"], DTYPE_BYTES[dtype], ids[each["name"]], skews[each["name"]]),
             *(state[0] * DTYPE_BYTES[dtype], state[1] * max(DTYPE_BYTES[dtype], 4)),
+            is_pooled=DTYPE_BYTES[dtype] >= 4,
         )
         for each, dtype in zip(tables, dtypes, strict=True)
     ]

@@ -6,22 +6,31 @@ An element takes e bytes in the table and x bytes in exchanges (all tables trave
 
 **Rows of a step.** A rank draws n = batch * pooling ids. The id of popularity i has the probability p_i, proportional
 to i ** -skew: 0 is uniform, 1 is Zipf's law. Popularity is taken to be independent of the number of a row. So a rank
-asks for d(n) = sum of 1 - (1 - p_i) ** n different rows, of which a piece has f * d(n). All ranks together touch
+has ids of d(n) = sum of 1 - (1 - p_i) ** n different rows, of which a piece has f * d(n). All ranks together touch
 u = d(R * n) rows.
+
+**Vectors of a step.** With P parts of rows, a rank wants v = P * batch sums of bags, one of each bag from each part, if
+these are fewer than its ids and the table's rows (`Bags.are_summed_afar`). It then sends m = n ids, and v lengths.
+Else, and where nothing is pooled, it wants different rows: v = m = d(n).
 
 **Bytes held** by the rank of a piece: h * (w * (e + s) + r).
 
 **Bytes exchanged**, sent and received. The exchange of `route.py` has one message of ids, one of vectors and one of
-gradients for each pair of ranks. Between one asking rank and one piece these are y = f * d * (8 + 2 * w * x) bytes.
-The holder has them with R - 1 others. Each rank also asks, for its own ids: the sum of y over the pieces of all other
-ranks. C parts of columns thus cost C times the ids.
+gradients for each pair of ranks. Between one asking rank and one piece these are y = f * (8 * k + 2 * v * w * x) bytes,
+where k = m + v numbers travel for sums, and k = m for rows. The holder has them with R - 1 others. Each rank also asks,
+for its own ids: the sum of y over the pieces of all other ranks. C parts of columns thus cost C times the ids.
 
-**Memory traffic** of the holder. Each of the R * f * d asked rows is read and written to a buffer, its gradient is
-written and read: f * R * d * w * (e + 3 * x) bytes. An update reads and writes rows and state:
+**Memory traffic** of the holder. It reads R * f * m rows and writes the vectors, whose gradients are written, and read
+for each of these rows: f * R * w * (m * (e + x) + 2 * v * x) bytes. To add up gradients it sorts ids, in eight passes
+that read and write them: f * R * m * 128 bytes. An update reads and writes rows and state:
 f * u * 2 * (w * (e + s) + r) bytes.
 
-**A replica** asks nobody: it reads d rows. It sends the gradients of its d rows to R - 1 ranks and receives theirs,
-2 * (R - 1) * d * (8 + D * x) bytes, writes and reads these, R * d * D * 2 * x bytes, and updates all u rows.
+**Rows in parts of columns** with one moment for a row exchange the moments of touched rows by two all-reduces, after one
+by which ranks know each other's rows: 4 * f * u * r bytes, and three times `piece_seconds` more for each piece.
+
+**A replica** asks nobody: it reads m rows. It sends ids, and the gradients of its vectors, to R - 1 ranks and receives
+theirs, 2 * (R - 1) * (8 * k + v * D * x) bytes, writes and reads these, R * (v + m) * D * x bytes, sorts all ids, and
+updates all u rows.
 
 **Seconds** of a rank: bytes exchanged / exchange_bandwidth + memory traffic / memory_bandwidth + `piece_seconds` for
 each of its pieces, as each has kernels to launch. The last is why small tables stay whole. Nothing overlaps. Pooling is
@@ -46,6 +55,7 @@ EXCHANGE_BANDWIDTH, MEMORY_BANDWIDTH = 25e9, 2e12
 PIECE_SECONDS, NARROWEST = 20e-6, 16
 
 _ID_BYTES = 8
+_SORT_BYTES = 128
 _COUNTED_ALONE = 64  # the most popular ids; others in buckets, each 5% wider than the one before it
 _BUCKET_RATIO = 1.05
 
@@ -78,6 +88,7 @@ class TableSize(NamedTuple):
         skew: of the popularity of ids.
         element_state, row_state: s and r, in bytes.
         kept: the only cut that is allowed; None if it is to be chosen.
+        is_pooled: whether the vectors of a sample are, in a dtype of at least 4 bytes.
     """
 
     name: str
@@ -89,6 +100,7 @@ class TableSize(NamedTuple):
     element_state: int
     row_state: int
     kept: Shape | None = None
+    is_pooled: bool = True
 
     @property
     def bytes(self) -> int:
@@ -182,7 +194,7 @@ class Candidate:
     def _largest(self) -> tuple[int, int]:
         return -(-self.rows // self.shape.rows), -(-self.columns // self.shape.columns)
 
-    @property
+    @cached_property
     def _parts(self) -> tuple[Ints, Ints]:
         """The rows of each piece, and its elements."""
         heights, widths = chunks(self.rows, self.shape.rows)[:, None], chunks(self.columns, self.shape.columns)
@@ -193,7 +205,10 @@ class Candidate:
 def chunks(size: int, parts: int) -> Ints:
     """Returns the sizes of as many parts, as torch.chunk cuts; the last ones may be smaller, or 0."""
     each = -(-size // parts)
-    return np.clip(size - each * np.arange(parts, dtype=np.int64), 0, each)
+    sizes = np.zeros(parts, dtype=np.int64)
+    sizes[: size // each] = each
+    sizes[size // each : size // each + 1] = size % each
+    return sizes
 
 
 def distinct_rows(rows: int, ids: float, skew: float) -> float:
@@ -218,11 +233,13 @@ def candidates(table: TableSize, job: Job) -> list[Candidate]:
     with several parts of columns is left out if as many parts of rows alone are no larger: it sends more ids for
     nothing.
     """
-    asked = distinct_rows(table.rows, job.batch * table.pooling, table.skew)
+    different = distinct_rows(table.rows, job.batch * table.pooling, table.skew)
     touched = distinct_rows(table.rows, job.batch * table.pooling * job.ranks, table.skew)
     shapes = [table.kept] if table.kept else _shapes(table, job)
     made = [
-        _replicas(table, job, asked, touched) if shape.name == "replicated" else _cut(table, job, shape, asked, touched)
+        (_replicas if shape.name == "replicated" else _cut)(
+            table, job, shape, _asked(table, job, shape.rows, different), touched
+        )
         for shape in shapes
     ]
     return sorted(made, key=lambda each: (each.total, each.count))
@@ -245,39 +262,60 @@ def _shapes(table: TableSize, job: Job) -> Iterator[Shape]:
             if (rows - 1) * height >= table.rows:
                 continue  # a part would be empty
             flat = -(-table.rows // pieces)
-            if columns > 1 and height * width >= flat * table.columns and (pieces - 1) * flat < table.rows:
-                continue  # as many parts of rows are no larger
+            is_larger = height * width >= flat * table.columns and (pieces - 1) * flat < table.rows
+            if columns > 1 and is_larger and _asked(table, job, rows, 0.0).vectors == 0:
+                continue  # as many parts of rows are no larger, and send no more vectors
             if columns == ranks > 1:
                 yield Shape(1, ranks, None, "columns")
             elif rows < ranks or ranks == 1:
                 yield Shape(rows, columns)
 
 
-def _cut(table: TableSize, job: Job, shape: Shape, asked: float, touched: float) -> Candidate:
+class _Asked(NamedTuple):
+    """What a rank asks for in a step: k numbers in all, which stand for m rows, and give v vectors."""
+
+    numbers: float
+    rows: float
+    vectors: float
+
+
+def _asked(table: TableSize, job: Job, parts: int, different: float) -> _Asked:
+    ids, sums = job.batch * table.pooling, parts * job.batch
+    if table.is_pooled and sums < min(ids, table.rows):
+        return _Asked(ids + sums, ids, sums)
+    return _Asked(different, different, different)
+
+
+def _cut(table: TableSize, job: Job, shape: Shape, asked: _Asked, touched: float) -> Candidate:
     exchanges = job.ranks > 1
     others = exchanges * (job.ranks - 2)  # the holder meets R - 1 ranks, and in its own asking one piece less
     x, width = job.travel_bytes, table.element_bytes + table.element_state
-    per_row = others * asked * _ID_BYTES / job.exchange_bandwidth + 2 * touched * table.row_state / job.memory_bandwidth
-    traffic = job.ranks * asked * (table.element_bytes + 3 * x) + 2 * touched * width
-    per_element = others * asked * 2 * x / job.exchange_bandwidth + traffic / job.memory_bandwidth
+    shares = table.row_state if shape.columns > 1 else 0
+    piece_seconds = job.piece_seconds * (4 if shares else 1)
+    per_row = (others * asked.numbers * _ID_BYTES + 4 * touched * shares) / job.exchange_bandwidth
+    per_row += (job.ranks * asked.rows * _SORT_BYTES + 2 * touched * table.row_state) / job.memory_bandwidth
+    traffic = job.ranks * (asked.rows * (table.element_bytes + x) + 2 * asked.vectors * x) + 2 * touched * width
+    per_element = others * asked.vectors * 2 * x / job.exchange_bandwidth + traffic / job.memory_bandwidth
     used = _parts_used(table.columns, shape.columns)
-    everywhere = exchanges * asked * (_ID_BYTES * used + 2 * table.columns * x) / job.exchange_bandwidth
+    sent = asked.numbers * _ID_BYTES * used + 2 * asked.vectors * table.columns * x
+    everywhere = exchanges * sent / job.exchange_bandwidth
     pieces = used * _parts_used(table.rows, shape.rows)
-    total = job.ranks * everywhere + per_row * used + per_element * table.columns + job.piece_seconds * pieces
+    total = job.ranks * everywhere + per_row * used + per_element * table.columns + piece_seconds * pieces
     per_row, per_element = per_row / table.rows, per_element / table.rows
-    of_piece = per_row, per_element, job.piece_seconds, table.row_state, width
+    of_piece = per_row, per_element, piece_seconds, table.row_state, width
     return Candidate(shape, table.rows, table.columns, 1, everywhere, total, *of_piece)
 
 
-def _replicas(table: TableSize, job: Job, asked: float, touched: float) -> Candidate:
+def _replicas(table: TableSize, job: Job, shape: Shape, asked: _Asked, touched: float) -> Candidate:
     ranks, columns, x = job.ranks, table.columns, job.travel_bytes
     width = table.element_bytes + table.element_state
-    exchanged = 2 * (ranks - 1) * asked * (_ID_BYTES + columns * x)
-    traffic = asked * columns * table.element_bytes + ranks * asked * columns * 2 * x
+    exchanged = 2 * (ranks - 1) * (_ID_BYTES * asked.numbers + asked.vectors * columns * x)
+    traffic = asked.rows * columns * table.element_bytes + ranks * (asked.vectors + asked.rows) * columns * x
+    traffic += ranks * asked.rows * _SORT_BYTES
     traffic += 2 * touched * (columns * width + table.row_state)
     seconds = exchanged / job.exchange_bandwidth + traffic / job.memory_bandwidth + job.piece_seconds
     of_piece = 0.0, 0.0, 0.0, table.row_state, width
-    return Candidate(Shape(1, 1, None, "replicated"), table.rows, columns, ranks, seconds, ranks * seconds, *of_piece)
+    return Candidate(shape, table.rows, columns, ranks, seconds, ranks * seconds, *of_piece)
 
 
 def _parts_used(size: int, parts: int) -> int:

@@ -18,7 +18,7 @@ from shardopt.nn.plan.costs import Candidate, Ints
 
 _TARGETS = (1.002, 1.02, 1.05, 1.1, 1.25, 1.5, float("inf"))  # of the bound
 _TRIALS = 200  # of taking out and placing again, less if tables times ranks are many
-_WORK = 2_000_000
+_WORK = 100_000_000
 _NEAR = 1.001  # the bound: no more is tried
 _SLIGHTLY = 1e-9
 
@@ -36,15 +36,19 @@ class Board:
     Args:
         memory: bytes of each rank.
         tables: the candidates of each table, those with the fewest total seconds first.
+        like: a plan of these tables.
     """
 
-    def __init__(self, memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> None:
+    def __init__(self, memory: Sequence[int], tables: Sequence[Sequence[Candidate]], like: Board | None = None) -> None:
         self._tables = tables
         self._everyone = np.arange(len(memory))
-        # Tables that are not placed yet count with the least that they cost every rank: otherwise those placed first
-        # take room that is not there.
-        self._least = [min(cut.everywhere for cut in cuts) for cuts in tables]
-        self._everywhere = sum(self._least)
+        # Tables that are not placed yet count with what they cost every rank in an earlier plan, or the least that they
+        # can: otherwise those placed first take room that is not there.
+        earlier = [min(cuts, key=lambda cut: cut.everywhere) for cuts in tables]
+        if like is not None:
+            earlier = [like.placed[table].cut for table in range(len(tables))]
+        self._expected = [cut.everywhere for cut in earlier]
+        self._everywhere = sum(self._expected)
         self._loads = np.zeros(len(memory))
         self.free = np.array(memory, dtype=np.int64)
         self.placed: dict[int, Placed] = {}
@@ -62,7 +66,7 @@ class Board:
     def put(self, table: int, placed: Placed, sign: int = 1) -> None:
         """Adds the pieces of a table; with sign -1 takes them away."""
         cut, ranks = placed
-        self._everywhere += sign * (cut.everywhere - self._least[table])
+        self._everywhere += sign * (cut.everywhere - self._expected[table])
         self._loads[ranks] += sign * cut.seconds
         self.free[ranks] -= sign * cut.bytes
         if sign > 0:
@@ -86,14 +90,15 @@ class Board:
         highest, least = float(self._loads.max()), float(self._loads.min())
         best: tuple[float, Placed] | None = None
         for cut in self._tables[table]:
-            everywhere = self._everywhere + cut.everywhere - self._least[table]
+            everywhere = self._everywhere + cut.everywhere - self._expected[table]
             at_least = least + cut.most_seconds + everywhere
             if at_least > target and best is not None and at_least >= best[0]:
                 continue
             ranks = self._ranks_for(cut, order, free)
             if ranks is None:
                 continue
-            cost = max(highest, float((self._loads[ranks] + cut.seconds).max())) + everywhere
+            # As if the largest piece were the most loaded rank's: the seconds of every piece take long to compute.
+            cost = max(highest, float(self._loads[ranks].max()) + cut.most_seconds) + everywhere
             if best is None or cost < best[0]:
                 best = cost, Placed(cut, ranks)
             if cost <= target:
@@ -107,7 +112,8 @@ class Board:
     def _ranks_for(self, cut: Candidate, order: Ints, free: Ints) -> Ints | None:
         if cut.shape.name or cut.shape.ranks is not None:
             ranks = self._everyone if cut.shape.name else np.array(cut.shape.ranks)
-            return ranks if (self.free[ranks] >= cut.bytes).all() else None
+            free = self.free[ranks]
+            return ranks if free.min() >= cut.most_bytes or (free >= cut.bytes).all() else None
         fitting = order[free >= cut.most_bytes][: cut.count]
         if len(fitting) < cut.count:
             return None
@@ -115,9 +121,24 @@ class Board:
 
 
 def lower_bound(tables: Sequence[Sequence[Candidate]], ranks: int) -> float:
-    """Returns seconds that the busiest rank of no plan stays below: their mean, or the largest uncuttable piece."""
-    mean = sum(min(cut.total for cut in cuts) for cuts in tables) / ranks
-    return max(mean, *(min(cut.everywhere + cut.most_seconds for cut in cuts) for cuts in tables))
+    """Returns seconds that the busiest rank of no plan stays below: their mean, or the largest uncuttable piece.
+
+    A plan of so many seconds has no cut with a piece that takes a rank longer. So the mean is that of the other cuts:
+    the fewer seconds, the fewer are left, and the bound is where both meet.
+    """
+    least = sum(min(cut.everywhere for cut in cuts) for cuts in tables)
+    needs, means = [], []  # of each table: seconds from which a cut is possible, ascending; the mean with these so far
+    for cuts in tables:
+        others = least - min(cut.everywhere for cut in cuts)
+        each = sorted((others + cut.everywhere + cut.most_seconds, cut.total / ranks) for cut in cuts)
+        needs.append(np.array([need for need, _ in each]))
+        means.append(np.minimum.accumulate([mean for _, mean in each]))
+    low, high = max(float(need[0]) for need in needs), sum(float(mean[0]) for mean in means)
+    while high - low > _SLIGHTLY * high:
+        middle = (low + high) / 2
+        mean = sum(float(m[np.searchsorted(n, middle, "right") - 1]) for n, m in zip(needs, means, strict=True))
+        low, high = (middle, high) if mean > middle else (low, middle)
+    return low
 
 
 def search(memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> Board | None:
@@ -126,11 +147,11 @@ def search(memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> Boar
     order = sorted(range(len(tables)), key=lambda table: (-tables[table][0].total, table))
     best: Board | None = None
     for target in _TARGETS:
-        board = _greedy(memory, tables, order, bound * target)
+        board = _greedy(memory, tables, order, bound * target, best)
         if board is not None and (best is None or board.cost < best.cost):
             best = board
-        if board is not None and board.cost <= bound * target:
-            break
+        if best is not None and best.cost <= bound * target:
+            break  # a target that is no lower gives no better plan
     if best is None:
         best = _by_memory(memory, tables)
     if best is not None:
@@ -143,9 +164,10 @@ def _greedy(
     tables: Sequence[Sequence[Candidate]],
     order: Sequence[int],
     target: float,
+    like: Board | None = None,
     memory_first: bool = False,
 ) -> Board | None:
-    board = Board(memory, tables)
+    board = Board(memory, tables, like)
     return board if all(board.place(table, target, memory_first) for table in order) else None
 
 
@@ -153,7 +175,7 @@ def _by_memory(memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> 
     """Returns a plan that fits tight memory: the largest first, as few pieces as fit, or as small ones as there are."""
     order = sorted(range(len(tables)), key=lambda table: (-tables[table][0].bytes.sum(), table))
     smallest = [sorted(cuts, key=lambda cut: (cut.most_bytes, cut.total)) for cuts in tables]
-    boards = (_greedy(memory, each, order, float("inf"), True) for each in (tables, smallest))
+    boards = (_greedy(memory, each, order, float("inf"), memory_first=True) for each in (tables, smallest))
     return next((board for board in boards if board is not None), None)
 
 

@@ -116,6 +116,7 @@ def plan_tables(
             *(float(ids[table.name]), float(skews[table.name])),
             *_state(spec, getattr(torch, dtype)),
             _kept(table.cut, ranks) if table.name in keep else None,
+            table.mode != "none" and DTYPE_BYTES[dtype] >= 4,
         )
         for table, dtype in zip(tables, dtypes, strict=True)
     ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardopt.nn.plan.costs import Candidate, Shape, TableSize, candidates, chunks, distinct_rows
 from tests.unit.nn.plan.sets import job
 
-TABLE = TableSize("t", 1000, 64, 2, 3.0, 0.0, 4, 4)
+TABLE = TableSize("t", 1000, 64, 2, 3.0, 0.0, 4, 4, is_pooled=False)
 
 
 def cut(shape, ranks=4, **figures):
@@ -42,9 +42,10 @@ def test_seconds_of_a_grid_are_those_of_the_text():
     made = cut(Shape(2, 2, (0, 1, 2, 3)), memory_bandwidth=1e9, exchange_bandwidth=1e6, travel_bytes=4)
     asked, touched = distinct_rows(1000, 30, 0), distinct_rows(1000, 120, 0)
     to_one = 0.5 * asked * (8 + 2 * 32 * 4)
-    traffic = 0.5 * 4 * asked * 32 * (2 + 3 * 4) + 0.5 * touched * 2 * (32 * (2 + 4) + 4)
+    traffic = 0.5 * 4 * asked * (32 * (2 + 3 * 4) + 128) + 0.5 * touched * 2 * (32 * (2 + 4) + 4)
+    shared = 4 * 0.5 * touched * 4
     held, own = 3 * to_one, 3 * to_one  # by 3 others, and of the 3 pieces that are elsewhere
-    expected = (held + own) / 1e6 + traffic / 1e9 + 20e-6
+    expected = (held + own + shared) / 1e6 + traffic / 1e9 + 4 * 20e-6
     assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
     assert made.bytes.tolist() == [500 * (32 * 6 + 4)] * 4
 
@@ -52,10 +53,26 @@ def test_seconds_of_a_grid_are_those_of_the_text():
 def test_a_replica_sends_gradients_and_no_vectors():
     made = cut(Shape(1, 1, None, "replicated"), memory_bandwidth=1e9, exchange_bandwidth=1e6)
     asked, touched = distinct_rows(1000, 30, 0), distinct_rows(1000, 120, 0)
-    traffic = asked * 64 * 2 + 4 * asked * 64 * 2 * 4 + touched * 2 * (64 * 6 + 4)
+    traffic = asked * 64 * 2 + 4 * asked * (64 * 2 * 4 + 128) + touched * 2 * (64 * 6 + 4)
     expected = 2 * 3 * asked * (8 + 64 * 4) / 1e6 + traffic / 1e9 + 20e-6
     assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
     assert made.bytes.tolist() == [1000 * (64 * 6 + 4)] * 4
+
+
+def test_sums_of_bags_travel_where_they_are_fewer_than_rows():
+    """10 samples of 30 ids, rows of 2 parts and columns of 2: 20 sums of each column, and 300 ids with 20 lengths."""
+    table = TABLE._replace(pooling=30.0, is_pooled=True)
+    figures = {"memory_bandwidth": 1e9, "exchange_bandwidth": 1e6, "travel_bytes": 4}
+    (made,) = candidates(table._replace(kept=Shape(2, 2, (0, 1, 2, 3))), job((10**9,) * 4, batch=10, **figures))
+    touched = distinct_rows(1000, 1200, 0)
+    to_one = 0.5 * (8 * (300 + 20) + 2 * 20 * 32 * 4)
+    traffic = 0.5 * 4 * (32 * (300 * (2 + 4) + 2 * 20 * 4) + 300 * 128) + 0.5 * touched * 2 * (32 * (2 + 4) + 4)
+    shared = 4 * 0.5 * touched * 4
+    expected = (2 * 3 * to_one + shared) / 1e6 + traffic / 1e9 + 4 * 20e-6
+    assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
+    (many,) = candidates(table._replace(kept=Shape(64, 1)), job((10**9,) * 64, batch=10, **figures))
+    (rows,) = candidates(table._replace(kept=Shape(64, 1), is_pooled=False), job((10**9,) * 64, batch=10, **figures))
+    assert many.total == rows.total  # 640 sums would be more than 300 ids
 
 
 def test_one_rank_exchanges_nothing():
