@@ -22,6 +22,7 @@ from shardopt.cli.output import Output
 from shardopt.cli.plot.plot_layout import plot_layout
 from shardopt.cli.plot.plot_run import plot_run
 from shardopt.cli.verbs.diff import diff
+from shardopt.cli.verbs.fit import fit
 from shardopt.cli.verbs.ls import ls
 from shardopt.cli.verbs.show import show
 from shardopt.sharding.layout import Layout
@@ -129,7 +130,7 @@ def main(folder: Path) -> None:
         make_run(log)
         plot_run(Output(), root=RUN, log=[str(log)], out=str(folder / "run.png"))
     first, last = f"{RUN}/step-00000020", f"{RUN}/step-00000035-b1"
-    rules = {"keep_last": 2, "keep_every": 10, "best": "loss:min:1"}
+    rules = {"keep_last": 2, "keep_every": 10, "best": "loss:min:1", "keep_seconds": None}
     draw_text(
         folder / "ls.svg",
         f"shardopt ls {RUN} --keep-last 2 --keep-every 10 --best loss:min:1",
@@ -147,6 +148,12 @@ def main(folder: Path) -> None:
         folder / "diff.svg",
         f"shardopt diff {first} {last} --select '{select}'",
         lambda output: diff(output, a=first, b=last, rename=None, select=select, all=False),
+    )
+    sizes = {"ranks": 8, "steps": 10_000, "every": 500, "keep_last": 3, "keep_every": 2_500}
+    draw_text(
+        folder / "fit.svg",
+        f"shardopt fit {RUN} --ranks 8 --steps 10000 --every 500 --keep-last 3 --keep-every 2500",
+        lambda output: fit(output, url=RUN, **sizes, best=None, keep_seconds=None, seconds_per_step=None, measure=None),
     )
     plot_layout(Output(), url=last, world_size=3, glob="model.*", out=str(folder / "layout.png"))
 

@@ -7,6 +7,11 @@ from shardopt.checkpoint.converting.peft import peft_rename as peft_rename
 from shardopt.checkpoint.converting.reshard import reshard as reshard
 from shardopt.checkpoint.converting.verify import VerifyReport as VerifyReport
 from shardopt.checkpoint.converting.verify import verify as verify
+from shardopt.checkpoint.estimating.estimate import estimate as estimate
+from shardopt.checkpoint.estimating.kept import Kept as Kept
+from shardopt.checkpoint.estimating.rehearse import CompareReport as CompareReport
+from shardopt.checkpoint.estimating.rehearse import compare as compare
+from shardopt.checkpoint.estimating.report import Estimate as Estimate
 from shardopt.checkpoint.loading.load import load as load
 from shardopt.checkpoint.loading.strictness import Strictness as Strictness
 from shardopt.checkpoint.progress import progress_bar as progress_bar

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from shardopt.cli.table import Argument
-from shardopt.errors import ShardoptError
+from shardopt.errors import OptionError, ShardoptError
 
 
 def put_flags(error: ShardoptError, arguments: Iterable[Argument]) -> None:
@@ -16,8 +16,13 @@ def put_flags(error: ShardoptError, arguments: Iterable[Argument]) -> None:
     "drop_per_rank=True" becomes "--drop-per-rank", and "skip=..." becomes "--skip ...".
     """
     flags = {flag[2:].replace("-", "_"): flag for each in arguments for flag in each.names if flag.startswith("--")}
+    of_arguments = flags if isinstance(error, OptionError) else {}  # else "steps" may be a stored key
     error.problems = tuple(
-        replace(each, key=_with_flags(each.key, flags, in_key=True), remedy=_with_flags(each.remedy, flags))
+        replace(
+            each,
+            key=of_arguments.get(each.key) or _with_flags(each.key, flags, in_key=True),
+            remedy=_with_flags(each.remedy, flags),
+        )
         for each in error.problems
     )
 

@@ -198,6 +198,26 @@ VERBS = (
         ),
     ),
     Verb(
+        "fit",
+        "estimate bytes, host memory and seconds of checkpoints like a stored one, and what a run would keep",
+        "shardopt.cli.verbs.fit:fit",
+        (
+            _arg("url", help="a checkpoint, or the root of a run, of which the newest counts"),
+            _arg("--ranks", help="of the run to be; as many as have saved it by default", type=int, metavar="N"),
+            _arg("--steps", help="of the run to be, for what it keeps", type=int, metavar="N"),
+            _arg("--every", help="save at steps that are multiples of this; 1 by default", type=int, metavar="STEPS"),
+            *_rules("keep the newest N"),
+            _arg("--seconds-per-step", help="of the run to be, for --keep-seconds", type=float, metavar="SECONDS"),
+            _arg(
+                "--measure",
+                help="measure the storage about so long, 10 by default: writes files beside the checkpoint, and "
+                "removes them; 0 measures nothing",
+                type=float,
+                metavar="SECONDS",
+            ),
+        ),
+    ),
+    Verb(
         "explain",
         "explain the code that an error ends with: its cause, and the way out; without a code, list all",
         "shardopt.cli.verbs.explain:explain",

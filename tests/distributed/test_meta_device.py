@@ -1,4 +1,4 @@
-"""A model that was built on the meta device gets its parameters and optimizer state from a restore."""
+"""A model that was built on the meta device is compared with a checkpoint, and filled by a restore."""
 
 import pytest
 import torch
@@ -44,6 +44,11 @@ def train(root):
 
 def restore(root):
     model = sharded("meta")
+    report = checkpoint.compare(f"{root}/step-00000001", app_of(model), init_state=True)
+    assert report.fits and report.bytes_wanted > 0
+    other = app_of(model) | ({} if dist.get_rank() else {"more": 1})
+    only_there = checkpoint.compare(f"{root}/step-00000001", other, init_state=True)
+    assert [(each.key, "on rank 0" in each.found) for each in only_there.problems] == [("more", True)]
     with pytest.raises(MismatchError, match=r"call to_empty\(device=\.\.\.\) first"):
         checkpoint.Manager(root).restore(app_of(model))
     app = app_of(model.to_empty(device="cpu"))  # replaces the parameters

@@ -47,6 +47,17 @@ def has_no_memory(tensor: Tensor) -> bool:
     return not tensor.data_ptr() and tensor.numel() > 0
 
 
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory, 0 without any; on the meta device, a number that stands for it.
+
+    There tensors have the same number if they would have the same address, as tied parameters do.
+    """
+    if not tensor.is_meta or not tensor.numel():
+        return tensor.data_ptr()
+    # torch keeps one Python object for each storage, as long as that lives.
+    return (id(tensor.untyped_storage()) << 64) + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def is_plain_memory(tensor: Tensor) -> bool:
     """Whether the tensor's elements are contiguous bytes of this process, in C order."""
     return tensor.is_cpu and tensor.is_contiguous()  # views that conjugate or negate lazily have no boxes

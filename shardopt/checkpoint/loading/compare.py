@@ -62,7 +62,14 @@ class Match:
             self.warnings.append(problem)
 
 
-def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
+def compare(
+    flat: FlatState,
+    views: Mapping[str, View],
+    names: Names,
+    strictness: Strictness,
+    world_size: int,
+    needs_memory: bool = True,
+) -> Match:
     """Matches an app with a checkpoint by key, on one rank.
 
     Every difference that `strictness` does not let pass is in `problems` of the result. Shapes and kinds always have
@@ -70,6 +77,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
 
     Args:
         names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
+        needs_memory: whether tensors without memory to read into are a problem.
     """
     match = Match()
     if strictness.unexpected != "raise" or strictness.missing != "raise":
@@ -106,6 +114,8 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             problem = Problem(key, NOT_STORED, _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     problems += _unequal_ties(names)
+    if needs_memory:
+        problems += _without_memory(match)
     match.unexpected = [
         key for key in stored if key not in flat.leaves and key not in names.aliases and not is_reported(stored[key])
     ]
@@ -184,10 +194,18 @@ def _match_tensor(key: str, view: View, tensor: StoredTensor, match: Match, stri
             return Problem(key, describe_tensor(shape, dtype), required, remedy)
         match.cast.append(key)
     match.tensors[key] = (view, tensor)
-    for _, memory in view.pieces:
-        if not (memory.is_contiguous() and memory.data_ptr()):  # nearly all are plain
-            return memory_problem(key, view)
     return None
+
+
+def _without_memory(match: Match) -> Iterator[Problem]:
+    """Yields a problem for each tensor that cannot be read into."""
+    for key, (view, _) in match.tensors.items():
+        for _, memory in view.pieces:
+            if not (memory.is_contiguous() and memory.data_ptr()):  # nearly all are plain
+                problem = memory_problem(key, view)
+                if problem is not None:
+                    yield problem
+                break
 
 
 def _match_value(

@@ -81,6 +81,7 @@ class LoadOptions:
     tied: Tied | None = None
     base_root: str | None = None
     storage_options: Mapping[str, Any] | None = None
+    reads: bool = True  # else it is only compared (`estimating/rehearse.py`)
 
 
 def load(
@@ -188,6 +189,22 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
 def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) -> tuple[LoadReport, list[Problem]]:
     """Loads; with `init_state`, first makes optimizers' state. Also returns the warnings."""
     what = f"loading {url}"
+    look, rules, undo = prepare(ranks, what, url, app, options)
+    try:
+        return _load_into(ranks, what, look, rules, options)
+    except ShardoptError:
+        if undo is not None:
+            undo()
+        raise
+
+
+def prepare(
+    ranks: Ranks, what: str, url: str, app: Mapping[str, Any], options: LoadOptions
+) -> tuple[Look, RulesDue | None, Callable[[], None] | None]:
+    """Opens the checkpoint and the app; with `init_state`, makes optimizers' state. Collective.
+
+    Also returns the rules of `rename` to apply, and a function that takes back the state; None where none was made.
+    """
     select, skip, rules, undo = options.select, options.skip, None, None
     with damage_told(CHANGED_NOTHING):
         open_here: Callable[[], CheckpointReader] = partial(open_checkpoint, url, options.base_root)
@@ -217,12 +234,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
             undo = init_unstepped(ranks, what, look, takes_back=isinstance(options.rename, LeftInScript))
             if undo is not None:
                 look.cache_clear()  # the app has other state now
-    try:
-        return _load_into(ranks, what, look, rules, options)
-    except ShardoptError:
-        if undo is not None:
-            undo()
-        raise
+    return look, rules, undo
 
 
 def _load_into(
@@ -274,21 +286,8 @@ def _load_into(
 
 def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
     """Plans this rank's reads, once all ranks know that everything fits; changes nothing."""
-    strictness, select, share_reads = options.strictness, options.select, options.share_reads
-    decide = partial(compare_plans, what.removeprefix("loading "))
-    plan, found = ranks.agree(
-        what, lambda: plan_rank(*look(), ranks, strictness, select, share_reads), RankPlan.report, decide
-    )
-    if found["may_grow"]:
-        growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
-        looked = plan.reader, plan.flat, plan.names
-        plan, found = ranks.agree(
-            what, lambda: plan_rank(*looked, ranks, strictness, select, share_reads, growing), RankPlan.report, decide
-        )
-    if found["with_differences"]:
-        reconcile(ranks, what, plan.match, plan.names, strictness, found["with_differences"])
-    if not found["is_met"]:
-        refuse_nothing(plan.reader.manifest, plan.flat, select)
+    plan, found = plan_ranks(ranks, what, look, options)
+    refuse_differences(ranks, what, plan, found, options)
     with_casts = found["with_casts"]
     if not found["alike"]:
         _, with_casts = ranks.agree(what, plan.read_alone, report=lambda _: plan.has_casts_to_check, decide=any)
@@ -299,6 +298,29 @@ def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) 
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
         ranks.agree(doing, work=lambda: check_all(plan.requests))
     return plan
+
+
+def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tuple[RankPlan, dict[str, Any]]:
+    """Plans this rank's load, with its differences; also returns what rank 0 has found in all plans. Collective."""
+    strictness, select, share_reads = options.strictness, options.select, options.share_reads
+    decide = partial(compare_plans, what.removeprefix("loading "))
+    plan_here = partial(
+        plan_rank, ranks=ranks, strictness=strictness, select=select, share_reads=share_reads, reads=options.reads
+    )
+    plan, found = ranks.agree(what, lambda: plan_here(*look()), RankPlan.report, decide)
+    if found["may_grow"]:
+        growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
+        looked = plan.reader, plan.flat, plan.names
+        plan, found = ranks.agree(what, lambda: plan_here(*looked, grow=growing), RankPlan.report, decide)
+    return plan, found
+
+
+def refuse_differences(ranks: Ranks, what: str, plan: RankPlan, found: dict[str, Any], options: LoadOptions) -> None:
+    """Raises MismatchError for differences of any rank that do not pass. Collective."""
+    if found["with_differences"]:
+        reconcile(ranks, what, plan.match, plan.names, options.strictness, found["with_differences"])
+    if not found["is_met"]:
+        refuse_nothing(plan.reader.manifest, plan.flat, options.select)
 
 
 def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:

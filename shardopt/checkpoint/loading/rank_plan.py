@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -113,12 +114,14 @@ def plan_rank(
     select: str | None,
     share_reads: ShareReads,
     grow: Collection[str] | None = None,
+    reads: bool = True,
 ) -> RankPlan:
     """Plans what this rank loads. Refuses what does not fit, or notes it, to be reconciled with other ranks.
 
     Args:
         select, share_reads: as for `load`.
         grow: the keys of containers that are to get what is stored; None where that is not agreed yet.
+        reads: whether tensors are to be read. Otherwise they need no memory, and no file with tensors is opened.
     """
     growing: Sequence[Growing] = ()
     if grow:
@@ -130,9 +133,10 @@ def plan_rank(
         views = {key: view.numbered_in(members) for key, view in views.items()}
     if flat.twins:
         refuse_untied(flat, views)
-    match = compare(flat, views, names, strictness, ranks.size)
+    compare_here = partial(compare, flat, views, strictness=strictness, world_size=ranks.size, needs_memory=reads)
+    match = compare_here(names)
     if match.problems:
-        reader, names, match = _with_row_state(reader, flat, views, names, strictness, match, ranks.size)
+        reader, names, match = _with_row_state(reader, views, names, strictness, match, compare_here)
     differs = match.problems or match.missing or match.unexpected
     may_grow = growing_in(flat, names, select) if differs and grow is None else []
     unmatched = strictness.unmatched(flat, names)
@@ -142,10 +146,12 @@ def plan_rank(
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
     if match.per_rank:
         plan.per_rank = _values_of_rank(reader, match.per_rank, old, ranks.rank)
-    if names.aliases or _meet(into.values()):
+    if reads and (names.aliases or _meet(into.values())):
         into = _without_ties(reader, into, names)
     refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
     plan.into = into
+    if not reads:
+        return plan
     if ranks.size > 1 and (share_reads == "always" or (share_reads == "auto" and reader.is_remote)):
         plan.shared = shared_among(into)
     pieces: dict[str, Sequence[Piece]] = {key: view.pieces for key, view in into.items() if key not in plan.shared}
@@ -158,12 +164,11 @@ def plan_rank(
 
 def _with_row_state(
     reader: CheckpointReader,
-    flat: FlatState,
     views: Mapping[str, View],
     names: Names,
     strictness: Strictness,
     match: Match,
-    world_size: int,
+    compare_with: Callable[[Names], Match],
 ) -> tuple[CheckpointReader, Names, Match]:
     """Compares again with state of rows merged, if that may be; else its problems get the remedy."""
     shapes = {key: view.shape for key, view in views.items() if key in names.chosen}
@@ -172,7 +177,7 @@ def _with_row_state(
     if strictness.row_state == "merge" and known:
         reader = MergedRows(reader, {names.renamed.get(key, key): state for key, state in known.items()})
         names = replace(names, manifest=with_shapes(names.manifest, known))
-        match = compare(flat, views, names, strictness, world_size)
+        match = compare_with(names)
         match.merged = {key: state for key, state in known.items() if key in match.tensors and state.is_merged}
     stored = names.manifest.tensors
     unlike = {key: stored[key].layout.shape for key, state in states.items() if stored[key].layout.shape != state.shape}

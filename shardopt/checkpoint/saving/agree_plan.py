@@ -9,6 +9,7 @@ round   with the files written           what only the plan could tell: hashes o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -255,6 +256,10 @@ class Planning:
         if not comparison.compared:
             contents = self._summary(self.planned.plan.geometry.members)
         return values, contents
+
+    def per_rank(self) -> bytes | None:
+        """Returns the values that this rank has for itself, encoded; None if no rank has any."""
+        return json.dumps(self.description.own_values).encode() if self.planned.plan.geometry.per_rank else None
 
     def judge(self, reports: Sequence[Any]) -> tuple[Values, list[str], list[str]]:
         """Returns the job's plain values, the groups of replicas that differ, and those of buffers to report.

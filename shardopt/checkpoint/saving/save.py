@@ -8,7 +8,6 @@ that communicate apart from those of the program. Each step is a function of the
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -296,8 +295,7 @@ def _write(
     target: SaveTarget, save_id: str, planning: Planning, writes: RankWrites, here: Described, options: SaveTerms
 ) -> _Written:
     """Writes this rank's files, without what the base has."""
-    storage, views, own_values = target.storage, planning.description.views, planning.description.own_values
-    per_rank = json.dumps(own_values).encode() if planning.planned.plan.geometry.per_rank else None
+    storage, views, per_rank = target.storage, planning.description.views, planning.per_rank()
     left, parts, unchanged_bytes = writes, dict[str, Any](), 0
     with wrap_os_errors(f"write to {storage.url}"):
         if target.base is not None:

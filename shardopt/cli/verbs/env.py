@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch.distributed as dist
 from shardopt.checkpoint.format.constants import file_name
 from shardopt.checkpoint.storage import marker, storage_of
 from shardopt.checkpoint.text import plural
+from shardopt.cli.joined import joined
 from shardopt.cli.output import Output
 from shardopt.errors import OptionError, Problem
-from shardopt.ranks import Ranks, ranks_of
+from shardopt.ranks import Ranks
 from shardopt.redaction import redacted
 from shardopt.world import world
 
@@ -56,7 +56,6 @@ _SHOWN = re.compile(
 )
 """The names of variables whose values are printed; any other variable may hold a secret."""
 _PROBE_MIB = 64
-_DEADLINE_SECONDS = 60.0
 
 
 def env(output: Output, *, url: str | None, mib: int | None) -> int:
@@ -66,7 +65,7 @@ def env(output: Output, *, url: str | None, mib: int | None) -> int:
     """
     if mib is not None and mib < 1:
         raise OptionError("nothing to try", [Problem("--mib", str(mib), "1 or more", "give how much each rank writes")])
-    with _joined() as ranks:
+    with joined() as ranks:
         here = {"host": platform.node(), "pid": os.getpid(), "device": _device()}
         _, places = ranks.agree("describing ranks", lambda: here, lambda place: place, list)
         found = {
@@ -84,19 +83,6 @@ def env(output: Output, *, url: str | None, mib: int | None) -> int:
         if ranks.rank == 0:
             _print(output, found)
     return 0
-
-
-@contextmanager
-def _joined() -> Iterator[Ranks]:
-    """Yields the ranks that the launcher started, or only this process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Ranks(None)
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield ranks_of(None, _DEADLINE_SECONDS)
-    finally:
-        dist.destroy_process_group()
 
 
 def _packages() -> dict[str, str]:

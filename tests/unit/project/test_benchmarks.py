@@ -44,6 +44,10 @@ SMALL = {
     "async_save": ("--ranks 1 --megabytes 1 --repetitions 1", {"WIDTH": 128}),
     "checkpoint": ("--repetitions 1", {"SMALL": 3, "ROWS": 16, "COLUMNS": 4}),
     "convert": ("--gib 1 --repetitions 1", {"WIDTH": 8, "SMALL": 100}),
+    "estimates": (
+        "--ranks 1 --repetitions 1",
+        {"ROWS": 64, "COLUMNS": 8, "SMALL": 5, "WIDTH": 16, "LAYERS": 1, "TABLES": (9, 3), "STATES": first(4)},
+    ),
     "frontier": (f"{ROUND} --steps 1", {"WIDTH": 8, "RANKS": 1, "PEERS": first(3)}),
     "in_backward": ("--repetitions 1", {"WIDTH": 16, "TIMED": ((2, 4), (1, 8))}),
     "interop": ("--repetitions 1 --gib 0.07", {"ROWS": 8, "COLUMNS": 4}),

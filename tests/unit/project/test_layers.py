@@ -74,6 +74,7 @@ FLOORS = {
     "checkpoint/converting": 29,
     "checkpoint/dcp": 31,  # over the front doors, for torch's; imported by nobody
     "checkpoint/run": 30,
+    "checkpoint/estimating": 31,
     "checkpoint/run/tiers": 31,
     "checkpoint/run/after_commit": 32,
     "checkpoint/run/steps": 33,

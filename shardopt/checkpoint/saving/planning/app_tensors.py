@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import local_tensors
@@ -207,7 +208,7 @@ def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
     for module in [target] if isinstance(target, Module) else _modules_within(target):
         owned = {_place(local) for each in module.parameters() for local in local_tensors(each)}
         for buffer in module.buffers():
-            yield from (local for local in local_tensors(buffer) if local.data_ptr() and _place(local) not in owned)
+            yield from (local for local in local_tensors(buffer) if address_of(local) and _place(local) not in owned)
 
 
 def _modules_within(target: object) -> Iterator[Module]:
@@ -219,4 +220,4 @@ def _modules_within(target: object) -> Iterator[Module]:
 
 
 def _place(local: Tensor) -> tuple[torch.device, int]:
-    return local.device, local.data_ptr()
+    return local.device, address_of(local)

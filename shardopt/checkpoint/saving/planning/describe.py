@@ -12,7 +12,13 @@ from torch import Tensor
 
 from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, STORED_DTYPES, has_no_memory, stored_dtype
+from shardopt.checkpoint.format.tensor_bytes import (
+    GIVEN_BACK,
+    STORED_DTYPES,
+    address_of,
+    has_no_memory,
+    stored_dtype,
+)
 from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
@@ -105,6 +111,7 @@ def describe(
     check_replicas: CheckReplicas,
     members: tuple[int, ...] | None = None,
     is_alone: bool = False,
+    needs_bytes: bool = True,
 ) -> Description:
     """Describes this rank's state.
 
@@ -112,6 +119,7 @@ def describe(
         check_replicas: which bytes of replicas are hashed.
         members: the numbers in the job of those ranks that save, where these are not numbered so themselves.
         is_alone: whether no other rank saves, so that nothing can differ between ranks.
+        needs_bytes: whether a tensor without memory is an error. Otherwise it may be on the meta device.
 
     Raises:
         StateError, LayoutError: something in it cannot be stored; names all of it.
@@ -126,6 +134,7 @@ def describe(
     refused: list[ShardoptError] = []
     shared: dict[int, Any] = {}  # options of a group, by identity: each of its parameters has the same
     stand_for_others = set(flat.tied.values())
+    address = Tensor.data_ptr if needs_bytes else address_of
     for key, leaf in flat.leaves.items():
         path, value = leaf.path, leaf.value
         try:
@@ -137,9 +146,9 @@ def describe(
                     view = view.known_in_part()  # others may lie on other meshes
                 views[key] = view
                 tensors[key] = path, STORED_DTYPES.get(view.dtype) or stored_dtype(view.dtype, key), view.layout
-                pointers = [piece.tensor.data_ptr() for piece in view.pieces]
+                pointers = [address(piece.tensor) for piece in view.pieces]
                 addresses[key] = pointers[0] if pointers else 0
-                if 0 in pointers:
+                if 0 in pointers and needs_bytes:
                     _refuse_without_memory(key, view)
             elif isinstance(value, PerRank):
                 per_rank[key] = path

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.errors import Problem, StateError
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.box import Box
@@ -22,7 +23,7 @@ def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = Non
         addresses: of the first piece of each view, 0 for none or an empty one; None where they are not known.
     """
     if addresses is None:
-        addresses = {key: view.pieces[0].tensor.data_ptr() if view.pieces else 0 for key, view in views.items()}
+        addresses = {key: address_of(view.pieces[0].tensor) if view.pieces else 0 for key, view in views.items()}
     if len(set(addresses.values())) == len(addresses):
         return {}
     first_at: defaultdict[int, list[str]] = defaultdict(list)
@@ -81,4 +82,4 @@ def _is_same(one: View, other: View) -> bool:
 
 
 def _place(piece: Piece) -> tuple[Box, torch.device, int, tuple[int, ...]]:
-    return piece.box, piece.tensor.device, piece.tensor.data_ptr(), piece.tensor.stride()
+    return piece.box, piece.tensor.device, address_of(piece.tensor), piece.tensor.stride()

@@ -42,7 +42,7 @@ from shardopt.sharding.view import local_tensors
 from shardopt.state.flatten import flatten
 from shardopt.state.state import FlatState, Tied
 
-_LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
+LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
 
 
@@ -112,8 +112,8 @@ class Staging:
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
         own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once
-        self._held = _held_by_several(own, live.tied, later if lazily else own.keys())
-        if shares is None or check_replicas == "all" or _bytes_of(self._held.values()) < _LEAST_SHARED_BYTES:
+        self._held = held_by_several(own, live.tied, later if lazily else own.keys())
+        if shares is None or check_replicas == "all" or _bytes_of(self._held.values()) < LEAST_SHARED_BYTES:
             self._held = {}
         self._shares, self._check_replicas = shares, check_replicas
         self._versions = {key: [_version(piece.tensor) for piece in view.pieces] for key, view in self._held.items()}
@@ -313,7 +313,7 @@ class Staging:
         return replace(self._description, contents=contents, check_replicas=check_replicas)
 
 
-def _held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:
+def held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:
     """Returns the tensors whose boxes other ranks may hold too, except tied ones, which are copied whole."""
     in_ties = {*tied, *tied.values()}
     return {

@@ -39,8 +39,8 @@ def write_files(
     Returns:
         The files, whose digests are of header and checksums.
     """
-    slots = sorted({*writes.slots, *([0] if per_rank is not None else [])})
-    values = {slot: per_rank or b"" if slot == 0 else b"" for slot in slots}
+    values = values_by_slot(writes, per_rank)
+    slots = [*values]
     done = None if progress is None else Counter(sum(map(writes.tensor_bytes, slots)), progress)
     files: list[DataFile] = []
 
@@ -61,6 +61,12 @@ def write_files(
                 file.close()
             files.append(DataFile(name, nbytes, file.digest))
     return files
+
+
+def values_by_slot(writes: RankWrites, per_rank: bytes | None) -> dict[int, bytes]:
+    """Returns the slots of a rank's data files, ascending, each with the encoded values of the rank that go there."""
+    slots = sorted({*writes.slots, *([0] if per_rank is not None else [])})
+    return {slot: per_rank or b"" if slot == 0 else b"" for slot in slots}
 
 
 def memory_of(request: WriteRequest, views: Mapping[str, View]) -> Tensor:
