@@ -17,5 +17,7 @@ echo "test: ruff"
 "$python" -m ruff format --check --quiet .
 echo "test: mypy"
 "$python" -m mypy
+command -v chromedriver >/dev/null ||
+    echo "test: no browser here: reports are not tested in one (apt-get install --yes chromium chromium-driver)"
 echo "test: pytest"
 exec "$python" -m pytest -n 2 --dist worksteal --durations=10 "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import prod
@@ -20,6 +21,7 @@ _LONGEST_VALUE = 200
 _WIDEST_LINE = 60  # after which a list continues in the next one
 _MOST_PATTERNS = 4
 _MOST_BOXES = 16
+_RANK_OF_FILE = re.compile(r"-r(\d{5,9})(?:-\d+)?\.", re.ASCII)
 
 
 def leaves_of(
@@ -101,6 +103,12 @@ def box_lines(contents: CheckpointContents, key: str, show_all: bool) -> Iterato
         yield f"{box} in {contents.manifest.files[file].path}"
     if len(pairs) > _MOST_BOXES and not show_all:
         yield f"and {len(pairs) - _MOST_BOXES:,} more (--all)"
+
+
+def writer_rank(name: str, number: int) -> int:
+    """Returns the rank that wrote a data file; for other formats the number of the file."""
+    match = _RANK_OF_FILE.search(name)
+    return int(match[1]) if match else number
 
 
 def value_text(value: Any, show_all: bool = False) -> str:

@@ -88,7 +88,7 @@ class Output:
     def data(self, document: Mapping[str, Any]) -> None:
         """Prints the JSON document of the verb, if it was asked for."""
         if self.as_json:
-            self._write(redacted(json.dumps(_json_form(document), indent=2, allow_nan=False)) + "\n")
+            self._write(json.dumps(json_form(document), indent=2, allow_nan=False) + "\n")
 
     def fail(self, error: BaseException) -> None:
         """Prints an error on stderr; its JSON form on stdout, if it was asked for."""
@@ -185,12 +185,17 @@ def _encodable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _json_form(value: Any) -> Any:
-    """Returns a value for JSON: numbers that JSON lacks become "nan", "inf" and "-inf"."""
+def json_form(value: Any) -> Any:
+    """Returns a value for JSON: numbers that JSON lacks become "nan", "inf" and "-inf"; URLs lose their secrets.
+
+    Each text is redacted by itself: in the whole document a URL would reach beyond its quotes.
+    """
+    if isinstance(value, str):
+        return redacted(value)
     if isinstance(value, Mapping):
-        return {str(key): _json_form(each) for key, each in value.items()}
+        return {redacted(str(key)): json_form(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_json_form(each) for each in value]
+        return [json_form(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -262,6 +262,26 @@ VERBS = (
         ),
     ),
     Verb(
+        "report",
+        "write a run and a checkpoint as one HTML file to look at: steps, tensors, layouts, changes",
+        "shardopt.report.verb:report",
+        (
+            _arg(
+                "urls",
+                help="a run, or one checkpoint; then mirrors of the run, and roots of publishers",
+                nargs="+",
+                metavar="URL",
+            ),
+            _arg("--out", "-o", help="the file to write; with --json it may be left out", metavar="FILE"),
+            _arg("--against", help="an earlier checkpoint: shows what has changed since", metavar="URL"),
+            _flag("--values", "read every tensor: norms, histograms, NaN"),
+            _arg(
+                "--log", help="a log, for how long training waited; may be given again", action="append", metavar="FILE"
+            ),
+            *_rules("say what rules would keep: the newest N, and what the next options name"),
+        ),
+    ),
+    Verb(
         "plot layout",
         "draw which rank holds what of the largest tensors, now and on a different number of ranks",
         "shardopt.cli.plot.plot_layout:plot_layout",

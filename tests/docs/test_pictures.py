@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from tests.docs.blocks import ROOT
+from tests.support.browser import lacking
 
 DOCS = ROOT / "docs"
-FOLDERS = {"pictures/draw.py": "pictures", "plot_warmup.py": ".", "draw_cli.py": "cli"}
+FOLDERS = {"pictures/draw.py": "pictures", "plot_warmup.py": ".", "draw_cli.py": "cli", "draw_report.py": "report"}
 # examples/draw_runs.py, draw_lost_host.py, draw_stream.py and draw_tables.py draw them, of runs
 OF_DEMOS = {"demo.png", "lost_host.png", "stream_demo.png", "tables_demo.png"}
 
@@ -33,6 +34,13 @@ def test_a_script_draws_its_pictures(script, tmp_path):
 def test_the_script_of_the_command_line_draws_its_pictures(tmp_path):
     subprocess.run([sys.executable, "docs/draw_cli.py", tmp_path / "cli"], cwd=ROOT, check=True)
     assert _pictures(tmp_path, "cli") == _pictures(DOCS, "cli")
+
+
+@pytest.mark.exhaustive  # it trains the same model
+@pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
+def test_the_script_of_the_report_draws_its_picture(tmp_path):
+    subprocess.run([sys.executable, "docs/draw_report.py", tmp_path / "report"], cwd=ROOT, check=True)
+    assert _pictures(tmp_path, "report") == _pictures(DOCS, "report")
 
 
 def test_every_picture_has_a_script():

@@ -221,13 +221,16 @@ def _dump(body: Any) -> str:
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
-def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
+def encode_boxes(layout: StoredLayout) -> dict[str, Any]:
+    """Returns the boxes of a layout in the form of docs/format.md: `shape`, and `cuts` or `boxes`."""
     cuts = grid_cuts(layout.shape, layout.boxes)
-    wire: dict[str, Any] = {"shape": layout.shape}
     if cuts is not None and layout.boxes == grid_boxes(cuts):
-        wire["cuts"] = cuts
-    else:
-        wire["boxes"] = [[box.offsets, box.sizes] for box in layout.boxes]
+        return {"shape": layout.shape, "cuts": cuts}
+    return {"shape": layout.shape, "boxes": [[box.offsets, box.sizes] for box in layout.boxes]}
+
+
+def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
+    wire = encode_boxes(layout)
     wire["files"] = layout.files
     if layout.entries:
         wire["entries"] = [

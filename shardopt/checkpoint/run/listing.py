@@ -38,7 +38,9 @@ class Listed:
         id: its step and branch; None for a checkpoint that is not in the root of a run.
         in_run: whether it is part of the run; it is not where the run was taken back to an earlier step.
         to_be_removed: whether it was to be removed when the run was taken back.
-        saved_at: seconds since 1970 began; None where that is not known, and so for what follows.
+        save_id: the unique name of the save; None where there is no manifest, and so for what follows.
+        saved_at: seconds since 1970 began; None where that is not known.
+        seconds: how long the save took, on its rank 0; None where that is not known.
         world_size: of the job that saved it.
         tensors: how many it has.
         nbytes: of the data files in its own directory; of a base, of those that others refer to.
@@ -53,7 +55,9 @@ class Listed:
     id: CheckpointId | None = None
     in_run: bool = True
     to_be_removed: bool = False
+    save_id: str | None = None
     saved_at: float | None = None
+    seconds: float | None = None
     world_size: int | None = None
     tensors: int | None = None
     nbytes: int | None = None
@@ -171,7 +175,9 @@ def look_at(
     condition: Condition = "damaged" if problems else "whole" if verify_bytes else "committed"
     return replace(
         listed(condition, tuple(problems)),
+        save_id=manifest.save_id,
         saved_at=manifest.saved_at,
+        seconds=manifest.seconds,
         world_size=manifest.world_size,
         tensors=len(manifest.tensors),
         nbytes=sum(file.nbytes for file in manifest.own_files),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -13,6 +12,7 @@ from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.converting.reshard import chunks_over
 from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.checkpoint.text import nbytes_text
+from shardopt.cli.contents import writer_rank
 from shardopt.cli.output import Output, escaped, shortened
 from shardopt.cli.plot.figure import Axes, Figure, Rectangle, check_output, rank_color, save_figure
 from shardopt.cli.tree import patterns_of
@@ -22,7 +22,6 @@ from shardopt.sharding.box import Box
 
 _MOST_TENSORS = 6
 _MOST_NUMBERED = 64  # boxes, in which the number of the rank is written
-_RANK_OF_FILE = re.compile(r"-r(\d{5,9})(?:-\d+)?\.", re.ASCII)
 
 
 class Held(NamedTuple):
@@ -79,7 +78,7 @@ def _collect(
         tensor = stored.tensors[key]
         if tensor.tied_to is not None:
             continue
-        ranks = [_rank_of(stored.files[file].name, file) for file in tensor.layout.files]
+        ranks = [writer_rank(stored.files[file].name, file) for file in tensor.layout.files]
         before = [Held(box, (rank,)) for box, rank in zip(tensor.layout.boxes, ranks, strict=True)]
         after = []
         if world_size is not None:
@@ -100,12 +99,6 @@ def _collect(
         for side, total in totals.items()
     }
     return sorted(alike.values(), key=lambda each: -prod(each.shape)), nbytes
-
-
-def _rank_of(name: str, number: int) -> int:
-    """Returns the rank that wrote a file; for other formats the number of the file."""
-    match = _RANK_OF_FILE.search(name)
-    return int(match[1]) if match else number
 
 
 def _draw(url: str, drawn: Sequence[Drawn], nbytes: dict[str, list[int]], sizes: tuple[int, int | None]) -> Figure:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.listing import Listed, list_run
 from shardopt.checkpoint.text import nbytes_text, plural
+from shardopt.cli.logs import seconds_in
 from shardopt.cli.output import Output, escaped, shortened
 from shardopt.cli.plot.figure import Axes, Figure, check_output, save_figure
 from shardopt.errors import CheckpointNotFoundError, Problem
 
-# The lines of `reports.emit_report`: the figures of each rank, at DEBUG, and the line of rank 0 for people, at INFO.
-_SAVE = re.compile(r"\bsave url=(.+?) save_id=\S+ (.*)")
-_LENGTH = r"([\d.]+) (ms|s|min)"
-_SAVED = re.compile(rf"\bsaved step (\d+)(?: of branch \d+)?: .* in {_LENGTH}(?: \(training waited {_LENGTH}\))?\s*$")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
-_FIGURE = re.compile(r"(\w+)=([-+.\deE]+|inf|nan)(?:\s|$)")
 _LINES = {"seconds": "of a save", "stall_seconds": "of which the training stood still"}
 
 
@@ -30,41 +23,13 @@ def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) 
     if not saved:
         problem = Problem(listing.url, "no committed checkpoint of a run", "some", "give the root of a run")
         raise CheckpointNotFoundError("there is nothing to draw", [problem])
-    seconds = seconds_in(log or ())
+    seconds = {id.step: figures for id, figures in sorted(seconds_in(log or ()).items())}
     figure = _draw(listing.url, saved, seconds)
     save_figure(figure, out)
     output.line(f"{out}: {plural(len(saved), 'checkpoint')}, {plural(len(seconds), 'save')} in logs")
     metrics = [{"step": each.id.step, "bytes": each.nbytes, "metrics": each.metrics} for each in saved if each.id]
     output.data({"output": out, "checkpoints": metrics, "saves": seconds})
     return 0
-
-
-def seconds_in(logs: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Returns the seconds of saves by step, for the slowest rank, from logs of `shardopt` at INFO or DEBUG."""
-    found: dict[int, dict[str, float]] = {}
-    for path in logs:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                step, figures = _figures_in(line)
-                if step is not None:
-                    of_step = found.setdefault(step, {})
-                    of_step |= {name: max(value, of_step.get(name, 0.0)) for name, value in figures.items()}
-    return dict(sorted(found.items()))
-
-
-def _figures_in(line: str) -> tuple[int | None, dict[str, float]]:
-    """Returns the saved step in a line of a log, and seconds by name; None for any other line."""
-    match = _SAVE.search(line)
-    if match is not None:
-        id = parse_id(match[1].rstrip("/").rpartition("/")[2])
-        figures = {name: float(value) for name, value in _FIGURE.findall(match[2]) if name in _LINES}
-        return None if id is None else id.step, figures
-    match = _SAVED.search(line)
-    if match is None:
-        return None, {}
-    seconds = float(match[2]) * _SECONDS[match[3]]
-    stall = seconds if match[4] is None else float(match[4]) * _SECONDS[match[5]]
-    return int(match[1]), {"seconds": seconds, "stall_seconds": stall}
 
 
 def _draw(url: str, saved: Sequence[Listed], seconds: dict[int, dict[str, float]]) -> Figure:

@@ -55,7 +55,7 @@ def ls(
     if is_tier(url):
         return _ls_tier(output, url, verify)
     listing = list_run(url, verify)
-    tiers, problem = _tiers_of(listing.url, verify)
+    tiers, problem = tiers_of(listing.url, verify)
     if not (listing.checkpoints or listing.branches or tiers):
         return _ls_one(output, url, verify, rules)
     kept = listing.reasons_to_keep(rules)
@@ -208,7 +208,7 @@ def _ls_tier(output: Output, url: str, verify: bool) -> int:
     return int(_has_damage(listing))
 
 
-def _tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
+def tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
     """Returns the tiers of the run in a root, and why this host cannot list them, if so.
 
     The root is listed in any case.

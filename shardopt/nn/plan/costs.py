@@ -25,8 +25,8 @@ for each of these rows: f * R * w * (m * (e + x) + 2 * v * x) bytes. To add up g
 that read and write them: f * R * m * 128 bytes. An update reads and writes rows and state:
 f * u * 2 * (w * (e + s) + r) bytes.
 
-**Rows in parts of columns** with one moment for a row exchange the moments of touched rows by two all-reduces, after one
-by which ranks know each other's rows: 4 * f * u * r bytes, and three times `piece_seconds` more for each piece.
+**Parts of columns** exchange moments that are one for each row: those of touched rows by two all-reduces, after one by
+which ranks know each other's rows. That is 4 * f * u * r bytes, and 3 * `piece_seconds` more for each piece.
 
 **A replica** asks nobody: it reads m rows. It sends ids, and the gradients of its vectors, to R - 1 ranks and receives
 theirs, 2 * (R - 1) * (8 * k + v * D * x) bytes, writes and reads these, R * (v + m) * D * x bytes, sorts all ids, and

@@ -20,6 +20,7 @@ VERBS = {
     "show of values per rank": ["show", "{step}", "seed"],
     "show --no-stats": ["show", "{step}", "model.weight", "--no-stats"],
     "verify": ["verify", "{step}"],
+    "report": ["report", "{run}", "-o", "{run}/report.html", "--json"],
     "plan": [
         "plan",
         "--table",
