@@ -345,3 +345,51 @@ def test_a_checkpoint_of_each_cut_resumes_under_each_other(tmp_path, ranks, algo
             assert tensors.keys() == wanted.keys()
             for key in wanted:
                 assert_near(tensors[key], wanted[key], (source, how, algorithm, key))
+
+
+CHAIN = ("rows", "columns", Grid(2, 1), "whole", "replicated", "columns")
+LARGE = Table("large", 20_000, 8, mode="sum", dtype=torch.float64)  # of many segments, so that saves write rows of it
+LINKS = 500
+
+
+def chained(cuts):
+    return [replace(table, cut=cut) for table, cut in zip((*FP64, LARGE), cuts, strict=True)]
+
+
+def save_chain(root, at):
+    """Steps of which each is saved on top of the one before it; returns what there was at some of them."""
+    module = ShardedEmbeddingBag(chained(CHAIN), mesh_of(1))
+    optimizer = module.fuse("rowwiseadam", **OPTIONS["rowwiseadam"])
+    found, nbytes = {}, []
+    with checkpoint.Manager(root, incremental=True) as manager:
+        for step in range(1, at[-1] + 1):
+            one_step(module, step % STEPS)
+            nbytes.append(manager.save(step, {"tables": module, "optimizer": optimizer}).bytes_total)
+            if step in at:
+                found[step] = made_whole(dict(module.named_parameters())), made_whole(tensors_of(optimizer))
+    return found, nbytes
+
+
+def load_links(cuts, root, at):
+    found = {}
+    for step in at:
+        module = ShardedEmbeddingBag(chained(cuts), mesh_of(1))
+        optimizer = module.fuse("rowwiseadam", **OPTIONS["rowwiseadam"])
+        checkpoint.load(
+            checkpoint.Manager(root).path(step), {"tables": module, "optimizer": optimizer}, init_state=True
+        )
+        found[step] = made_whole(dict(module.named_parameters())), made_whole(tensors_of(optimizer))
+    return found
+
+
+@pytest.mark.parametrize("links", [12, pytest.param(LINKS, marks=pytest.mark.exhaustive)])
+@pytest.mark.timeout(1800)
+def test_each_link_of_a_chain_of_saves_is_restored_under_other_cuts(tmp_path, links):
+    at = sorted({1, 2, links // 2, links - 1, links})
+    saved, nbytes = run_ranks(4, save_chain, str(tmp_path), at, deadline_seconds=900)[0]
+    assert sorted(nbytes)[links // 2] < 0.1 * nbytes[0]  # now and then a save makes long chains whole
+    for cuts in [(cut,) * len(CHAIN) for cut in NAMED][: 4 if links > 12 else 1]:
+        for step, found in run_ranks(3, load_links, cuts, str(tmp_path), at, deadline_seconds=900)[0].items():
+            for tensors, wanted in zip(found, saved[step], strict=True):
+                assert tensors.keys() == wanted.keys()
+                assert [key for key in wanted if not torch.equal(tensors[key], wanted[key])] == [], (cuts, step)
