@@ -61,6 +61,7 @@ SMALL = {
     ),
     "optimizer_overhead": (ROUND, {"PARAMETERS": 3, "ELEMENTS": 64, "RANKS": 1}),
     "published_rows": ("--rows 2000 --repetitions 1", {}),
+    "report_pages": ("--steps 6 --tensors 12", {"ROUNDS": 1, "WIDTHS": (1280,)}),
     "recovery": ("stall --megabytes 1 --repetitions 1", {"WIDTH": 128}),
     "remote": ("--megabytes 1", {"LATENCY_SECONDS": 0.0, "BYTES_PER_SECOND": 1e12}),
     "sparse": (ROUND, {"SIZES": (2000, 4000), "TOUCHED": 16}),
