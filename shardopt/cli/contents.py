@@ -170,6 +170,7 @@ def document(contents: CheckpointContents, wanted: Callable[[str], bool]) -> dic
         "url": contents.url,
         "save_id": stored.save_id,
         "saved_at": stored.saved_at,
+        "written_by": stored.written_by,
         "world_size": stored.world_size,
         "metrics": stored.metrics,
         "files": [{"name": file.path, "bytes": file.nbytes} for file in stored.files],

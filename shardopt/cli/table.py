@@ -282,6 +282,12 @@ VERBS = (
         ),
     ),
     Verb(
+        "new",
+        "write a program to copy: settings, training, resume, tests, a Slurm script; needs no torch",
+        "shardopt.cli.verbs.new:new",
+        (_arg("directory", help="a directory that is new or empty; its name becomes that of the run", metavar="DIR"),),
+    ),
+    Verb(
         "plot layout",
         "draw which rank holds what of the largest tensors, now and on a different number of ranks",
         "shardopt.cli.plot.plot_layout:plot_layout",

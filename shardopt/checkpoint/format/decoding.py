@@ -41,6 +41,7 @@ from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, whole
 from shardopt.state.paths import Path, join
 from shardopt.state.values import decode_value
+from shardopt.version import __version__
 
 
 @gc_paused()  # objects by the hundred thousand, none of them garbage
@@ -60,7 +61,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if body.get("format") != FORMAT_NAME or not isinstance(needed, int):
         raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
     if needed > FORMAT_VERSION:
-        problem = Problem(where, f"version {needed}", f"at most {FORMAT_VERSION}", "install a newer shardopt")
+        by = f", written by {str(body['written_by'])[:80]}" if "written_by" in body else ""
+        reads = f"at most {FORMAT_VERSION}, which shardopt {__version__} reads"
+        problem = Problem(where, f"version {needed}{by}", reads, "install a newer shardopt")
         raise FormatError("the checkpoint needs a newer reader", [problem], code="newer-format")
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
@@ -95,6 +98,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             else None,
             seconds=_decode_time(body["seconds"]) if "seconds" in body else None,
             renamed=_decode_renamed(body["renamed"]) if "renamed" in body else None,
+            written_by=_decode_writer(body["written_by"]) if "written_by" in body else None,
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
@@ -123,6 +127,12 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
     if not all(type(text) is str for rule in rules for text in rule):
         raise ValueError("a rule of rename that is no regex and its replacement")
     return rules
+
+
+def _decode_writer(wire: Any) -> str:
+    if type(wire) is not str:
+        raise ValueError("a writer that is no text")
+    return wire
 
 
 def _size_of(layout: Mapping[str, Any]) -> int:

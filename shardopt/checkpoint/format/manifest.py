@@ -149,7 +149,7 @@ class Manifest:
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
     measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.
     `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
-    known.
+    known. `written_by` names the library that wrote it and its version, "shardopt 0.1.0"; None where that is not known.
     """
 
     save_id: str
@@ -162,6 +162,7 @@ class Manifest:
     metrics: Mapping[str, float] | None = None
     seconds: float | None = None
     renamed: RenameRules | None = None
+    written_by: str | None = None
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -203,6 +204,8 @@ def encode_manifest(manifest: Manifest, wires: Values | None = None) -> bytes:
         head["saved_at"] = manifest.saved_at
     if manifest.seconds is not None:
         head["seconds"] = manifest.seconds
+    if manifest.written_by is not None:
+        head["written_by"] = manifest.written_by
     if manifest.renamed is not None:
         head["renamed"] = manifest.renamed
     if manifest.metrics is not None:

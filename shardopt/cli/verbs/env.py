@@ -20,10 +20,10 @@ from shardopt.cli.output import Output
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.redaction import redacted
+from shardopt.version import __version__
 from shardopt.world import world
 
 _PACKAGES = (
-    "shardopt",
     "torch",
     "numpy",
     "fsspec",
@@ -86,7 +86,7 @@ def env(output: Output, *, url: str | None, mib: int | None) -> int:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    found = {"shardopt": __version__}  # of this code, whatever an older installation of it says
     for name in _PACKAGES:
         try:
             found[name] = version(name)

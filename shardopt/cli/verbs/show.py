@@ -136,7 +136,8 @@ def _show_all(
         output.data(document(contents, wanted))
         return
     saved_at = "" if stored.saved_at is None else f", {utc_text(stored.saved_at)}"
-    output.line(Span(contents.url, "bold"), f": {head_line(contents)}{saved_at}")
+    written_by = "" if stored.written_by is None else f", written by {stored.written_by}"
+    output.line(Span(contents.url, "bold"), f": {head_line(contents)}{saved_at}{written_by}")
     if stored.metrics:
         output.line("metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in stored.metrics.items()))
     if flat:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
+import shardopt
 from shardopt.cli.entry import main
 from shardopt.cli.verbs.env import probe
 from shardopt.errors import CheckpointError
@@ -23,6 +24,7 @@ def test_what_it_says_of_this_machine(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, "hush")
     assert main(["env", str(tmp_path / "a"), "--mib", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["shardopt"] == shardopt.__version__
     assert found["packages"]["torch"] == version("torch") and "gloo" in found["torch"]["backends"]
     assert found["variables"]["NCCL_DEBUG"] == "INFO"
     assert {found["variables"][name] for name in secrets} == {"(not shown)"} and "hush" not in json.dumps(found)

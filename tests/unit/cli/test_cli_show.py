@@ -273,3 +273,11 @@ def test_a_tree_shows_each_leaf_and_sums_all(leaves):
 
 def test_times_are_text():
     assert [utc_text(0), utc_text(1e300)] == ["1970-01-01 00:00:00Z", "1e+300 s"]
+
+
+def test_the_version_that_wrote_a_checkpoint_is_shown(tmp_path, capsys):
+    checkpoint.save(tmp_path / "a", {"step": 1})
+    assert main(["show", str(tmp_path / "a")]) == 0
+    assert f", written by shardopt {shardopt.__version__}\n" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "a"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written_by"] == f"shardopt {shardopt.__version__}"

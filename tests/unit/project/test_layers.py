@@ -487,7 +487,8 @@ def test_wheel_holds_the_package_alone_and_all_of_it():
     """setuptools leaves out a folder without `__init__.py`, silently."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings["packages"] == {"find": {"include": ["shardopt*"]}}
-    assert settings["package-data"] == {"shardopt": ["py.typed", "cli/troubleshooting.md", "report/page/*"]}
+    template = ["cli/template/*", "cli/template/tests/*.py"]  # a link to a folder of examples/
+    assert settings["package-data"] == {"shardopt": ["py.typed", "cli/troubleshooting.md", *template, "report/page/*"]}
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
-    assert all(any(PACKAGE.glob(name)) for name in settings["package-data"]["shardopt"])
+    assert all([*PACKAGE.glob(name)] for name in settings["package-data"]["shardopt"])

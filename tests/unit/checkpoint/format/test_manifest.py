@@ -61,7 +61,8 @@ def manifests(draw):
     saved_at = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
     metrics = draw(st.none() | st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3))
     seconds = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
-    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics, seconds)
+    writer = draw(st.none() | st.just("shardopt 0.1.0"))
+    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics, seconds, written_by=writer)
 
 
 def plain(manifest):
@@ -71,7 +72,7 @@ def plain(manifest):
         for key, (path, dtype, layout, tied_to, _) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
-    beside = manifest.saved_at, manifest.metrics, manifest.seconds
+    beside = manifest.saved_at, manifest.metrics, manifest.seconds, manifest.written_by
     return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank), beside
 
 
@@ -342,6 +343,10 @@ def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
         del body["xxh3"]
         with pytest.raises(FormatError, match=said):
             decode_manifest(sealed(body), "m")
+    body = json.loads(sound) | {"min_reader_version": 6, "written_by": "shardopt 9.0.0"}
+    del body["xxh3"]
+    with pytest.raises(FormatError, match=r"version 6, written by shardopt 9\.0\.0; required at most 5, which"):
+        decode_manifest(sealed(body), "m")
     body = json.loads(sound) | {"version": 7, "new": {"x": [1]}}
     del body["xxh3"]
     assert decode_manifest(sealed(body), "m").save_id == "0a"
@@ -353,7 +358,7 @@ def test_a_reader_of_version_1_refuses_what_it_would_miss(sound, monkeypatch):
     without = sealed({key: value for key, value in body.items() if key != "tied"} | {"min_reader_version": 1})
     monkeypatch.setattr(decoding_module, "FORMAT_VERSION", 1)
     assert decode_manifest(without, "m").save_id == "0a"
-    with pytest.raises(FormatError, match="version 2; required at most 1; install a newer shardopt"):
+    with pytest.raises(FormatError, match=r"version 2; required at most 1, which shardopt .* reads; install"):
         decode_manifest(sound, "m")
 
 
