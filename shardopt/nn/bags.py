@@ -124,7 +124,7 @@ class Bags:
             return torch.full((), bool(len(self.ids)), device=offsets.device)
         # torch leaves the gradients of ids behind the last bag as the memory was.
         past = offsets[-1] != len(self.ids) if self.ends else offsets[-1] > len(self.ids)
-        return (offsets[0] != 0) | past | (offsets.diff() < 0).any()
+        return (offsets[0] != 0) | past | (offsets[1:] < offsets[:-1]).any()
 
 
 def bags_of(

@@ -32,9 +32,8 @@ class Directory:
         holders: for each table the pieces of all ranks.
         sources: those among them from which this rank fetches.
         served: for each table the ranks that fetch from this one's piece.
-        asked, asking, serving, fetched: who gets gradients from this rank, and who sends it some; who gets vectors,
-            and who sends some.
-        ids_to, ids_from: who gets ids, and who sends some; of each table three blocks, 3t to 3t + 2.
+        asked, asking, serving, fetched: who gets ids and gradients from this rank, and who sends it some; who gets
+            vectors, and who sends some.
     """
 
     def __init__(self, tables: Sequence[Pieces], rank: int) -> None:
@@ -54,10 +53,6 @@ class Directory:
         self.asking: Order = [self.asked[rank]] * len(every)
         self.serving: Order = [[t for t, each in enumerate(tables) if each.serves(rank, q)] for q in every]
         self.fetched: Order = [[t for t, each in enumerate(tables) if each.serves(q, rank)] for q in every]
-        self.ids_to, self.ids_from = (
-            [[3 * t + kind for t in of_rank for kind in range(3)] for of_rank in order]
-            for order in (self.asked, self.asking)
-        )
         # No buffers, which would have no values where a module is made on "meta" and gets its memory later.
         self._starts, self._first = _starts(tables, self.bases)
 

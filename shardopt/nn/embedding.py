@@ -124,7 +124,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         for fault in faults:
             faulty = faulty | fault
         numbers = {name: number for number, name in enumerate(self._by_name)}
-        wanted = {numbers[each.table.name]: each for each in bags}
+        wanted = dict(sorted((numbers[each.table.name], each) for each in bags))
         route = find_route(ranks, self._directory, wanted, faulty)
         if route is None:
             described = self._directory.described
@@ -170,10 +170,10 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D]: on [Shard(0)] where rows are cut, on [Shard(1)]
     where columns are, on a mesh of its own as a grid or whole; elsewhere it has no elements. Its gradient is a DTensor
-    over a sparse local tensor, coalesced, on ranks that have a piece. It is set at the end of backward; then the
-    parameter's post-accumulate-grad hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad
-    and backward(inputs=...) do not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters
-    to its `ignored_params`.
+    over a sparse local tensor, on ranks that have a piece; coalesced, but on GPUs where several backwards add up. It is
+    set at the end of backward; then the parameter's post-accumulate-grad hooks run, and with them `in_backward`. No
+    other hooks do, and torch.autograd.grad and backward(inputs=...) do not see it. Where `fully_shard` is to shard the
+    rest of a model, pass these parameters to its `ignored_params`.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.

@@ -101,7 +101,7 @@ def find_route(ranks: Ranks, directory: Directory, bags: Mapping[int, Bags], fau
     Args:
         ranks: that look up together.
         directory: of the tables.
-        bags: index of a table → its ids. Tables may be absent.
+        bags: index of a table → its ids, ascending. Tables may be absent.
         faulty: whether something about this rank's ids is wrong; a bool without dimensions, on their device.
 
     Returns:
@@ -122,7 +122,8 @@ def find_route(ranks: Ranks, directory: Directory, bags: Mapping[int, Bags], fau
         return None
     counts, bags_of, weighted = (numbers[at : at + len(tables)] for at in range(0, 3 * len(tables), len(tables)))
     parts = directory.by_part(on_host[ranks.size * each[0] :])
-    served = _ask(ranks, directory, wanted, parts, [*zip(counts, bags_of, weighted, strict=True)])
+    asked_of = [[*zip(*of, strict=True)] for of in zip(counts, bags_of, weighted, strict=True)]
+    served = _ask(ranks, directory, wanted, parts, asked_of)
     begin, positions = 0, dict(wanted.positions)
     for t in positions:
         end = begin + sum(parts[t])
@@ -144,7 +145,7 @@ def _ask(
     directory: Directory,
     wanted: Wanted,
     parts: Sequence[Sequence[int]],
-    asked: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
+    asked: Sequence[Sequence[tuple[int, int, int]]],
 ) -> tuple[Served | None, ...]:
     """Sends the ids that this rank wants, and returns what all want of its pieces. Collective.
 
@@ -153,32 +154,34 @@ def _ask(
         asked: for each table, of each rank: how many ids it has of this rank's piece; of how many bags, or 0; whether
             they have weights.
     """
-    # Of each table three blocks travel: lengths of bags, ids, weights.
-    sent: list[list[Tensor]] = []
-    sizes: list[list[int]] = []
-    for blocks, holders, (counts, bags, weighted) in zip(wanted.blocks(parts), directory.holders, asked, strict=True):
-        sent += [[blocks[piece.part[0]][kind] for piece in holders] for kind in range(3)]
-        sizes += [
-            [n if count > 0 else 0 for count, n in zip(counts, bags, strict=True)],
-            [max(count, 0) for count in counts],
-            [count if has else 0 for count, has in zip(counts, weighted, strict=True)],
-        ]
-    got = _travel(ranks, directory.ids_to, sent, directory.ids_from, sizes, [wanted.lengths] * len(sent))
-    served: list[Served | None] = []
-    for t, piece in enumerate(directory.mine):
-        if piece is None:
-            served.append(None)
-            continue
-        lengths, ids, weights = got[3 * t : 3 * t + 3]
-        first = directory.bases[t] + piece.rows[0]
-        served.append(
-            Served(
-                torch.split(torch.cat(ids) - first, sizes[3 * t + 1]),
-                [block if len(block) else None for block in lengths],
-                [block.view(torch.float64) if len(block) else None for block in weights],
-            )
-        )
-    return tuple(served)
+    sent = [
+        [blocks[piece.part[0]] for piece in holders]
+        for blocks, holders in zip(wanted.blocks(parts), directory.holders, strict=True)
+    ]
+    sizes = [[n + count * (1 + has) if count > 0 else 0 for count, n, has in of_ranks] for of_ranks in asked]
+    got = _travel(ranks, directory.asked, sent, directory.asking, sizes, [wanted.counts] * len(sent))
+    return tuple(
+        None if piece is None else _served(blocks, of_ranks, first + piece.rows[0])
+        for blocks, of_ranks, first, piece in zip(got, asked, directory.bases, directory.mine, strict=False)
+    )
+
+
+def _served(blocks: Sequence[Tensor], asked: Sequence[tuple[int, int, int]], first: int) -> Served:
+    """Returns what all ranks want of a piece, from the block of each and what it asks for.
+
+    Args:
+        first: key of the piece's rows.
+    """
+    keys: list[Tensor] = []
+    lengths: list[Tensor | None] = []
+    weights: list[Tensor | None] = []
+    for block, (count, n, has) in zip(blocks, asked, strict=True):
+        of_bags, of_rank, bits = torch.split(block, [n, count, count * has]) if n and count > 0 else (None, block, None)
+        keys.append(of_rank)
+        # Copies: backward needs them, and views would keep all that arrived.
+        lengths.append(None if of_bags is None else of_bags.clone())
+        weights.append(bits.view(torch.float64).clone() if bits is not None and has else None)
+    return Served(torch.split(torch.cat(keys) - first, [len(each) for each in keys]), lengths, weights)
 
 
 def _taken_apart(vectors: Tensor, counts: Sequence[int], pieces: Pieces, bags: int) -> Sequence[Tensor]:
@@ -198,8 +201,9 @@ def _put_together(blocks: list[Tensor], counts: Sequence[int], widths: Sequence[
     """Puts vectors of a table, [V, D], together from blocks of so many vectors and columns, all columns of a part in
     turn: one after the other, or the sums of bags.
     """
-    if len(widths) == len(blocks) == 1 and counts[0]:
-        return blocks[0].view(counts[0], widths[0])
+    if len(widths) == 1 and not bags:
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).view(sum(counts), widths[0])
+    # `cat` copies also one block: autograd lets nobody change in place what it has as a view of a buffer.
     parts = [blocks[at : at + len(widths)] for at in range(0, len(blocks), len(widths))]
     rows = [
         torch.cat([block.view(count, width) for block, width in zip(part, widths, strict=True)], dim=1)

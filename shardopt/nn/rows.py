@@ -1,4 +1,4 @@
-"""Rows of tables in autograd: forward fetches them, backward sends their gradients to the ranks that hold pieces.
+"""Vectors of tables in autograd: forward fetches them, backward sends their gradients to the ranks that hold pieces.
 
 The gradient of a sharded table is sparse, which autograd cannot add up for DTensors. So it takes no part in autograd's
 own accumulation: the gradients of one backward for a module, over all of its lookups, are collected, and delivered
@@ -92,7 +92,7 @@ def _added(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Fetches the rows that this rank requested, [U_t, D_t] of each table. Collective, like its backward.
+    """Fetches the vectors that this rank wants, [V_t, D_t] of each table. Collective, like its backward.
 
     Args:
         route: of the lookup.
@@ -112,16 +112,20 @@ class _Fetch(torch.autograd.Function):
     ) -> Any:
         kept: Any = ctx
         kept.route, kept.collector = route, collector
+        # Activation checkpointing repeats a forward only where what it saved is asked for. All ranks have to repeat
+        # a lookup, or none; of what pools vectors, some save nothing.
+        ctx.save_for_backward(*inputs)
         return tuple(route.fetch([_local(weight) for weight in weights]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         route: Route = ctx.route
+        stand_ins = ctx.saved_tensors
         values = route.return_gradients(gradients)
         wanted = [used and needed for used, needed in zip(route.in_use, ctx.needs_input_grad[3:], strict=True)]
         ctx.collector.add({t: pair for t, pair in values.items() if wanted[t]})
-        return None, None, None, *(None for _ in gradients)
+        return None, None, None, *(None for _ in stand_ins)
 
 
 def _local(weight: Tensor) -> Tensor:

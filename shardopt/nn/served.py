@@ -19,7 +19,7 @@ class Served:
     Args:
         rows: for each rank, [n] int64, counted in the piece.
         lengths: for each rank of how many of its rows each vector is the sum, [v] int64; None where each is one row.
-        weights: for each rank what its rows are multiplied with, [n] fp64; None is 1.
+        weights: for each rank what its rows are multiplied with, [n] fp64; None is 1, as where each vector is one row.
     """
 
     rows: Sequence[Tensor]
@@ -60,8 +60,6 @@ class Served:
         rows = [self.rows[q] for q in ranks]
         lengths = _filled([self.lengths[q] for q in ranks], rows)
         weights = _filled([self.weights[q] for q in ranks], rows)
-        if weights is not None and lengths is None:
-            lengths = torch.ones_like(weights, dtype=torch.int64)
         return (torch.cat(rows) if rows else self.rows[0][:0]), lengths, weights
 
 

@@ -38,23 +38,26 @@ class Wanted:
     weights: Tensor | None
     positions: Mapping[int, Tensor]
 
-    def blocks(self, parts: Sequence[Sequence[int]]) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
-        """Returns for each table, and each part of its rows, the lengths, keys and weights that are sent.
+    def blocks(self, parts: Sequence[Sequence[int]]) -> list[Sequence[Tensor]]:
+        """Returns for each table, and each part of its rows, the keys that are sent. For sums lengths come before them,
+        and weights after them, where there are any.
 
         Args:
             parts: how many keys are in each part of each table, R_t numbers.
         """
         begins, slot, found = [0, 0], 0, []
-        nothing = self.lengths[:0]
         for counts, bags, weighted in zip(parts, self.bags, self.weighted, strict=True):
-            of_table = []
-            for count in counts:
-                begin, end = begins[bags > 0], begins[bags > 0] + count
-                lengths = self.lengths[slot : slot + bags] if count else nothing
-                weights = nothing if self.weights is None or not weighted else self.weights[begin:end]
-                of_table.append((lengths, self.keys[bags > 0][begin:end], weights))
-                begins[bags > 0], slot = end, slot + bags
-            found.append(of_table)
+            begin = begins[bags > 0]
+            begins[bags > 0] = end = begin + sum(counts)
+            blocks: Sequence[Tensor] = torch.split(self.keys[bags > 0][begin:end], [*counts])
+            if bags:
+                first, slot = slot, slot + bags * len(counts)
+                joined = [torch.split(self.lengths[first:slot], bags), blocks]
+                if weighted and self.weights is not None:
+                    joined.append(torch.split(self.weights[begin:end], [*counts]))
+                of_parts = zip(*joined, strict=True)
+                blocks = [torch.cat(of_part) if len(of_part[1]) else of_part[1] for of_part in of_parts]
+            found.append(blocks)
         return found
 
 

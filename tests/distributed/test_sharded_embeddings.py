@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 import shardopt
 from shardopt import WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
@@ -312,6 +313,20 @@ def exchanges():
 def test_all_tables_travel_together_and_as_rows_or_sums():
     """Counts, ids, vectors; gradients. For many bags of one id, its row of three float32, once; for two, their sums."""
     assert run_ranks(2, exchanges) == [(3, 1, 3 * 4, 2 * 3 * 4), (3, 1, 0, 0)]
+
+
+def recomputed():
+    """One rank wants the sums of two bags, the other ten different rows, of which torch's pooling saves where they are.
+    Returns the sum of the gradients of this rank's rows."""
+    module = sharded((PAIR[0],))
+    ids = torch.arange(10).view(2, 5) if dist.get_rank() == 0 else torch.arange(10).view(10, 1)
+    scale = torch.ones((), requires_grad=True)
+    activation_checkpoint(lambda x: x.exp() + module(ids).sum(), scale, use_reentrant=False).backward()
+    return float(local_tensors(module.left.weight.grad)[0].to_dense().sum())
+
+
+def test_all_ranks_repeat_a_lookup_under_activation_checkpointing():
+    assert sum(run_ranks(2, recomputed, deadline_seconds=30)) == 2 * 10 * PAIR[0].embedding_dim
 
 
 class Model(nn.Module):

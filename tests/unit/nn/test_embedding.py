@@ -94,6 +94,42 @@ def test_bags_of_one_length_need_no_offsets_and_tables_may_be_left_out():
             assert not module({"a": ids})["a"].requires_grad
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_tables_may_be_given_in_any_order(length):
+    """As different rows, and as the sums of bags."""
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag([Table(name, ROWS, WIDTH, mode="sum") for name in "abc"], mesh)
+        rows = {name: local_tensors(module.get_submodule(name).weight.detach())[0] for name in "abc"}
+        ids = {name: torch.randint(ROWS, (2, length)) for name in "cab"}
+        actual = module(ids)
+        assert list(actual) == [*"cab"]
+        sum(vectors.sum() for vectors in actual.values()).backward()
+        for name, own in ids.items():
+            assert torch.equal(actual[name], functional.embedding_bag(own, rows[name], mode="sum")), name
+            gradient = local_tensors(module.get_submodule(name).weight.grad)[0].to_dense()
+            assert torch.equal(gradient[:, 0], own.flatten().bincount(minlength=ROWS).float()), name
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_vectors_may_be_changed_in_place(length):
+    """As those of nn.EmbeddingBag: a model may go on with `relu_`, however long its bags are."""
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag([Table("a", ROWS, 1, "sum", init=nn.init.ones_), Table("b", ROWS, 2)], mesh)
+        ids = torch.arange(5).view(-1, length)
+        actual = module({"a": ids.clone(), "b": ids.clone()})
+        actual["a"].mul_(2).sum().backward()
+        assert local_tensors(module.a.weight.grad)[0].to_dense()[ids[0], 0].tolist() == [2.0] * length
+
+
+def test_a_lookup_of_sums_keeps_for_backward_its_rows_and_lengths_alone():
+    """And not the buffer in which they arrived."""
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag(Table("only", ROWS, WIDTH, "sum"), mesh)
+        (served,) = module(torch.zeros(2, 50, dtype=torch.int64)).grad_fn.route.served
+        kept = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (*served.rows, *served.lengths)}
+    assert sum(storage.nbytes() for storage in kept.values()) == 8 * (2 * 50 + 2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_rows_are_the_same_on_any_number_of_ranks(ranks):
     """Blocks of 16384 rows are drawn at a time; the second table has fewer rows than there are ranks."""
@@ -206,6 +242,7 @@ B = torch.tensor([0, 2])
         (({"sum": (L, B.float())},), "offsets of torch.float32"),
         (({"sum": (L, torch.tensor([1, 2]))},), r"offsets \[1, 2\]"),
         (({"sum": (L, torch.tensor([0, 2, 1]))},), r"offsets \[0, 2, 1\]"),
+        (({"sum": (L, torch.tensor([0, 2**63 - 1, -2, 3]))},), r"offsets \[0, \d+, -2, 3\]"),  # of rising differences
         (({"sum": (L, B), "mean": (L - 2, B)},), r"mean: found id -1"),
         (({"other": L},), "other: found ids for an unknown table"),
         ((L, B), "there are sum, mean, none"),
