@@ -152,7 +152,7 @@ def test_every_request_fails_once(here, kind):
     ("here", "match"),
     [
         ("s3", "partNumber=2"),
-        ("s3", "manifest.json$"),
+        pytest.param("s3", "manifest.json$", marks=pytest.mark.exhaustive),
         ("s3", "safetensors bytes="),
         *(
             pytest.param(protocol, match, marks=pytest.mark.exhaustive)

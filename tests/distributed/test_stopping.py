@@ -125,7 +125,7 @@ def drifting_ranks(root, seed):
     return None
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_ranks_that_drift_apart_stop_at_one_step_that_none_has_passed(tmp_path, seed):
     (first, *others) = run_ranks(3, drifting_ranks, str(tmp_path), seed)
     assert first is not None and first[0] >= 300 and first[1] == 3
@@ -136,14 +136,14 @@ def test_ranks_that_drift_apart_stop_at_one_step_that_none_has_passed(tmp_path, 
 def busy_elsewhere(root, signaled):
     """Rank 1 never comes to ask again; the one that got the signal cannot wait for it."""
     manager = checkpoint.Manager(
-        root, every=1, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=2.0)
+        root, every=1, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=1.0)
     )
     manager.save(1, {"step": 1})
     rank = dist.get_rank()
     if rank == signaled:
         threading.Timer(0.2, tell).start()
     if rank == 1:
-        threading.Event().wait(4.0)
+        threading.Event().wait(3.0)
         return "done"
     if signaled == 1:
         return "not told"
@@ -162,11 +162,11 @@ def test_a_rank_that_waits_for_one_that_never_comes_ends_all_the_same(tmp_path):
 
 def stop_without_the_others(root):
     manager = checkpoint.Manager(
-        root, every=100, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=2.0)
+        root, every=100, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=1.0)
     )
     manager.should_save(1)
     if dist.get_rank() == 1:
-        threading.Event().wait(4.5)
+        threading.Event().wait(3.0)
         return "done"
     tell()
     begin = time.monotonic()
@@ -179,7 +179,7 @@ def stop_without_the_others(root):
 
 def test_a_save_on_the_way_out_waits_no_longer_than_the_deadline(tmp_path):
     outcomes = run_ranks_outcomes(2, stop_without_the_others, str(tmp_path))
-    assert outcomes[0].exit_code == EXIT_CODE or 2.0 <= outcomes[0].value < 5.0
+    assert outcomes[0].exit_code == EXIT_CODE or 1.0 <= outcomes[0].value < 4.0
     assert checkpoint.Manager(tmp_path).steps() == []
 
 

@@ -1,4 +1,7 @@
-"""The site builds without a warning, asks no other server for anything, and its reference has all that is public."""
+"""The site builds without a warning, asks no other server for anything, and its reference has all that is public.
+
+Usually it is built without what takes longest, docstrings and the index of the search; `--exhaustive` builds all of it.
+"""
 
 import ast
 import importlib
@@ -30,15 +33,35 @@ PACKAGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Builds the site strictly, as launch/docs.sh does: a dead link, anchor or reference fails."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "configs/mkdocs.yml"]
+CONFIG = ROOT / "configs" / "mkdocs.yml"
+HOOKS = ROOT / "docs" / "hooks.py"
+WITHOUT_PLUGINS = f"{{INHERIT: {CONFIG}, docs_dir: {ROOT / 'docs'}, hooks: [{HOOKS}], plugins: []}}"
+
+
+def build(folder, config):
+    """Builds the site strictly, as launch/docs.sh does: a dead link or reference fails."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run([*command, "--site-dir", folder], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole_site(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("whole-site"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def pages_alone(tmp_path_factory):
+    config = tmp_path_factory.mktemp("config") / "mkdocs.yml"
+    config.write_text(WITHOUT_PLUGINS)
+    return build(tmp_path_factory.mktemp("pages"), config)
+
+
+@pytest.fixture(params=["pages_alone", pytest.param("whole_site", marks=pytest.mark.exhaustive)])
+def site(request):
+    return request.getfixturevalue(request.param)
 
 
 def test_nothing_is_fetched_from_elsewhere(site):
@@ -51,11 +74,11 @@ def test_nothing_is_fetched_from_elsewhere(site):
     assert [str(style) for style in site.rglob("*.css") if imported.search(style.read_text())] == []
 
 
-def test_every_page_can_be_searched(site):
-    found = {
-        entry["location"].split("#")[0] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
-    }
-    pages = {path.parent.relative_to(site).as_posix() + "/" for path in site.rglob("index.html")}
+@pytest.mark.exhaustive
+def test_every_page_can_be_searched(whole_site):
+    index = json.loads((whole_site / "search/search_index.json").read_text())
+    found = {entry["location"].split("#")[0] for entry in index["docs"]}
+    pages = {path.parent.relative_to(whole_site).as_posix() + "/" for path in whole_site.rglob("index.html")}
     assert {page for page in pages - found if page != "./" and not page.startswith("source/")} == set()
     assert not any(page.startswith("source/") for page in found)
 

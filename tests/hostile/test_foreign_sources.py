@@ -133,7 +133,7 @@ def is_equal(one, other):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_few_hundred_inputs(sound, tmp_path, target):
-    check_inputs(sound, tmp_path, target, 120)
+    check_inputs(sound, tmp_path, target, 60)
 
 
 @pytest.mark.exhaustive

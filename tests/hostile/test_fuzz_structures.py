@@ -28,7 +28,7 @@ def run(tmp_path, make, seeds):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sample_of_changed_structures(tmp_path, name):
-    refused, calls = run(tmp_path, FORMATS[name], range(20))
+    refused, calls = run(tmp_path, FORMATS[name], range(10))
     assert 0 < refused <= calls
 
 

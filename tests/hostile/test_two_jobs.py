@@ -244,11 +244,19 @@ def check_removal(place, run):
         assert "notes" in place.files()
 
 
-@pytest.mark.parametrize(("remote", "committed"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("remote", "committed"),
+    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.exhaustive)],
+)
 def test_a_save_a_load_and_a_removal(tmp_path, remote, committed):
     place = Place(tmp_path, remote)
     for run in orders(a_save_a_load_and_a_removal(place, committed), place.calls, preemptions=1):
         check_removal(place, run)
+
+
+@pytest.mark.parametrize(("remote", "committed"), [(False, False), (False, True), (True, False)])
+def test_a_kill_at_any_call_of_a_save_a_load_and_a_removal(tmp_path, remote, committed):
+    place = Place(tmp_path, remote)
     for run in orders(a_save_a_load_and_a_removal(place, committed), place.calls, preemptions=0, kills=1):
         check_removal(place, run)
 

@@ -101,15 +101,20 @@ def check_parts(tmp_path, framework, ranks, steps=STEPS, **options):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "drop_last"),
     [
-        "ResumableLoader",
-        "mixture",
-        pytest.param(
-            "ResumableStatefulLoader",
-            marks=pytest.mark.skipif(not jobs.is_installed("torchdata"), reason="torchdata is not installed"),
+        ("ResumableLoader", False),
+        ("mixture", True),
+        pytest.param("ResumableLoader", True, marks=pytest.mark.exhaustive),
+        pytest.param("mixture", False, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(
+                "ResumableStatefulLoader",
+                drop_last,
+                marks=pytest.mark.skipif(not jobs.is_installed("torchdata"), reason="torchdata is not installed"),
+            )
+            for drop_last in (False, True)
         ),
     ],
 )

@@ -17,7 +17,6 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from tests.support.hosts import Hosts, namespaces_are_allowed
 
@@ -43,6 +42,9 @@ def problems_of(each):
         except kubernetes_validate.ValidationError as error:
             return str(error)
         return None
+    # Imported here, as it takes a second, which collecting the tests would take in each worker.
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
     # The model of JobSet's own fields, which ignores those that it does not know; and core's strict schema of a Job.
     try:
         known = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(each)).to_dict()

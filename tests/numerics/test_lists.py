@@ -216,7 +216,7 @@ def differing(one, other):
     return sorted((key, name) for key, name in keys if not torch.equal(one[key][name], other[key][name]))
 
 
-@pytest.mark.parametrize("most", [lists.MOST_ON_CPU, 6200, 0])
+@pytest.mark.parametrize("most", [lists.MOST_ON_CPU, pytest.param(6200, marks=pytest.mark.exhaustive), 0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_lists_have_the_bits_of_one_at_a_time(name, options, dtype, most):

@@ -7,6 +7,7 @@ lie as ours do.
 """
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -260,6 +261,7 @@ def places_of_all():
         ),
     ],
 )
+@mock.patch("shardopt.optim.backward.reduced_by_ddp", lambda parameters: False)  # looks at every object there is
 def test_updates_in_backward(name, sharded, mesh):
     """Where autograd lays gradients as their parameters lie, or contiguous where these have gaps."""
     options = {"lr": 0.05, **OPTIONS[name][0]}

@@ -17,7 +17,7 @@ from tests.simulation.simulate import simulate
 from tests.simulation.world import SimulatedWorld
 from tests.support.source import ROOT
 
-DEFAULT, PART = 200, 50  # in parts, for as many workers as there are
+FEW, DEFAULT, PART = 100, 200, 50  # in parts, for as many workers as there are
 CHUNK, CHUNKS = 4000, 25
 
 
@@ -32,7 +32,9 @@ def run_seeds(first, count):
     return len(digests)
 
 
-@pytest.mark.parametrize("first", range(0, DEFAULT, PART))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.exhaustive][: first >= FEW]) for first in range(0, DEFAULT, PART)]
+)
 def test_schedules_hold_what_is_promised(first):
     assert run_seeds(first, PART) > 0.9 * PART
 
@@ -48,8 +50,8 @@ def test_so_does_what_is_written_in_a_thread_of_its_own(monkeypatch):
         return thread(world, target, name, daemon)
 
     monkeypatch.setattr(SimulatedWorld, "thread", noting)
-    assert run_seeds(7000, PART) > 0.9 * PART
-    assert started.count("shardopt-write") > PART
+    assert run_seeds(7000, PART // 2) > 0.9 * PART // 2
+    assert started.count("shardopt-write") > PART // 2
 
 
 @pytest.mark.exhaustive
@@ -61,12 +63,12 @@ def test_many_schedules_hold_what_is_promised(chunk):
     assert distinct > 0.95 * CHUNK
 
 
-SEEDS = range(20, 23)
+SEEDS = range(20, 22)
 DIGESTS = """
 import json
 from tests.simulation.schedule import draw
 from tests.simulation.simulate import simulate
-print(json.dumps([simulate(draw(seed)).digest for seed in range(20, 23)]))
+print(json.dumps([simulate(draw(seed)).digest for seed in range(20, 22)]))
 """
 
 

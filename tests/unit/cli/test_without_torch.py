@@ -37,15 +37,19 @@ VERBS = {
     "help": ["--help"],
 }
 CODE = """
-import sys
+import contextlib, io, json, sys
 {before}
 from shardopt.cli import main
-try:
-    status = main(sys.argv[1:])
-except SystemExit as end:
-    status = end.code
-assert not any(name.partition(".")[0] == "torch" for name, module in sys.modules.items() if module is not None)
-sys.exit(status)
+found = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    torchs = [name for name, module in sys.modules.items() if name.split(".")[0] == "torch" and module is not None]
+    found.append((status, out.getvalue(), err.getvalue(), torchs))
+print(json.dumps(found))
 """
 WITHOUT = "sys.modules['torch'] = None  # an import of it raises ModuleNotFoundError"
 
@@ -64,17 +68,23 @@ def run(tmp_path_factory):
     return root
 
 
-def shell(*arguments, before=""):
-    code = CODE.format(before=before)
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+def shells(calls, before=WITHOUT):
+    """What each call of the program does, one after the other in one process: (status, output, errors)."""
+    given = json.dumps([[str(each) for each in arguments] for arguments in calls])
+    done = subprocess.run([sys.executable, "-c", CODE.format(before=before), given], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert [call for call, (*_, torchs) in zip(calls, found, strict=True) if torchs] == []
+    return [tuple(each[:3]) for each in found]
 
 
 @pytest.mark.parametrize("before", ["", WITHOUT], ids=["not imported", "not there"])
-@pytest.mark.parametrize("verb", VERBS)
-def test_verb_needs_no_torch(run, verb, before):
-    found = shell(*(each.format(run=run, step=run / "step-00000007") for each in VERBS[verb]), before=before)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout
+def test_verbs_need_no_torch(run, before):
+    places = {"run": run, "step": run / "step-00000007"}
+    calls = [[each.format(**places) for each in arguments] for arguments in VERBS.values()]
+    for verb, (status, output, errors) in zip(VERBS, shells(calls, before), strict=True):
+        assert (verb, status or 0, errors) == (verb, 0, "")
+        assert output, verb
 
 
 def test_verify_finds_damage_without_torch(run, tmp_path):
@@ -83,22 +93,21 @@ def test_verify_finds_damage_without_torch(run, tmp_path):
     data = bytearray(file.read_bytes())
     data[5000] ^= 1
     file.write_bytes(data)
-    found = shell("verify", tmp_path / "damaged", before=WITHOUT)
-    assert found.returncode == 1 and "damaged in 1 place" in found.stdout
+    ((status, output, _),) = shells([["verify", tmp_path / "damaged"]])
+    assert status == 1 and "damaged in 1 place" in output
 
 
 def test_a_save_that_was_not_finished_is_no_checkpoint_of_others(tmp_path):
     checkpoint.save(tmp_path / "unfinished", {"w": torch.arange(5.0)})
     (tmp_path / "unfinished" / "manifest.json").unlink()
-    for verb in ("ls", "show", "verify"):
-        found = shell(verb, tmp_path / "unfinished", before=WITHOUT)
-        assert found.returncode == 1 and "1 files of a save that was not finished" in found.stderr
+    for status, _, errors in shells([[verb, tmp_path / "unfinished"] for verb in ("ls", "show", "verify")]):
+        assert status == 1 and "1 files of a save that was not finished" in errors
 
 
 def test_what_needs_torch_says_so(run, tmp_path):
     """Statistics of a tensor, and a checkpoint of another format."""
     torch.save({"w": torch.ones(2)}, tmp_path / "other.pt")
-    for arguments in (["show", run / "step-00000007", "model.weight"], ["verify", tmp_path / "other.pt"]):
-        found = shell(*arguments, "--json", before=WITHOUT)
-        assert found.returncode == 1 and found.stderr.startswith("shardopt: this needs torch")
-        assert json.loads(found.stdout)["error"]["problems"][0]["key"] == "torch"
+    calls = [["show", run / "step-00000007", "model.weight"], ["verify", tmp_path / "other.pt"]]
+    for status, output, errors in shells([[*call, "--json"] for call in calls]):
+        assert status == 1 and errors.startswith("shardopt: this needs torch")
+        assert json.loads(output)["error"]["problems"][0]["key"] == "torch"

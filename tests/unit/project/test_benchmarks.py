@@ -128,7 +128,13 @@ def here(monkeypatch, tmp_path):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", SMALL)
+# Which starts the stand-in in a process of its own, as `on_gpu` does below with a section of the same counts.
+TAKES_LONG = {"launches"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive][: name in TAKES_LONG]) for name in SMALL]
+)
 @pytest.mark.filterwarnings("ignore")  # of torch's own saving, which is measured beside ours
 def test_it_runs(name, here, monkeypatch, tmp_path, capsys):
     arguments, constants = SMALL[name]

@@ -76,6 +76,12 @@ def any_job(request, tmp_path):
     return Job(request.param, tmp_path)
 
 
+@pytest.fixture(params=["tcp", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("hash", "file"))])
+def long_job(request, tmp_path):
+    """As `any_job`, for what takes long; it is the same for each kind of store, as ranks only meet there."""
+    return Job(request.param, tmp_path)
+
+
 def together(ranks: list[Ranks], each: Callable[[Ranks], object], absent=()) -> list:
     """Returns what `each` gives or raises on every rank, all at once; None for the absent."""
     outcomes: list = [None] * len(ranks)
@@ -142,7 +148,7 @@ def test_every_rank_has_its_own_result_and_the_one_decision(any_job):
     assert deciders == [outcomes[0][2]]
 
 
-def test_every_rank_reads_the_section_that_it_needs(any_job):
+def test_every_rank_reads_the_section_that_it_needs(long_job):
     """One that is larger than a value of a TCPStore too; sections are gone once all ranks are in a later round."""
 
     def two_rounds(here):
@@ -161,7 +167,7 @@ def test_every_rank_reads_the_section_that_it_needs(any_job):
         here.agree("y", lambda: None)
         return got
 
-    job = any_job.start(3)
+    job = long_job.start(3)
     for rank, outcome in enumerate(together(job, two_rounds)):
         for result, decision, section in outcome:
             assert (result, decision) == (rank, [0, 1, 0])
@@ -207,16 +213,16 @@ def test_the_first_of_each_kind_is_heard(any_job):
     assert together(any_job.start(4), exchanged) == [(answer, 0), (answer, 21), (answer, 21), (answer, 0)]
 
 
-def test_large_reports_and_decisions_travel_in_parts(any_job):
+def test_large_reports_and_decisions_travel_in_parts(long_job):
     """A TCPStore takes no value of more than 8 MiB."""
     large = "x" * (9 << 20)
     outcomes = together(
-        any_job.start(2), lambda here: here.agree("x", lambda: large, lambda r: r, lambda rs: rs[1] + "y")
+        long_job.start(2), lambda here: here.agree("x", lambda: large, lambda r: r, lambda rs: rs[1] + "y")
     )
     assert outcomes == [(large, large + "y")] * 2
 
 
-def test_many_rounds_leave_few_keys(any_job):
+def test_many_rounds_leave_few_keys(long_job):
     def rounds(count):
         large = "x" * (5 << 20)  # two parts
         return lambda here: [
@@ -224,18 +230,18 @@ def test_many_rounds_leave_few_keys(any_job):
             for i in range(count)
         ]
 
-    ranks, store = any_job.start(), any_job.store()
+    ranks, store = long_job.start(), long_job.store()
     together(ranks, rounds(5))
     keys = store.num_keys()
     together(ranks, rounds(40))
     assert store.num_keys() <= keys <= 20
 
 
-def test_slow_work_that_beats_is_waited_for(any_job):
+def test_slow_work_that_beats_is_waited_for(long_job):
     def slow(here):
         return here.with_deadline(1.5).agree("x", lambda: time.sleep(2.2 if here.rank == 1 else 0))
 
-    assert together(any_job.start(), slow) == [(None, None)] * 3
+    assert together(long_job.start(), slow) == [(None, None)] * 3
 
 
 def test_a_slow_decision_that_beats_is_waited_for(job):
@@ -577,8 +583,8 @@ def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating(beats):
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_does_not_come_is_named_and_then_all_is_over(any_job, absent):
-    ranks = any_job.start()
+def test_a_rank_that_does_not_come_is_named_and_then_all_is_over(long_job, absent):
+    ranks = long_job.start()
     start = time.monotonic()
     outcomes = together(ranks, lambda here: here.with_deadline(0.4).agree("saving p", lambda: None), absent=[absent])
     assert time.monotonic() - start < 3
@@ -674,8 +680,18 @@ def test_who_was_stopped_itself_calls_nobody_dead(clock, before):
 # A store that is not new.
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("first", [0, 1, None], ids=lambda rank: f"rank {rank} first")
+@pytest.mark.parametrize(
+    ("any_job", "first", "rounds"),
+    [
+        # Usually each kind of store with each rank that is first, and each of these with few and with many rounds.
+        pytest.param(kind, first, rounds, id=f"{kind}-rank {first} first-{rounds}", marks=marks)
+        for i, kind in enumerate(["hash", "tcp", "file"])
+        for j, first in enumerate([0, 1, None])
+        for k, rounds in enumerate([1, 3])
+        for marks in [[pytest.mark.exhaustive][: (i + j + k) % 2]]
+    ],
+    indirect=["any_job"],
+)
 def test_what_another_job_left_in_the_store_is_no_answer(any_job, rounds, first):
     """torchrun restarts ranks on the store that they had."""
 
