@@ -191,6 +191,7 @@ def test_a_bucket_is_served(tmp_path):
         assert urllib.request.urlopen(f"{options['endpoint_url']}/bucket/file", timeout=30).read() == b"0123"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not namespaces_are_allowed() or shutil.which("tc") is None, reason="hosts are namespaces, which cannot be made here"
 )

@@ -273,7 +273,7 @@ def test_a_reader_of_version_4_is_told(tmp_path, monkeypatch):
     save(tmp_path, 1, app, base=0)
     monkeypatch.setattr("shardopt.checkpoint.format.decoding.FORMAT_VERSION", 4)
     checkpoint.open(tmp_path / "0").close()
-    with pytest.raises(FormatError, match=r"found version 5; required at most 4"):
+    with pytest.raises(FormatError, match=r"found version 5, written by shardopt .*; required at most 4"):
         checkpoint.open(tmp_path / "1")
 
 
