@@ -272,7 +272,7 @@ def _shapes(table: TableSize, job: Job) -> Iterator[Shape]:
 
 
 class _Asked(NamedTuple):
-    """What a rank asks for in a step: k numbers in all, which stand for m rows, and give v vectors."""
+    """Numbers that a rank sends in a step, k in all; they stand for m rows, and give v vectors."""
 
     numbers: float
     rows: float
