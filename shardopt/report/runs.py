@@ -22,7 +22,7 @@ Seconds = Mapping[CheckpointId, Mapping[str, float]]
 
 
 class Seen(NamedTuple):
-    """Parts of a step that a place has, as `Listed` and `HostShare` say it; `save_id` is None where that is not known."""
+    """Parts of a step that a place has, as `Listed` and `HostShare` say; `save_id` is None where that is not known."""
 
     condition: str
     problems: tuple[Problem, ...]
