@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.communicating import AlgorithmOptimizer
+from shardopt.runtime.rows import write_rows
 from shardopt.runtime.torch_private import step_without_hooks
 
 
@@ -50,7 +51,7 @@ def _move_rows(
     first, second = state["exp_avg"].index_select(0, index), state["exp_avg_sq"].index_select(0, index)
     first.add_(given.sub(first).mul_(1 - beta1))
     second.add_(given.square().sub_(second).mul_(1 - beta2))
-    state["exp_avg"].index_copy_(0, index, first)
-    state["exp_avg_sq"].index_copy_(0, index, second)
+    write_rows(state["exp_avg"], index, first)
+    write_rows(state["exp_avg_sq"], index, second)
     moved: Tensor = -size * first.div_(second.sqrt_().add_(group["eps"]))
-    parameter.index_copy_(0, index, moved.add_(parameter.index_select(0, index)))
+    write_rows(parameter, index, moved.add_(parameter.index_select(0, index)))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardopt.nn.route import Route
+from shardopt.runtime.rows import different_ids
 from shardopt.runtime.torch_gradients import at_end_of_backward, backward_under_way
 from shardopt.sharding.view import local_tensors
 
@@ -86,7 +87,7 @@ class _OfBackward:
 
 def _added(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Adds up the gradients of several lookups, row by row, in their order."""
-    rows, place = torch.unique(torch.cat([rows for rows, _ in pairs]), return_inverse=True)
+    rows, place = different_ids(torch.cat([rows for rows, _ in pairs]))
     values = torch.cat([values for _, values in pairs])
     return rows, values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardopt.runtime.rows import sort_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -45,7 +47,7 @@ class Served:
             of_vectors: the gradients of the vectors of all ranks in turn, [V, W].
         """
         rows, lengths, weights = self._joined(range(len(self.rows)))
-        rows, order = rows.sort(stable=True)
+        rows, order = sort_ids(rows)
         different, repeats = torch.unique_consecutive(rows, return_counts=True)
         # A row's gradient is itself a sum: of the gradients of the vectors that it is in.
         of_row = order

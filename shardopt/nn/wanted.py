@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardopt.nn.bags import Bags
 from shardopt.nn.directory import Directory
+from shardopt.runtime.rows import different_ids, sort_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def _different(
 ) -> tuple[Tensor, Mapping[int, Tensor]]:
     """Returns the different keys, ascending, and for each table where those of its ids are."""
     keys = _keys(directory, bags.items(), device)
-    different, inverse = torch.unique(torch.cat(keys), return_inverse=True)
+    different, inverse = different_ids(torch.cat(keys))
     return different, dict(zip(bags, torch.split(inverse, [len(each) for each in keys])[1:], strict=True))
 
 
@@ -109,16 +110,16 @@ def _summed(
     slot_of = keys
     if begins:
         # How many bags begin up to each key: by counts, in an eighth of the time that a search takes.
-        begun = torch.zeros(len(keys) + 1, dtype=torch.int64, device=device)
         at = torch.cat(begins).clamp(0, len(keys))  # which is needed where offsets are faulty
-        bag = begun.index_add_(0, at, torch.ones_like(at))[:-1].cumsum(0) - 1
+        bag = _counted(at, len(keys) + 1)[:-1].cumsum(0) - 1
         shift = torch.tensor([first - before for first, before in zip(firsts, past, strict=True)], device=device)
-        slot_of = shift.index_select(0, directory.parts_of(keys)) + bag
+        slot_of = (shift.index_select(0, directory.parts_of(keys)) + bag).clamp(0, slots)  # padding is in the last
     order = None
     if any(directory.row_parts[t] > 1 or each.table.padding_idx is not None for t, each in bags.items()):
-        slot_of, order = slot_of.sort(stable=True)
+        slot_of, order = sort_ids(slot_of)
         keys = keys.index_select(0, order)
-    edges = torch.searchsorted(slot_of, torch.arange(slots + 1, device=device))
+    lengths = _counted(slot_of, slots + 1)[:-1]
+    edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     counts = edges.index_select(0, torch.tensor([*firsts, slots], device=device)).diff()
     weights = None
     if any(each.weights is not None for each in bags.values()):
@@ -128,7 +129,12 @@ def _summed(
         ]
         weights = torch.cat(bits)
         weights = weights if order is None else weights.index_select(0, order)
-    return keys, counts, edges.diff(), weights
+    return keys, counts, lengths, weights
+
+
+def _counted(numbers: Tensor, below: int) -> Tensor:
+    """Returns how many numbers, [n] int64, have each value from 0 on and below a limit: [limit] int64."""
+    return numbers.new_zeros(below).index_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _slots(directory: Directory, bags: Mapping[int, Bags]) -> tuple[list[int], int, list[int]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from shardopt.algorithms.registry import Options
 from shardopt.algorithms.row_wise import row_kernels
 from shardopt.algorithms.row_wise.row_kernels import Numbers
+from shardopt.runtime.rows import write_rows
 
 State = Mapping[str, Tensor]
 
@@ -173,6 +174,6 @@ def _gather(tensor: Tensor, index: Tensor | None, at: slice) -> Tensor:
 def _scatter(tensor: Tensor, index: Tensor | None, at: slice, rows: Tensor) -> None:
     """Writes back the rows from `_gather`."""
     if index is not None:
-        tensor.index_copy_(0, index[at], rows.to(tensor.dtype))
+        write_rows(tensor, index[at], rows.to(tensor.dtype))
     elif rows.dtype != tensor.dtype:
         tensor[at] = rows

@@ -28,6 +28,7 @@ from shardopt.algorithms.row_wise.row_rules import (
     update_rows,
 )
 from shardopt.algorithms.shared_rows import SharedRows
+from shardopt.runtime.rows import write_rows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
 from shardopt.sharding.view import local_tensors, view_of
 
@@ -142,7 +143,7 @@ def _move(moments: Tensor, index: Tensor | None, squares: Tensor, numbers: Numbe
         return
     moved = moments.index_select(0, index)
     move_moments(moved, squares, numbers)
-    moments.index_copy_(0, index, moved)
+    write_rows(moments, index, moved)
 
 
 def _squares(local: Tensor, gradient: RowGradient, numbers: Numbers) -> Tensor:
