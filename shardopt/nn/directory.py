@@ -92,8 +92,7 @@ class Directory:
 
 
 def _described(table: Table) -> str:
-    dtype = "" if table.dtype is None else f", {table.dtype}"
-    return f"{table.name}: {table.num_embeddings} x {table.embedding_dim}{dtype}, cut {table.cut!r}"
+    return f"{table.name}: {table.num_embeddings} x {table.embedding_dim}, cut {table.cut!r}"
 
 
 def _starts(tables: Sequence[Pieces], bases: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, cast, overload
 
 import torch
@@ -23,7 +24,7 @@ from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Ranks, ranks_of
 from shardopt.runtime.torch_gradients import gradient_hooks
 from shardopt.sharding.view import assemble, device_of, local_tensors
 
@@ -48,6 +49,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self._by_name = {table.name: table for table in tables}
         self._collector = Collector(self._take_gradients)
         self._fused: FusedRows | None = None
+        self._are_compared = False
         # A module that is made within torch.device("meta") gets its memory later, as torch's do.
         default = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
         where = torch.device(device or default)
@@ -111,6 +113,8 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         """Looks up vectors for the ids of each table. Collective, even if a rank's ids are faulty."""
         ranks = ranks_of(self.mesh)
         weights = self._weights()
+        if not self._are_compared:
+            self._compare_tables(ranks, weights)
         device = device_of(weights[0])
         refused: Exception | None = None
         bags: list[Bags] = []
@@ -137,6 +141,17 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             number = numbers[each.table.name]
             pooled[each.table.name] = each.pooled(route.positions[number], vectors[number])
         return pooled if isinstance(ids, Mapping) else pooled[self.tables[0].name]
+
+    def _compare_tables(self, ranks: Ranks, weights: Sequence[Tensor]) -> None:
+        """Raises on every rank if ranks have different tables: with other numbers or dtypes no exchange would end well.
+
+        Collective, and of two messages a rank, so it is done once. Later lookups compare a digest, in what they send.
+        """
+        tables = [f"{each}, of {of.dtype}" for each, of in zip(self._directory.described, weights, strict=True)]
+        described = [*tables, f"mean_gradients={self.mean_gradients}"]
+        what = "a first lookup in sharded tables"
+        ranks.agree(what, lambda: None, lambda _: described, _refuse_different_tables)
+        self._are_compared = True
 
     def _take_gradients(self, row_gradients: RowGradients) -> None:
         weights = self._weights()
@@ -232,8 +247,8 @@ class ShardedEmbeddingBag(_ShardedTables):
 
         Raises:
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
-            StateError: ranks have different tables; found where they are as many.
-            RankError: a rank died while others refused a lookup.
+            StateError: ranks have different tables.
+            RankError: a rank is not at its first lookup, or died while others refused one.
         """
         return self._look_up(ids, (offsets, per_sample_weights), pools=True, ends=self.include_last_offset)
 
@@ -262,8 +277,8 @@ class ShardedEmbedding(_ShardedTables):
 
         Raises:
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
-            StateError: ranks have different tables; found where they are as many.
-            RankError: a rank died while others refused a lookup.
+            StateError: ranks have different tables.
+            RankError: a rank is not at its first lookup, or died while others refused one.
         """
         return self._look_up(ids, (), pools=False, ends=False)
 
@@ -311,7 +326,7 @@ def _refuse_different_tables(of_ranks: Sequence[Sequence[str]]) -> None:
     problems = [
         Problem(f"tables on rank {rank}", found, f"as on rank 0: {wanted}", "pass the same tables on every rank")
         for rank, own in enumerate(others, start=1)
-        for found, wanted in zip(own, first, strict=False)
+        for found, wanted in zip_longest(own, first, fillvalue="no more tables")
         if found != wanted
     ]
     if problems:

@@ -200,6 +200,8 @@ DIFFERENT = (
     (Table("users", 20, 8), Table("users", 20, 8, cut="columns")),
     (Table("users", 20, 8), Table("users", 21, 8)),
     (Table("users", 20, 8, cut=Grid(1, 1, (0,))), Table("users", 20, 8, cut=Grid(1, 1, (1,)))),
+    ((Table("users", 20, 8),), (Table("users", 21, 8), Table("items", 5, 4))),
+    (Table("users", 20, 8, dtype=torch.float64), Table("users", 20, 8, dtype=torch.float32)),
 )
 
 
@@ -208,7 +210,7 @@ def refuse_different():
     for tables in DIFFERENT:
         module = ShardedEmbeddingBag(tables[dist.get_rank()], mesh_of(1))
         with pytest.raises(StateError) as raised:
-            module(torch.tensor([[1, 2]]))
+            module({"users": torch.tensor([[1, 2]])})
         reported.append(str(raised.value))
     return reported
 
@@ -219,6 +221,7 @@ def test_ranks_with_different_tables_refuse_a_lookup():
     assert first == second
     for words in first:
         assert "tables on rank 1: found users: 2" in words and "required as on rank 0: users: 20 x 8" in words
+    assert "found items: 5 x 4" in first[3] and "found users: 20 x 8, cut 'rows', of torch.float32" in first[4]
 
 
 def step_dense():
