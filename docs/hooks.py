@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 _LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2\s*$", re.DOTALL | re.MULTILINE)
-_HEADING = re.compile(r"(?<=<th>)[^<]+(?=</th>)")
+_NAMES = re.compile(r"<pre\b.*?</pre>|<(code|th|h[1-4])\b.*?</\1>", re.DOTALL)
+_LONG = re.compile(r"\S{14,}")  # shorter ones stay in one piece
+_WORDS = re.compile(r"(?<=[\w/.:][._/(])(?=[\w\"'&])(?!\d|\w{1,3}(?!\w))|(?<=[a-z0-9])(?=[A-Z][a-z])")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
 
@@ -62,8 +64,13 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Lets a browser break names in headings of tables behind a dot or an underscore, so that columns get narrow."""
-    return _HEADING.sub(lambda heading: re.sub(r"(?<=\w)([._])(?=[a-z])", r"\1<wbr>", heading[0]), html)
+    """Lets a browser break long names in code and headings between their words, so that they fit a phone."""
+
+    def divided(text: re.Match[str]) -> str:
+        return _LONG.sub(lambda name: _WORDS.sub("<wbr>", name[0]), text[0])
+
+    # Blocks of code scroll: they stay as they are.
+    return _NAMES.sub(lambda match: re.sub(r"(?<=>)[^<]+", divided, match[0]) if match[1] else match[0], html)
 
 
 def _uris(files: Files) -> dict[str, str]:

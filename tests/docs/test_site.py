@@ -5,6 +5,7 @@ Usually it is built without what takes longest, docstrings and the index of the 
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from shardopt.errors import ShardoptError
 from tests.docs.blocks import ROOT
+from tests.support.browser import browser, lacking, look
 from tests.support.source import PACKAGE, sources
 
 ENTRY = re.compile(r"^::: (\S+)", re.MULTILINE)
@@ -72,6 +74,62 @@ def test_nothing_is_fetched_from_elsewhere(site):
     assert [str(page) for page in site.rglob("*.html") if fetched.search(page.read_text())] == []
     imported = re.compile(r"@import|url\(\"?(\w+:)?//")
     assert [str(style) for style in site.rglob("*.css") if imported.search(style.read_text())] == []
+
+
+# The words that end one line and begin the next: letters on both sides of a break.
+BROKEN_WORDS = """
+const nodes = document.createTreeWalker(document.querySelector(".md-content"), NodeFilter.SHOW_TEXT);
+const found = [], range = document.createRange();
+for (let node; (node = nodes.nextNode()); ) {
+  if (!node.parentElement.closest("code, h1, h2, h3, th") || node.parentElement.closest("pre")) continue;
+  for (let i = 1, line; i < node.length; i++) {
+    range.setStart(node, i - 1);
+    range.setEnd(node, i);
+    line = range.getClientRects()[0]?.bottom;
+    range.setStart(node, i);
+    range.setEnd(node, i + 1);
+    if (line < range.getClientRects()[0]?.top + 1 && /[a-z][a-z]/.test(node.data.slice(i - 1, i + 1)))
+      found.push(node.data.slice(0, i) + "|" + node.data.slice(i));
+  }
+}
+return [found, document.documentElement.scrollWidth];
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
+def test_no_name_breaks_inside_of_a_word_on_a_phone_and_no_page_scrolls_sideways(whole_site):
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    wrong = {}
+    with browser() as driver:
+        for page in sorted({*whole_site.rglob("index.html")} - {*(whole_site / "source").rglob("index.html")}):
+            look(driver, page, width=390)
+            words, width = driver.execute_script(BROKEN_WORDS)
+            if words or width > 390:
+                wrong[str(page.parent.relative_to(whole_site))] = (words, width)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("html", "name"),
+    [
+        ("<code>shardopt.GradientClippingOptimizer</code>", "shardopt.|Gradient|Clipping|Optimizer"),
+        ("<code>unit/optim/test_unstepped.py</code>", "unit/|optim/|test_|unstepped.py"),
+        ('<code><a href="../optimizers/#shardopt.keyed">CombinedOptimizer</a></code>', "Combined|Optimizer"),
+        ("<h1>From torch.distributed.checkpoint</h1>", "From torch.|distributed.|checkpoint"),
+        ("<code>torch.compile</code>", "torch.compile"),
+        (
+            "<pre><span></span><code>optimizer.zero_grad(set_to_none=True)</code></pre>",
+            "optimizer.zero_grad(set_to_none=True)",
+        ),
+        ("<p>torch.distributed.checkpoint</p>", "torch.distributed.checkpoint"),
+    ],
+)
+def test_a_long_name_in_code_and_headings_may_break_between_its_words(html, name):
+    specification = importlib.util.spec_from_file_location("hooks", HOOKS)
+    hooks = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hooks)
+    assert hooks.on_page_content(html) == html.replace(name.replace("|", ""), name.replace("|", "<wbr>"))
 
 
 @pytest.mark.exhaustive
