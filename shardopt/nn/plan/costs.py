@@ -166,6 +166,11 @@ class Candidate:
         """The number of pieces."""
         return self.shape.rows * self.shape.columns * self.copies
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the shape says which ranks have the pieces."""
+        return bool(self.shape.name) or self.shape.ranks is not None
+
     @cached_property
     def seconds(self) -> Floats:
         """The seconds of each piece, those of the first part of rows first."""

@@ -21,6 +21,7 @@ _TRIALS = 200  # of taking out and placing again, less if tables times ranks are
 _WORK = 100_000_000
 _NEAR = 1.001  # the bound: no more is tried
 _SLIGHTLY = 1e-9
+_FINELY = 1e-5  # as the bound is known
 
 
 class Placed(NamedTuple):
@@ -86,38 +87,37 @@ class Board:
             False where no cut fits the memory; nothing is placed then.
         """
         order = np.argsort(-self.free if memory_first else self._loads, kind="stable")
-        free = self.free[order]
+        free, least_free = self.free[order], int(self.free.min())
         highest, least = float(self._loads.max()), float(self._loads.min())
-        best: tuple[float, Placed] | None = None
+        best: tuple[float, Candidate, Ints] | None = None
         for cut in self._tables[table]:
             everywhere = self._everywhere + cut.everywhere - self._expected[table]
             at_least = least + cut.most_seconds + everywhere
             if at_least > target and best is not None and at_least >= best[0]:
                 continue
-            ranks = self._ranks_for(cut, order, free)
+            all_fit = cut.most_bytes <= least_free and not cut.is_fixed  # as most do, which saves a search
+            ranks = order[: cut.count] if all_fit else self._ranks_for(cut, order, free)
             if ranks is None:
                 continue
             # As if the largest piece were the most loaded rank's: the seconds of every piece take long to compute.
             cost = max(highest, float(self._loads[ranks].max()) + cut.most_seconds) + everywhere
-            if best is None or cost < best[0]:
-                best = cost, Placed(cut, ranks)
+            if best is None or cost < best[0] or cost <= target:
+                best = cost, cut, ranks
             if cost <= target:
-                best = cost, Placed(cut, ranks)
                 break
         if best is None:
             return False
-        self.put(table, best[1])
+        _, cut, ranks = best
+        self.put(table, Placed(cut, np.sort(ranks)))  # as a `Grid` has its ranks
         return True
 
     def _ranks_for(self, cut: Candidate, order: Ints, free: Ints) -> Ints | None:
-        if cut.shape.name or cut.shape.ranks is not None:
+        if cut.is_fixed:
             ranks = self._everyone if cut.shape.name else np.array(cut.shape.ranks)
             free = self.free[ranks]
             return ranks if free.min() >= cut.most_bytes or (free >= cut.bytes).all() else None
         fitting = order[free >= cut.most_bytes][: cut.count]
-        if len(fitting) < cut.count:
-            return None
-        return np.sort(fitting)  # as a `Grid` has its ranks
+        return None if len(fitting) < cut.count else fitting
 
 
 def lower_bound(tables: Sequence[Sequence[Candidate]], ranks: int) -> float:
@@ -134,7 +134,7 @@ def lower_bound(tables: Sequence[Sequence[Candidate]], ranks: int) -> float:
         needs.append(np.array([need for need, _ in each]))
         means.append(np.minimum.accumulate([mean for _, mean in each]))
     low, high = max(float(need[0]) for need in needs), sum(float(mean[0]) for mean in means)
-    while high - low > _SLIGHTLY * high:
+    while high - low > _FINELY * high:
         middle = (low + high) / 2
         mean = sum(float(m[np.searchsorted(n, middle, "right") - 1]) for n, m in zip(needs, means, strict=True))
         low, high = (middle, high) if mean > middle else (low, middle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch.optim import Optimizer
@@ -136,6 +137,7 @@ def _spec(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
     return spec_of(algorithm)
 
 
+@cache  # there may be a thousand tables of one algorithm
 def _state(spec: AlgorithmSpec, dtype: torch.dtype) -> tuple[int, int]:
     """Returns the bytes of state for each element and for each row of a table; counters are left out.
 
