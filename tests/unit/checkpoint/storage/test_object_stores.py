@@ -1,11 +1,16 @@
 """Object stores by URL: options of fsspec's file systems, credentials, errors, forked processes."""
 
 import errno
+import http.server
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import urllib.parse
 from datetime import UTC, datetime
+from typing import ClassVar
 
 import fsspec
 import obstore
@@ -114,6 +119,91 @@ def test_timeouts_are_the_clients():
     }
 
 
+class Federation(http.server.BaseHTTPRequestHandler):
+    """Gives tokens for those of another identity provider; knows no object, and who asks for one."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.asked.append(urllib.parse.parse_qs(body)["subject_token"][0])
+        kind = "urn:ietf:params:oauth:token-type:access_token"
+        answer = {"access_token": "given", "issued_token_type": kind, "token_type": "Bearer", "expires_in": 3600}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def do_HEAD(self):
+        self.asked.append(self.headers["Authorization"])
+        self.send_error(404)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_default_credentials_that_obstore_reads_are_left_to_it(tmp_path, monkeypatch):
+    key = tmp_path / "key.json"
+    key.write_text('{"type": "authorized_user"}')
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
+    assert translate("gs").config == {}
+    assert translate("gs", token=str(key)).config == {"application_credentials": str(key)}
+
+
+@pytest.fixture
+def federated(tmp_path, monkeypatch):
+    """The address of a server, and a file of credentials of workload identity federation with it."""
+    monkeypatch.setattr(Federation, "asked", [])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Federation)
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    (tmp_path / "subject").write_text("of another provider")
+    described = {
+        "type": "external_account",
+        "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/pool/providers/mine",
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+        "token_url": f"{address}/token",
+        "credential_source": {"file": str(tmp_path / "subject")},
+    }
+    (tmp_path / "federated.json").write_text(json.dumps(described))
+    yield address, str(tmp_path / "federated.json")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_default_credentials_of_workload_identity_federation_are_used(federated, monkeypatch):
+    address, path = federated
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", path)
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "mine")  # or google.auth asks Google for it
+    options = Options({"endpoint_url": address, "token": "google_default"})
+    bucket = gcs.gcs_bucket("b", options)
+    store = bucket.store(bucket.name, client_options=bucket.client, **bucket.config)
+    with pytest.raises(FileNotFoundError):
+        obstore.head(store, "a")
+    assert Federation.asked == ["of another provider", "Bearer given"]
+
+
+def test_a_file_that_only_google_auth_reads_is_refused_as_a_token(federated):
+    with pytest.raises(OptionError, match="found a file of type 'external_account'; required one of type service_acc"):
+        translate("gs", token=federated[1])
+
+
+def test_credentials_that_google_auth_cannot_use_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "odd.json").write_text('{"type": "external_account"}')
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "odd.json"))
+    with pytest.raises(OptionError, match=r"required credentials that google\.auth can use"):
+        translate("gs")
+
+
+def test_without_google_auth_its_credentials_name_what_installs_it(federated, monkeypatch):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", federated[1])
+    monkeypatch.setitem(sys.modules, "google.auth", None)
+    monkeypatch.setitem(sys.modules, "google.auth.exceptions", None)
+    with pytest.raises(OptionError, match=r'no module google\.auth; .*pip install "shardopt\[gcs\]"'):
+        translate("gs")
+
+
 def test_options_of_gcsfs(tmp_path, monkeypatch):
     key = tmp_path / "key.json"
     key.write_text("{}")
@@ -128,7 +218,7 @@ def test_options_of_gcsfs(tmp_path, monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:4443")
     assert translate("gs").config["base_url"] == "http://localhost:4443"
     assert translate("gs").client == {"allow_http": True}
-    with pytest.raises(OptionError, match=r"storage_options\['token'\]: found str") as caught:
+    with pytest.raises(OptionError, match=r"storage_options\['token'\]: found a str") as caught:
         translate("gs", token="browser of mine")
     assert "browser of mine" not in str(caught.value)
 
