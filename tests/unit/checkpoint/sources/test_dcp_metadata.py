@@ -1,6 +1,7 @@
 """Distributed checkpoints of torch are read without running a pickle, and refused by name where they are crafted."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,8 @@ def test_every_protocol_and_what_earlier_torch_leaves_out(protocol):
 
 def test_what_other_versions_of_python_write():
     expected = read_metadata(pickle.dumps(index()), "w")
-    assert read(index(), 2, [(b"cpathlib\n", b"cpathlib._local\n")]) == expected
+    here, there = (b"cpathlib\n", b"cpathlib._local\n")[:: 1 if sys.version_info < (3, 13) else -1]
+    assert read(index(), 2, [(here, there)]) == expected
     by_value = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
     data = pickle.dumps(index(), 2)
     at = data.index(by_value)
