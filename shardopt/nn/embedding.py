@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
+from shardopt.algorithms.row_wise.row_gradients import mark_alike
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.cuts import CutTable, cut_tables
@@ -165,6 +166,10 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
                 rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True
             )
         if self._fused is not None:
+            # A lookup sends the same ids to all ranks with columns of a row. Without `fuse` gradients may be of several
+            # backwards, and of hooks.
+            for gradient in gradients.values():
+                mark_alike(gradient)
             self._fused.update({weight: assemble(weight, [gradient]) for weight, gradient in gradients.items()})
             return
         for weight, gradient in gradients.items():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import StateError
+from shardopt.errors import GradientError, StateError
 from shardopt.nn import Grid, ShardedEmbeddingBag, Table
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.harness import run_ranks
@@ -222,6 +222,40 @@ def test_ranks_with_different_tables_refuse_a_lookup():
     for words in first:
         assert "tables on rank 1: found users: 2" in words and "required as on rank 0: users: 20 x 8" in words
     assert "found items: 5 x 4" in first[3] and "found users: 20 x 8, cut 'rows', of torch.float32" in first[4]
+
+
+def fused_columns():
+    """What a fused step by columns exchanges; and what happens where one rank's options refuse the gradient."""
+    module = ShardedEmbeddingBag(Table("users", 20, 8, mode="sum", cut="columns"), mesh_of(1))
+    optimizer = module.fuse("rowwiseadagrad", lr=0.1)
+    counts, reduce = [], dist.all_reduce
+
+    def counted(*args, **kwargs):
+        counts.append(1)
+        return reduce(*args, **kwargs)
+
+    def step():
+        with unchecked():
+            module(torch.tensor([[1, 2 + dist.get_rank()]])).sum().backward()
+
+    dist.all_reduce = counted
+    try:
+        step()
+    finally:
+        dist.all_reduce = reduce
+    before = module.users.weight.to_local().clone()
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(GradientError) as raised:
+        step()
+    return len(counts), str(raised.value), torch.equal(module.users.weight.to_local(), before)
+
+
+def test_a_fused_step_by_columns_has_one_collective_and_refuses_on_all_ranks():
+    """The ranks know that their gradients have the same rows, and send squares with who refuses."""
+    first, second = run_ranks(2, fused_columns, deadline_seconds=30)
+    assert (first[0], second[0]) == (1, 1) and first[2] and second[2]
+    assert "weight_decay=0.5" in second[1] and "another rank refuses" in first[1]
 
 
 def step_dense():

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from shardopt.errors import GradientError, Problem
 
+_MARK = "_shardopt_rows_are_alike"
+
 
 @dataclass(frozen=True, slots=True)
 class RowGradient:
@@ -17,10 +19,12 @@ class RowGradient:
     Args:
         index: [k], int64, ascending; None where there is one for each row, in order.
         values: [k, ...], of the rows at `index`; zero in all others.
+        are_alike: whether all ranks that share these rows are known to have a gradient of the same ones.
     """
 
     index: Tensor | None
     values: Tensor
+    are_alike: bool = False
 
     @staticmethod
     def nothing(local: Tensor) -> RowGradient:
@@ -38,14 +42,24 @@ class RowGradient:
         return wider.index_copy_(0, torch.searchsorted(index, self.index), self.values)
 
 
+def mark_alike(gradient: Tensor) -> None:
+    """Notes that all ranks that share rows have a gradient of the same ones, so that a step need not ask first.
+
+    Args:
+        gradient: sparse and coalesced, with the marked rows on each of these ranks, in the same step.
+    """
+    setattr(gradient, _MARK, True)
+
+
 def by_rows(gradient: Tensor) -> RowGradient:
     """Converts a strided or sparse gradient, [N, ...], to rows, without a copy of its dense size."""
     if not gradient.is_sparse:
         return RowGradient(None, gradient)
+    are_alike = getattr(gradient, _MARK, False)
     gradient = gradient.coalesce()
     indices, values = gradient.indices(), gradient.values()
     if gradient.sparse_dim() == 1:
-        return RowGradient(indices[0], values)
+        return RowGradient(indices[0], values, are_alike)
     # Single elements, or pieces of rows: assembled to rows.
     index, place = torch.unique(indices[0], return_inverse=True)
     rows = values.new_zeros((len(index), *gradient.shape[1:]))

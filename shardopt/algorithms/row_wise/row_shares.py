@@ -2,7 +2,7 @@
 
 N rows on this rank, k of them touched on any rank. In a first exchange the ranks find out whether they have gradients
 of the same rows, as lookups in tables that are cut by columns give them. Then k numbers are added up; otherwise N, and
-who touched which of them.
+who touched which of them. Where a lookup's own backward takes the step, all know that beforehand, and exchange once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from shardopt.runtime.rows import write_rows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
 from shardopt.sharding.view import local_tensors, view_of
 
-_PARTS = 4  # of a digest of rows, of 16 bits each
+_PARTS = 8  # of a digest of rows, of 8 bits each
+_MOST_RANKS = 256  # whose sums of squares of such numbers are exact in fp32
 
 
 class RowShares(SharedRows):
@@ -45,12 +46,22 @@ class RowShares(SharedRows):
 
     def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...]) -> None:
         shape, dtype = view_of(parameter).shape, moment_dtype(view_of(parameter).dtype)
-        super().__init__(parameter, cuts, torch.float64)
+        super().__init__(parameter, cuts, dtype)
         self._dims, self._dtype = range(1, len(shape)), dtype
         self._width = max(prod(shape[1:]), 1)
-        self._alike = torch.zeros(1 + 2 * _PARTS, dtype=torch.float64, device=self.flag.device)
+        self._alike = torch.zeros(1 + 2 * _PARTS, dtype=dtype, device=self.flag.device)
         self._sums: tuple[Tensor, ...] = ()
         self._counts: tuple[Tensor, ...] = ()
+
+    def are_known_alike(self, gradients: Sequence[RowGradient] | None) -> bool:
+        """Whether all ranks that share the rows know that they have gradients of the same ones."""
+        return gradients is not None and len(gradients) == 1 and gradients[0].are_alike
+
+    def only_summands(self, gradients: Sequence[RowGradient], numbers: Numbers) -> Iterator[Term]:
+        """Yields what the others do together, for rows that are known to be the same on all ranks."""
+        self.flag += 1
+        yield self.flag, self.cuts
+        yield from self._squares_of(gradients, numbers)
 
     def first_summands(self, gradients: Sequence[RowGradient] | None) -> Iterator[Term]:
         """Yields whether this rank has a gradient, and of which rows."""
@@ -63,9 +74,7 @@ class RowShares(SharedRows):
     def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
         """Yields this rank's squares of rows, and which rows it touched where that is not the same on all ranks."""
         if gradients is not None and _are_alike(self._alike, prod(each.group.size() for each in self.cuts)):
-            (local,), (gradient,) = local_tensors(self.parameter), gradients
-            self._sums = (_squares(local, gradient, numbers),)
-            yield self._sums[0], self.cuts
+            yield from self._squares_of(gradients, numbers)
             return
         self._sums, self._counts = (sum_memory(self.parameter, self._dims, self._dtype) for _ in range(2))
         if gradients is not None:
@@ -76,6 +85,13 @@ class RowShares(SharedRows):
             ):
                 _add_squares(local, gradient, into, count, numbers)
         yield from ((memory, self.cuts) for memory in (*self._sums, *self._counts))
+
+    def _squares_of(self, gradients: Sequence[RowGradient], numbers: Numbers) -> Iterator[Term]:
+        """Yields this rank's squares of the rows that all ranks have a gradient of."""
+        (local,), (gradient,) = local_tensors(self.parameter), gradients
+        # A rank that refuses its gradient sends as much, so that the others learn of it.
+        self._sums = (_zeros(local, gradient) if self.refuses else _squares(local, gradient, numbers),)
+        yield self._sums[0], self.cuts
 
     def apply(
         self,
@@ -113,10 +129,10 @@ class RowShares(SharedRows):
 
 
 def _described(gradient: RowGradient) -> Tensor:
-    """Returns 1, and parts of a digest of the rows that have a gradient, and their squares: [1 + 2 × parts], fp64.
+    """Returns 1, and parts of a digest of the rows that have a gradient, and their squares: [1 + 2 × parts], fp32.
 
     Added up over the ranks they say whether all are equal, to all ranks alike: numbers are equal where the sum of their
-    squares times their count is the square of their sum. Of 16 bits each that is exact on up to a thousand ranks.
+    squares times their count is the square of their sum. Of 8 bits each that is exact on up to 256 ranks.
     """
     if gradient.index is None:
         digest = gradient.values.new_full((), -1, dtype=torch.int64)
@@ -125,7 +141,7 @@ def _described(gradient: RowGradient) -> Tensor:
         mixed = (gradient.index + places * 0x9E3779B97F4A7C1) * 0x5851F42D4C957F2D
         mixed ^= mixed >> 31
         digest = (mixed * 0x14057B7EF767814F).sum()
-    parts = torch.stack([digest >> 16 * part & 0xFFFF for part in range(_PARTS)]).double()
+    parts = torch.stack([digest >> 8 * part & 0xFF for part in range(_PARTS)]).float()
     return torch.cat([parts.new_ones(1), parts, parts.square()])
 
 
@@ -133,7 +149,7 @@ def _are_alike(sums: Tensor, ranks: int) -> bool:
     """Whether so many ranks have described the same rows. The same on all of them; waits for the device."""
     have, *parts = sums.tolist()
     own, squares = parts[:_PARTS], parts[_PARTS:]
-    return have == ranks <= 1024 and all(ranks * two == one * one for one, two in zip(own, squares, strict=True))
+    return have == ranks <= _MOST_RANKS and all(ranks * two == one * one for one, two in zip(own, squares, strict=True))
 
 
 def _move(moments: Tensor, index: Tensor | None, squares: Tensor, numbers: Numbers) -> None:
@@ -149,11 +165,13 @@ def _move(moments: Tensor, index: Tensor | None, squares: Tensor, numbers: Numbe
 def _squares(local: Tensor, gradient: RowGradient, numbers: Numbers) -> Tensor:
     """Returns the sum of squares of this rank's elements of each row that has a gradient, [k, 1, ...]."""
     found = [square_sums(prepared(gradient.values[at], local[at], numbers)) for at in chunks(gradient.values)]
-    if not found:
-        return gradient.values.new_zeros(
-            (len(gradient.values), *[1] * (local.ndim - 1)), dtype=moment_dtype(local.dtype)
-        )
-    return torch.cat(found)
+    return torch.cat(found) if found else _zeros(local, gradient)
+
+
+def _zeros(local: Tensor, gradient: RowGradient) -> Tensor:
+    """Returns zeros in the place of squares, [k, 1, ...]."""
+    shape = (len(gradient.values), *[1] * (local.ndim - 1))
+    return gradient.values.new_zeros(shape, dtype=moment_dtype(local.dtype))
 
 
 def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, numbers: Numbers) -> None:

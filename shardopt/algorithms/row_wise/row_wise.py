@@ -54,9 +54,8 @@ class _RowStep(RowSharingStep):
 
     def _read_gradients(self) -> list[Tensor] | None:
         gradients = checked_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo))
-        rows = None if gradients is None else [by_rows(gradient) for gradient in gradients]
-        refuse_decay_of_sparse(rows or [], self.group["weight_decay"], self.name)
-        self.rows = rows
+        self.rows = None if gradients is None else [by_rows(gradient) for gradient in gradients]
+        refuse_decay_of_sparse(self.rows or [], self.group["weight_decay"], self.name)
         return gradients
 
 
@@ -64,7 +63,7 @@ class _RowWise(RowSharingOptimizer):
     """The base of the row-wise optimizers.
 
     If rows are cut, a step makes two all-reduces per process group that cuts them: of which rows are touched, and of
-    their squares. Ranks without a gradient then count as having zeros.
+    their squares. Ranks without a gradient then count as having zeros. Rows of a lookup's own backward take one.
     """
 
     rule: ClassVar[RowRule]
@@ -73,6 +72,8 @@ class _RowWise(RowSharingOptimizer):
     def equations(self, step: Any) -> Iterator[Iterable[Term]]:
         if step.shared is None:
             yield ()
+        elif step.shared.are_known_alike(step.rows):
+            yield step.shared.only_summands(step.rows, step.rule_numbers)
         else:
             yield step.shared.first_summands(step.rows)
             yield step.shared.summands(step.rows, step.rule_numbers)
