@@ -1,4 +1,4 @@
-"""Compare cuts of the tables of train_tables.py: steps per second, the bytes that ranks hold, and that losses agree.
+"""Compares cuts of the tables of train_tables.py: steps per second, the bytes that ranks hold, and that losses agree.
 
     torchrun --standalone --nproc-per-node 4 examples/compare_cuts.py configs/tables.toml
 
@@ -7,12 +7,11 @@ A model of each cut steps in turn, on the same batches, so that what else the ma
 
 import time
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch
-from grams import Grams
+from grams import Config, Grams
+from program import launch
 from train_tables import Trainer
 
 import shardopt
@@ -22,10 +21,10 @@ WARM_UP, STEPS = 3, 20
 TOLERANCE = 1e-5  # relative: cuts differ in the order of sums
 
 
-def compare(config: dict[str, Any], device: torch.device) -> None:
+def compare(config: Config, device: torch.device, resume: bool) -> None:
     """Prints a table on rank 0; fails where losses differ. Every rank calls it, in an initialized process group."""
-    grams = Grams(config["data"]["corpus"], config["grams"], config["rows"])
-    data = shardopt.ResumableSampler(len(grams), batch_size=config["data"]["batch"], seed=config["seed"])
+    grams = Grams(config.data.corpus, config.grams.model_dump(), config.rows.model_dump())
+    data = shardopt.ResumableSampler(len(grams), batch_size=config.data.batch, seed=config.seed)
     trainers = {cut: Trainer(config, cut, device) for cut in CUTS}
     seconds: dict[str, list[float]] = {cut: [] for cut in CUTS}
     losses: dict[str, torch.Tensor] = {}
@@ -57,4 +56,4 @@ def compare(config: dict[str, Any], device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    launch(compare, __doc__)
+    launch(compare, Config, __doc__)

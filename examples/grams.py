@@ -1,9 +1,9 @@
 """A model of the next letter of a text: hashed n-grams of the letters and words before it, in two tables."""
 
-from typing import Any
-
 import torch
 from common import read_text
+from program import Table as Settings
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +13,57 @@ from shardopt.nn import ShardedEmbeddingBag, Table, plan_tables
 BYTES = 256
 _BASE, _INVERSE = 0x2545F4914F6CDD1D, 0x59071D96D81ECD35  # their product is 1 modulo 2 ** 64
 _MIX = 0x1B873593CC9E2D51
+
+
+class DataConfig(Settings):
+    corpus: str
+    batch: PositiveInt
+
+
+class GramsConfig(Settings):
+    letters: PositiveInt
+    words: PositiveInt
+
+
+class RowsConfig(Settings):
+    letters: PositiveInt
+    words: PositiveInt
+
+
+class ModelConfig(Settings):
+    width: PositiveInt
+    hidden: PositiveInt
+
+
+class OptimizerConfig(Settings):
+    tables: PositiveFloat
+    dense: PositiveFloat
+
+
+class PlanConfig(Settings):
+    memory_bytes: PositiveInt
+    skew: PositiveFloat
+    exchange_bandwidth: PositiveFloat
+    memory_bandwidth: PositiveFloat
+    piece_seconds: PositiveFloat
+
+
+class CheckpointConfig(Settings):
+    every: PositiveInt
+    full_every: PositiveInt
+
+
+class Config(Settings):
+    out: str
+    seed: int
+    steps: PositiveInt
+    data: DataConfig
+    grams: GramsConfig
+    rows: RowsConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    plan: PlanConfig
+    checkpoints: CheckpointConfig
 
 
 class Grams:
@@ -64,9 +115,9 @@ class NextLetter(nn.Module):
         mesh: of all ranks.
     """
 
-    def __init__(self, config: dict[str, Any], cut: str, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Config, cut: str, mesh: DeviceMesh) -> None:
         super().__init__()
-        width, hidden = config["model"]["width"], config["model"]["hidden"]
+        width, hidden = config.model.width, config.model.hidden
         tables = tables_of(config, cut, mesh.size())
         self.tables = ShardedEmbeddingBag(tables, mesh, mean_gradients=True)  # as DDP takes the mean
         # With ReLU in place of GELU, last bits that differ between cuts grew to 1e-5 of a loss in 23 steps.
@@ -83,15 +134,15 @@ class NextLetter(nn.Module):
         return sum(parameter.to_local().nbytes for parameter in self.tables.parameters())
 
 
-def tables_of(config: dict[str, Any], cut: str, ranks: int) -> list[Table]:
+def tables_of(config: Config, cut: str, ranks: int) -> list[Table]:
     """Returns the two tables, cut over so many ranks."""
-    width = config["model"]["width"]
+    width = config.model.width
     # Zeros: an n-gram that training has not met adds nothing.
     tables = [
         Table(name, rows, width, mode="sum", init=nn.init.zeros_, cut="rows" if cut == "planned" else cut)
-        for name, rows in config["rows"].items()
+        for name, rows in config.rows.model_dump().items()
     ]
     if cut != "planned":
         return tables
-    use = {"batch": config["data"]["batch"] / ranks, "pooling": config["grams"], "algorithm": "rowwiseadagrad"}
-    return list(plan_tables(tables, ranks, **use, **config["plan"]).tables)
+    use = {"batch": config.data.batch / ranks, "pooling": config.grams.model_dump(), "algorithm": "rowwiseadagrad"}
+    return list(plan_tables(tables, ranks, **use, **config.plan.model_dump()).tables)

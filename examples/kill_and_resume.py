@@ -123,7 +123,7 @@ def torchrun(out: Path, ranks: int, program: Sequence[str]) -> Iterator[subproce
     """A training program of this folder, with its arguments, under torchrun; ended when the block is left."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(REPOSITORY / "examples" / program[0]), *program[1:], "--out", str(out)]
+    command += [str(REPOSITORY / "examples" / program[0]), *program[1:], "--resume", "--out", str(out)]
     with open(out / "torchrun.log", "ab") as log:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}

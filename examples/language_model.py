@@ -1,19 +1,20 @@
-"""Train a language model on a file of tokens: FSDP2, bf16, accumulation, warm-up and cosine, averages, the best kept.
+"""Trains a language model on a file of tokens: FSDP2, bf16, accumulation, warm-up and cosine, averages, the best kept.
 
-    torchrun --standalone --nproc-per-node 2 examples/language_model.py tokens.bin --vocabulary 256 --steps 200
+    torchrun --standalone --nproc-per-node 2 examples/language_model.py configs/language_model.toml
+    torchrun --standalone --nproc-per-node 3 examples/language_model.py configs/language_model.toml --resume
 
-The file has uint16 tokens, one after another (tokenise.py). Run it again with any number of ranks: it resumes from the
-newest committed checkpoint, at the sample that follows.
+The file has uint16 tokens, one after another (tokenise.py). A resumed run begins at the sample that follows.
+A comment such as `docs/recipes/fsdp2.md` names the page that explains the lines below it.
 """
 
-import argparse
 import os
 from itertools import chain, count
 
 import torch
 import torch.distributed as dist
-from common import join_job
 from lm import Transformer
+from program import Table, launch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,6 +24,36 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardopt
 from shardopt import checkpoint
+
+
+class DataConfig(Table):
+    tokens: str
+    context: PositiveInt
+    batch: PositiveInt
+    accumulate: PositiveInt
+    validate_batches: PositiveInt
+
+
+class ModelConfig(Table):
+    vocabulary: PositiveInt
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+
+
+class OptimizerConfig(Table):
+    lr: PositiveFloat
+    warmup_steps: PositiveInt
+
+
+class Config(Table):
+    out: str
+    seed: int
+    steps: PositiveInt
+    save_every: PositiveInt
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
 
 
 class Samples(Dataset[Tensor]):
@@ -56,41 +87,53 @@ def validate(model: nn.Module, samples: Samples, batch: int, device: torch.devic
     return float(total) / (len(begins) * batch * samples.context)
 
 
-def train(options: argparse.Namespace, device: torch.device) -> None:
-    """Trains until `options.steps` are done. Every rank calls it, in an initialized process group."""
-    ranks, context, batch = dist.get_world_size(), options.context, options.batch
-    tokens = torch.from_file(options.tokens, size=os.path.getsize(options.tokens) // 2, dtype=torch.uint16)  # mapped
-    cut = len(tokens) - options.validate * batch * context - 1  # the last batches validate
+def train(config: Config, device: torch.device, resume: bool) -> None:
+    """Trains until `config.steps` steps are done. Every rank calls it, in an initialized process group."""
+    ranks, context, batch = dist.get_world_size(), config.data.context, config.data.batch
+    targets = config.data.accumulate * batch * context  # of a step
+    file, lr, warmup_steps = config.data.tokens, config.optimizer.lr, config.optimizer.warmup_steps
+    tokens = torch.from_file(file, size=os.path.getsize(file) // 2, dtype=torch.uint16)  # mapped
+    cut = len(tokens) - config.data.validate_batches * batch * context - 1  # the last batches validate
     training, validation = Samples(tokens[:cut], context), Samples(tokens[cut:], context)
-    data = shardopt.ResumableSampler(len(training), batch_size=batch, seed=1)  # a micro-batch of all ranks together
+    # A batch of it is a micro-batch, of all ranks together.
+    data = shardopt.ResumableSampler(len(training), batch_size=batch, seed=config.seed)
     loader = DataLoader(training, batch_sampler=data)
     micro_batches = chain.from_iterable(data.through(loader) for _ in count())  # epoch after epoch
 
-    torch.manual_seed(1)  # the same weights on any number of ranks
-    model = Transformer(options.layers, options.width, options.width // 32, context, options.vocabulary).to(device)
+    torch.manual_seed(config.seed)  # the same weights on any number of ranks
+    model = Transformer(context=context, **config.model.model_dump()).to(device)
+    # docs/recipes/bf16.md
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # docs/recipes/fsdp2.md
     mesh = init_device_mesh(device.type, (ranks,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=precision)
     assert isinstance(model, FSDPModule)
     no_decay = {"match": r"norm|bias", "weight_decay": 0.0}
-    keyed = shardopt.keyed("adamw", model.named_parameters(), lr=options.lr, groups=[no_decay])
+    keyed = shardopt.keyed("adamw", model.named_parameters(), lr=lr, groups=[no_decay])
     optimizer = shardopt.GradientClippingOptimizer(keyed, "norm", max_gradient=1.0)
+    # docs/recipes/ema.md
     averages = shardopt.EMA(model, decay=shardopt.optim.ramped_decay(0.999))
     averages.attach(optimizer)
-    warm_up = LinearLR(optimizer, start_factor=0.01, total_iters=options.warm_up)
-    cosine = CosineAnnealingLR(optimizer, options.steps - options.warm_up, eta_min=options.lr / 10)
-    schedule = SequentialLR(optimizer, [warm_up, cosine], [options.warm_up])
+    # docs/recipes/schedules.md
+    warm_up = LinearLR(optimizer, start_factor=0.01, total_iters=warmup_steps)
+    cosine = CosineAnnealingLR(optimizer, config.steps - warmup_steps, eta_min=lr / 10)
+    schedule = SequentialLR(optimizer, [warm_up, cosine], [warmup_steps])
     app = {"model": model, "optimizer": optimizer, "averages": averages, "schedule": schedule, "data": data, "step": 0}
     keep = checkpoint.Retention(last=2, best=("validation", "min", 1))
-    with checkpoint.Manager(options.out, every=options.every, keep=keep, stage="lazy") as manager:
+    manager = checkpoint.Manager(f"{config.out}/checkpoints", every=config.save_every, keep=keep, stage="lazy")
+    if resume:
         manager.restore(app)
-        while app["step"] < options.steps:
+    elif manager.latest_step is not None:
+        raise SystemExit(f"{config.out}: found checkpoints; required none: add --resume, or choose another --out")
+    with manager:
+        while app["step"] < config.steps:
             total = torch.zeros((), device=device)
-            for number in range(options.accumulate):
-                model.set_requires_gradient_sync(number == options.accumulate - 1)
+            # docs/recipes/accumulation.md
+            for number in range(config.data.accumulate):
+                model.set_requires_gradient_sync(number == config.data.accumulate - 1)
                 # fully_shard takes the mean over ranks: so this is the mean of the whole batch, on any number of them.
-                share = loss_of(model, next(micro_batches), device) / (options.accumulate * batch * context)
+                share = loss_of(model, next(micro_batches), device) / targets
                 (share * ranks).backward()
                 total += share.detach()
             optimizer.step()
@@ -108,13 +151,4 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("tokens", help="a file of uint16 tokens")
-    parser.add_argument("--out", default="out/language-model", help="where checkpoints go; any URL")
-    numbers = {"vocabulary": 50304, "steps": 1000, "warm-up": 100, "every": 100, "batch": 16, "accumulate": 4}
-    for name, default in (numbers | {"validate": 20, "context": 256, "layers": 6, "width": 384}).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate")
-    train(parser.parse_args(), join_job())
-    dist.barrier()  # a rank that leaves while another still talks to it aborts that one
-    dist.destroy_process_group()
+    launch(train, Config, __doc__)

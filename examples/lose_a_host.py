@@ -89,7 +89,7 @@ class Job:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(REPOSITORY / "examples/train_lm.py"), str(REPOSITORY / "configs/lm.toml")]
-        command += ["--out", str(out), "--set", f"steps={STEPS}", *MODEL, *settings]
+        command += ["--resume", "--out", str(out), "--set", f"steps={STEPS}", *MODEL, *settings]
         self.ranks = {}
         for rank, host in enumerate(hosts):
             environment = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the runs and the picture")
     arguments = parser.parse_args()
     limit, picture = arguments.deadline_seconds, arguments.out.absolute() / "lost_host.png"
-    limits = [f"collective_seconds={limit}", f"checkpoints.deadline_seconds={limit}"]
+    limits = [f"checkpoints.deadline_seconds={limit}", "--collective-seconds", str(limit)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if os.getpid() != 1:
         raise SystemExit("this wants namespaces of its own: bash launch/demo_lost_host.sh")
@@ -157,15 +157,15 @@ def main() -> int:
 
     say(f"2/4  The same, saved after every step to the hosts' memory, and to a shared directory every {STORE_EVERY};")
     say(f"     host {VICTIM} is cut off and wiped in the middle of a save.")
-    settings = [f"checkpoints.every={STORE_EVERY}", *limits]
+    settings = [f"checkpoints.every={STORE_EVERY}"]
     tiers = f'checkpoints.tiers=[{{path="{TIER}", every=1, copies=2}}]'
     with made(scratch) as hosts:
-        killed = lose_one(hosts, runs / "killed", [*settings, tiers])
+        killed = lose_one(hosts, runs / "killed", [*settings, tiers, *limits])
         left = [host for host in hosts if host.number != VICTIM]
         say(f"3/4  {HOSTS - 1} hosts go on from their memory; and once more, from the shared directory alone.")
-        memory = go_on(left, killed, runs / "memory", [*settings, tiers])
+        memory = go_on(left, killed, runs / "memory", [*settings, tiers, *limits])
         tell(memory)
-        store = go_on(left, killed, runs / "store", settings)
+        store = go_on(left, killed, runs / "store", [*settings, *limits])
         tell(store)
 
     say("4/4  Compare with the uninterrupted run.")

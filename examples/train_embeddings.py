@@ -1,20 +1,22 @@
-"""Train vectors of words (skip-gram with negative sampling) in tables whose rows are cut over all ranks.
+"""Trains vectors of words (skip-gram with negative sampling) in tables whose rows are cut over all ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/train_embeddings.py configs/embeddings.toml
+    torchrun --standalone --nproc-per-node 3 examples/train_embeddings.py configs/embeddings.toml --resume
 
 A step touches few rows: ids travel to the ranks that have them, vectors travel back, and backward updates the rows
-where they are. There is no gradient of a table, and one number of optimizer state for a row. Run it again on any
-number of ranks: it goes on from the newest checkpoint.
+where they are. There is no gradient of a table, and one number of optimizer state for a row.
 """
 
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch, log_loss, read_text
+from common import log_loss, read_text
+from program import Table as Settings
+from program import launch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import logsigmoid, normalize
@@ -24,6 +26,33 @@ from shardopt import checkpoint
 from shardopt.nn import ShardedEmbedding, Table
 
 RARE = 1e-3  # words of a larger share of the text are thinned out, to the root of what they exceed it by
+
+
+class DataConfig(Settings):
+    corpus: str
+    batch: PositiveInt
+    window: PositiveInt
+    negatives: PositiveInt
+    min_count: PositiveInt
+
+
+class ModelConfig(Settings):
+    width: PositiveInt
+
+
+class OptimizerConfig(Settings):
+    lr: PositiveFloat
+
+
+class Config(Settings):
+    out: str
+    seed: NonNegativeInt
+    steps: PositiveInt
+    save_every: PositiveInt
+    show: list[str]
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
 
 
 class Pairs:
@@ -56,16 +85,16 @@ class Pairs:
         return torch.multinomial(self.drawn, count, replacement=True, generator=draw)
 
 
-def train(config: dict[str, Any], device: torch.device) -> None:
-    """Train until `config["steps"]` steps are done. Every rank calls it, in an initialized process group."""
-    rank, ranks, steps = dist.get_rank(), dist.get_world_size(), config["steps"]
-    batch, negatives = config["data"]["batch"], config["data"]["negatives"]
-    pairs = Pairs(*(config["data"][name] for name in ("corpus", "window", "min_count")), seed=config["seed"])
+def train(config: Config, device: torch.device, resume: bool) -> None:
+    """Trains until `config.steps` steps are done. Every rank calls it, in an initialized process group."""
+    rank, ranks, steps = dist.get_rank(), dist.get_world_size(), config.steps
+    batch, negatives = config.data.batch, config.data.negatives
+    pairs = Pairs(config.data.corpus, config.data.window, config.data.min_count, config.seed)
     # The order of pairs follows from the seed, and not from the number of ranks; what was seen of it is saved.
-    data = shardopt.ResumableSampler(len(pairs), batch_size=batch, seed=config["seed"])
+    data = shardopt.ResumableSampler(len(pairs), batch_size=batch, seed=config.seed)
 
-    torch.manual_seed(config["seed"])  # the same rows on any number of ranks
-    rows, width = len(pairs.words), config["model"]["width"]
+    torch.manual_seed(config.seed)  # the same rows on any number of ranks
+    rows, width = len(pairs.words), config.model.width
     tables = ShardedEmbedding(
         [
             Table("word", rows, width, init=lambda block: block.uniform_(-0.5 / width, 0.5 / width)),
@@ -73,13 +102,16 @@ def train(config: dict[str, Any], device: torch.device) -> None:
         ],
         init_device_mesh(device.type, (ranks,)),
     )
-    optimizer = tables.fuse(shardopt.optim.RowWiseAdagrad, **config["optimizer"])
+    optimizer = tables.fuse(shardopt.optim.RowWiseAdagrad, lr=config.optimizer.lr)
 
-    out = Path(config["out"])
+    out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     app = {"tables": tables, "optimizer": optimizer, "data": data, "step": 0}
-    manager = checkpoint.Manager(out / "checkpoints", every=config["save_every"])
-    manager.restore(app)
+    manager = checkpoint.Manager(out / "checkpoints", every=config.save_every)
+    if resume:
+        manager.restore(app)
+    elif manager.latest_step is not None:
+        raise SystemExit(f"{config.out}: found checkpoints; required none: add --resume, or choose another --out")
     if rank == 0:
         local_rows = tables.word.weight.to_local().shape[0]
         print(f"{ranks} ranks, from step {app['step']}: {rows} words, of which this one has {local_rows}", flush=True)
@@ -99,7 +131,7 @@ def train(config: dict[str, Any], device: torch.device) -> None:
             app["step"] += 1
 
             total = log_loss(out, app["step"], loss.detach().double())
-            if rank == 0 and app["step"] % config["save_every"] == 0:
+            if rank == 0 and app["step"] % config.save_every == 0:
                 print(f"step {app['step']:4d} of {steps}  loss {total:.4f}", flush=True)
             manager.save(app["step"], app, force=app["step"] == steps)
             if app["step"] == steps:
@@ -108,10 +140,10 @@ def train(config: dict[str, Any], device: torch.device) -> None:
 
     vectors = normalize(tables.word.weight.full_tensor().detach())
     if rank == 0:
-        for word in filter(pairs.number.__contains__, config["show"]):
+        for word in filter(pairs.number.__contains__, config.show):
             nearest = (vectors @ vectors[pairs.number[word]]).topk(6).indices.tolist()[1:]
             print(f"{word:>12}: {', '.join(pairs.words[number] for number in nearest)}", flush=True)
 
 
 if __name__ == "__main__":
-    launch(train, __doc__)
+    launch(train, Config, __doc__)

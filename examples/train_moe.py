@@ -1,7 +1,7 @@
-"""Train a small mixture of experts with pipeline, expert and data parallelism, each rank holding what no other does.
+"""Trains a small mixture of experts with pipeline, expert and data parallelism, each rank holding what no other does.
 
     torchrun --nproc-per-node 8 examples/train_moe.py configs/moe.toml --set split.pipeline=2 split.experts=2
-    torchrun --nproc-per-node 4 examples/train_moe.py configs/moe.toml --set split.pipeline=4
+    torchrun --nproc-per-node 4 examples/train_moe.py configs/moe.toml --resume --set split.pipeline=4
 
 The second goes on where the first was stopped: layers have moved between stages, experts between ranks, and optimizer
 state with them. Every loss is that of one rank that does it all.
@@ -10,13 +10,14 @@ state with them. Every loss is that of one rank that does it all.
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Windows, launch, learning_rate_factor, log_loss
+from common import Windows, learning_rate_factor, log_loss
 from lm import BYTES
 from moe import TIED, MixtureOfExperts
+from program import Table, launch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,24 +26,73 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from train_lm import OptimizerConfig, ScheduleConfig
 
 import shardopt
 from shardopt import checkpoint
 
 
-def make_meshes(device: torch.device, config: dict[str, Any]) -> tuple[DeviceMesh, DeviceMesh]:
+class SplitConfig(Table):
+    pipeline: PositiveInt
+    experts: PositiveInt
+
+
+class CheckpointConfig(Table):
+    every: PositiveInt
+    keep: PositiveInt
+
+
+class DataConfig(Table):
+    corpus: str
+    batch: PositiveInt
+    micro_batches: PositiveInt
+    context: PositiveInt
+
+
+class ModelConfig(Table):
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    experts: PositiveInt
+    chosen: PositiveInt
+    hidden: PositiveInt
+
+
+class ExpertsConfig(Table):
+    lr: PositiveFloat
+
+
+class ClippingConfig(Table):
+    max_gradient: PositiveFloat
+
+
+class Config(Table):
+    out: str
+    seed: int
+    steps: PositiveInt
+    split: SplitConfig
+    checkpoints: CheckpointConfig
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    experts: ExpertsConfig
+    clipping: ClippingConfig
+    schedule: ScheduleConfig
+
+
+def make_meshes(device: torch.device, config: Config) -> tuple[DeviceMesh, DeviceMesh]:
     """Returns all ranks as (pipeline, data), and once more as (pipeline, replica, expert), where "data" is cut in two.
 
     Ranks of one stage have each their part of the batch, and share the layers among all of them. An expert is shared
     by the ranks along "replica" only; those along "expert" have other ones. Collective; ends the program where the
     ranks cannot be split so.
     """
-    ranks, stages, expert_ranks = dist.get_world_size(), config["split"]["pipeline"], config["split"]["experts"]
+    ranks, stages, expert_ranks = dist.get_world_size(), config.split.pipeline, config.split.experts
     parts = ranks // stages
     for whole, divisor, what in (
         (ranks, stages * expert_ranks, "ranks"),
-        (config["data"]["batch"], parts * config["data"]["micro_batches"], "windows of a batch"),
-        (config["model"]["experts"], expert_ranks, "experts"),
+        (config.data.batch, parts * config.data.micro_batches, "windows of a batch"),
+        (config.model.experts, expert_ranks, "experts"),
     ):
         if whole % divisor:
             raise SystemExit(f"{whole} {what} cannot be split: {divisor} has to divide them")
@@ -84,24 +134,24 @@ def add_up_tied(model: MixtureOfExperts, ends: ProcessGroup | None) -> None:
         dist.all_reduce(tied.weight.grad.to_local(), group=ends)
 
 
-def train(config: dict[str, Any], device: torch.device) -> None:
-    """Train until `config["steps"]` steps are done. Every rank calls it, in an initialized process group."""
-    steps, batch, micro_batches = config["steps"], config["data"]["batch"], config["data"]["micro_batches"]
+def train(config: Config, device: torch.device, resume: bool) -> None:
+    """Trains until `config.steps` steps are done. Every rank calls it, in an initialized process group."""
+    steps, batch, micro_batches = config.steps, config.data.batch, config.data.micro_batches
     layers, experts = make_meshes(device, config)
     (stages, parts), (stage, part) = layers.shape, layers.get_coordinate()
-    windows = Windows(config["data"]["corpus"], config["data"]["context"])
+    windows = Windows(config.data.corpus, config.data.context)
     # All stages go through the same windows; the order follows from the seed, and not from the number of ranks.
-    data = shardopt.ResumableSampler(len(windows), batch_size=batch, seed=config["seed"], rank=part, ranks=parts)
+    data = shardopt.ResumableSampler(len(windows), batch_size=batch, seed=config.seed, rank=part, ranks=parts)
     loader = DataLoader(windows, batch_sampler=data)
 
-    torch.manual_seed(config["seed"])  # drawn whole, then cut: the same weights on any number of ranks
-    model = MixtureOfExperts(context=windows.context, **config["model"]).to(device)
+    torch.manual_seed(config.seed)  # drawn whole, then cut: the same weights on any number of ranks
+    model = MixtureOfExperts(context=windows.context, **config.model.model_dump()).to(device)
     model.keep_stage(stage, stages)
     shard(model, layers, experts)
     ends = group_of_ends(layers)
 
     tokens = torch.empty(batch // parts // micro_batches, windows.context, dtype=torch.int64, device="meta")
-    hidden = torch.empty(*tokens.shape, config["model"]["width"], device="meta", requires_grad=True)
+    hidden = torch.empty(*tokens.shape, config.model.width, device="meta", requires_grad=True)
     logits = torch.empty(*tokens.shape, BYTES, device="meta", requires_grad=True)
     pipeline_stage = PipelineStage(
         model,
@@ -121,12 +171,12 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     pipeline = Schedule1F1B(pipeline_stage, micro_batches, loss_fn=loss_of, scale_grads=False)
 
     # Each rank gives the parameters that it has. A pattern may match nothing here: it has to on some rank.
-    groups = [{"match": r"norm|bias|gate", "weight_decay": 0.0}, {"match": r"\.experts\.", **config["experts"]}]
-    keyed = shardopt.keyed("adamw", model.named_parameters(), groups=groups, tied=TIED, **config["optimizer"])
-    optimizer = shardopt.GradientClippingOptimizer(keyed, shardopt.GradientClipping.NORM, **config["clipping"])
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps, **config["schedule"]))
+    groups = [{"match": r"norm|bias|gate", "weight_decay": 0.0}, {"match": r"\.experts\.", "lr": config.experts.lr}]
+    keyed = shardopt.keyed("adamw", model.named_parameters(), groups=groups, tied=TIED, **config.optimizer.model_dump())
+    optimizer = shardopt.GradientClippingOptimizer(keyed, "norm", max_gradient=config.clipping.max_gradient)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps, config.schedule.warmup_steps))
 
-    out = Path(config["out"])
+    out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
     manager = checkpoint.Manager(
@@ -134,9 +184,12 @@ def train(config: dict[str, Any], device: torch.device) -> None:
         stage="lazy",
         stop_on=signal.SIGTERM,
         options=checkpoint.SaveOptions(tied=TIED),
-        **config["checkpoints"],
+        **config.checkpoints.model_dump(),
     )
-    manager.restore(app)
+    if resume:
+        manager.restore(app)
+    elif manager.latest_step is not None:
+        raise SystemExit(f"{config.out}: found checkpoints; required none: add --resume, or choose another --out")
 
     while app["step"] < steps:
         for inputs, targets in data.through(loader):
@@ -164,4 +217,4 @@ def train(config: dict[str, Any], device: torch.device) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # matrix products on GPUs need it for the next line
     torch.use_deterministic_algorithms(True)
-    launch(train, __doc__)
+    launch(train, Config, __doc__)

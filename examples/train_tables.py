@@ -1,20 +1,20 @@
-"""Train a model of the next letter whose tables have 2 million rows, cut over the ranks as a plan says.
+"""Trains a model of the next letter whose tables have 2 million rows, cut over the ranks as a plan says.
 
     torchrun --standalone --nproc-per-node 4 examples/train_tables.py configs/tables.toml
-    torchrun --standalone --nproc-per-node 3 examples/train_tables.py configs/tables.toml --set steps=200
+    torchrun --standalone --nproc-per-node 3 examples/train_tables.py configs/tables.toml --resume --set steps=200
 
 A step touches a few thousand rows, and backward updates them where they are. Every 20 steps a save writes the rows that
-were touched since the last. Run it again on any number of ranks: it makes a plan for them, and resumes from the newest
-checkpoint, whichever plan that had. On one or two ranks, set plan.memory_bytes higher.
+were touched since the last. A different number of ranks makes another plan, and resumes from a checkpoint of any plan.
+On one or two ranks, set plan.memory_bytes higher.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch, log_loss
-from grams import Grams, NextLetter
+from common import log_loss
+from grams import Config, Grams, NextLetter
+from program import launch
 from spool import note
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,13 +27,12 @@ from shardopt import checkpoint
 class Trainer:
     """The model and its optimizers: row-wise Adagrad of the tables, in backward, and Adam of the rest. Collective."""
 
-    def __init__(self, config: dict[str, Any], cut: str, device: torch.device) -> None:
-        self.batch, self.device = config["data"]["batch"], device
-        torch.manual_seed(config["seed"])  # the same weights on any number of ranks
+    def __init__(self, config: Config, cut: str, device: torch.device) -> None:
+        self.batch, self.device = config.data.batch, device
+        torch.manual_seed(config.seed)  # the same weights on any number of ranks
         self.model = NextLetter(config, cut, init_device_mesh(device.type, (dist.get_world_size(),)))
-        rates = config["optimizer"]
-        self.of_tables = self.model.tables.fuse(shardopt.optim.RowWiseAdagrad, lr=rates["tables"])
-        self.of_dense = shardopt.keyed("adam", self.model.dense.named_parameters(), lr=rates["dense"])
+        self.of_tables = self.model.tables.fuse(shardopt.optim.RowWiseAdagrad, lr=config.optimizer.tables)
+        self.of_dense = shardopt.keyed("adam", self.model.dense.named_parameters(), lr=config.optimizer.dense)
 
     def step(self, rows: dict[str, Tensor], letters: Tensor) -> Tensor:
         """Takes a step with this rank's part of the batch; returns its addend of the loss, a double."""
@@ -47,14 +46,14 @@ class Trainer:
         return share.detach()
 
 
-def train(config: dict[str, Any], device: torch.device) -> None:
-    """Train until `config["steps"]` steps are done. Every rank calls it, in an initialized process group."""
-    rank, ranks, steps, rules = dist.get_rank(), dist.get_world_size(), config["steps"], config["checkpoints"]
-    grams = Grams(config["data"]["corpus"], config["grams"], config["rows"])
+def train(config: Config, device: torch.device, resume: bool) -> None:
+    """Trains until `config.steps` steps are done. Every rank calls it, in an initialized process group."""
+    rank, ranks, steps, rules = dist.get_rank(), dist.get_world_size(), config.steps, config.checkpoints
+    grams = Grams(config.data.corpus, config.grams.model_dump(), config.rows.model_dump())
     # The order of letters follows from the seed, and not from the number of ranks; what was seen of it is saved.
-    data = shardopt.ResumableSampler(len(grams), batch_size=config["data"]["batch"], seed=config["seed"])
+    data = shardopt.ResumableSampler(len(grams), batch_size=config.data.batch, seed=config.seed)
     trainer = Trainer(config, "planned", device)
-    out = Path(config["out"])
+    out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     app = {
         "model": trainer.model,
@@ -63,10 +62,13 @@ def train(config: dict[str, Any], device: torch.device) -> None:
         "data": data,
         "step": 0,
     }
-    touched = checkpoint.Manager(out / "checkpoints", every=rules["every"], incremental=True)
+    touched = checkpoint.Manager(out / "checkpoints", every=rules.every, incremental=True)
     # Damage of a file hits every save that refers to it: so some are whole, in files of their own.
-    full = checkpoint.Manager(out / "full", every=rules["full_every"], keep=1)
-    touched.restore(app)
+    full = checkpoint.Manager(out / "full", every=rules.full_every, keep=1)
+    if resume:
+        touched.restore(app)
+    elif touched.latest_step is not None:
+        raise SystemExit(f"{config.out}: found checkpoints; required none: add --resume, or choose another --out")
     if rank == 0:
         cuts = ", ".join(f"{table.name} {table.cut}" for table in trainer.model.tables.tables)
         print(f"{ranks} ranks, from step {app['step']}: {cuts}", flush=True)
@@ -96,4 +98,4 @@ def train(config: dict[str, Any], device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, __doc__)
+    launch(train, Config, __doc__)

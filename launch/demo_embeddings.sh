@@ -12,7 +12,7 @@ export OMP_NUM_THREADS=1
 # Arguments: the number of ranks, where the run is, and settings.
 train() {
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" \
-        examples/train_embeddings.py configs/embeddings.toml --out "$runs/$2" "${@:3}"
+        examples/train_embeddings.py configs/embeddings.toml --resume --out "$runs/$2" "${@:3}"
 }
 
 echo "1/4  Train on 4 ranks, each of which holds a quarter of the rows."

@@ -22,7 +22,7 @@ fail() {
 train() {
     local run="$runs/$2" log="$runs/$2-$1.log"
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" examples/train_moe.py configs/moe.toml \
-        --out "$run" --set "split.pipeline=$3" "split.experts=$4" >"$log" 2>&1 &
+        --resume --out "$run" --set "split.pipeline=$3" "split.experts=$4" >"$log" 2>&1 &
     job=$!
     if [[ -n ${5-} ]]; then
         until grep -qs "\"step\": $5," "$run/loss.jsonl"; do

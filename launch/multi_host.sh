@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Trains on several hosts over ssh: torchrun on each, a host that is lost is left behind and taken back.
 #
-#   HOSTS="node1 node2 node3 node4" NODES=2:4 RANKS_PER_NODE=8 bash launch/multi_host.sh examples/train_lm.py configs/lm.toml
+#   HOSTS="node1 node2 node3 node4" NODES=2:4 RANKS_PER_NODE=8 bash launch/multi_host.sh examples/train_lm.py configs/lm.toml --resume
 #
 # To be started once, on any machine from which the hosts are reached, in the project's folder, which all hosts see under
 # the same path, like the checkpoints. By hand, or from a scheduler of your own: the same on every host, with its name:
 #
-#   HOSTS=… NODES=… RANKS_PER_NODE=… bash launch/multi_host.sh --here node2 examples/train_lm.py configs/lm.toml
+#   HOSTS=… NODES=… RANKS_PER_NODE=… bash launch/multi_host.sh --here node2 examples/train_lm.py configs/lm.toml --resume
 #
 # The program is one whose Manager has `stop_on=signal.SIGTERM`, with `seconds` of its Preemption below 30: torchrun grants the ranks
 # that much when a host comes back, saves included.

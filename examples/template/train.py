@@ -7,6 +7,7 @@ A comment such as `docs/recipes/fsdp2.md` names the page of shardopt's documenta
 """
 
 import argparse
+import importlib.util
 import logging
 import os
 import signal
@@ -68,21 +69,28 @@ def read_config(path: Path) -> Config:
     try:
         return Config.model_validate(tomllib.loads(path.read_text()))
     except ValidationError as error:
-        wrong = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in error.errors()]
-        raise SystemExit(
-            "\n".join(f"{path}: {name}: found {found!r}: {message}" for name, found, message in wrong)
-        ) from None
+        raise SystemExit(wrong_settings(path, error)) from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SystemExit(f"{path}: {error}") from None
 
 
-def join_job() -> torch.device:
-    """Joins the job that torchrun has started; returns this rank's device. Collective."""
+def wrong_settings(path: Path, error: ValidationError) -> str:
+    """Returns a line for each wrong setting: its name, what was found, and what is wrong with it."""
+    wrong = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in error.errors()]
+    return "\n".join(f"{path}: {name}: found {found!r}: {message}" for name, found, message in wrong)
+
+
+def join_job(**options: Any) -> torch.device:
+    """Joins the job that torchrun has started; returns this rank's device. Collective.
+
+    Args:
+        options: of `init_process_group`, such as `timeout`.
+    """
     use_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # NCCL needs one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpus else torch.device("cpu")
     if use_gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpus else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpus else "gloo", **options)
     return device
 
 
@@ -117,7 +125,7 @@ def make_writer(config: Config, app: dict[str, Any]) -> Any:
     """Returns TensorBoard's writer, which gets the metrics of saves from here on."""
     from torch.utils.tensorboard import SummaryWriter  # needs the package `tensorboard`
 
-    writer = SummaryWriter(f"{config.out}/logs")
+    writer = SummaryWriter(f"{config.out}/logs", purge_step=app["step"] + 1)  # hides steps after the loaded one
     # docs/integrations/loggers.md
     log_report_metrics(tensorboard(writer), step=lambda: app["step"])
 
@@ -202,6 +210,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint; start if there is none")
     parser.add_argument("--tensorboard", action="store_true", help="write losses and saves to `out`/logs")
     arguments = parser.parse_args()
+    if arguments.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard: found no package of this name: pip install tensorboard")
     config = read_config(arguments.config)
     train(config, join_job(), arguments.resume, arguments.tensorboard)
     dist.barrier()  # a rank that exits while another still talks to it aborts that one

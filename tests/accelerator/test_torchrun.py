@@ -24,7 +24,7 @@ def job_in(out):
     """The job under torchrun; it and its rank are killed if they are left in the block."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += [str(REPOSITORY / "examples" / "train_lm.py"), str(REPOSITORY / "configs" / "lm.toml")]
-    command += ["--out", str(out), "--set", f"steps={STEPS}", f"checkpoints.every={EVERY}"]
+    command += ["--resume", "--out", str(out), "--set", f"steps={STEPS}", f"checkpoints.every={EVERY}"]
     out.mkdir(exist_ok=True)
     with open(out / "log", "a") as log:
         job = subprocess.Popen(

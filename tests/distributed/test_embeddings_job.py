@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from common import override
 from compare_runs import compare_losses, main
-from train_embeddings import train
+from program import override, read_config
+from train_embeddings import Config, train
 
 from shardopt import checkpoint
 from tests.harness import run_ranks
@@ -18,10 +18,9 @@ TINY = ("steps=8", "save_every=4", "data.batch=64", "data.min_count=40", "model.
 
 
 def train_tiny(out: Path, **settings: Any) -> None:
-    config = tomllib.loads((REPOSITORY / "configs" / "embeddings.toml").read_text())
-    override(config, tomllib.loads("\n".join(TINY)))
-    override(config, settings)
-    train(config | {"out": str(out)}, torch.device("cpu"))
+    changes = override(tomllib.loads("\n".join(TINY)), settings | {"out": str(out)})
+    config = read_config(Config, REPOSITORY / "configs" / "embeddings.toml", changes)
+    train(config, torch.device("cpu"), resume=True)
 
 
 def test_it_resumes_on_fewer_ranks(

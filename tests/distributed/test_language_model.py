@@ -1,23 +1,34 @@
 """The program of the language-model recipe, at its smallest: what it trains on, what it keeps, and how it resumes."""
 
-import argparse
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from language_model import train
+from language_model import Config, train
+from program import override, read_config
 from tokenise import main as tokenise
 
 from shardopt import checkpoint
 from tests.harness import run_ranks
 
-SIZES = {"vocabulary": 256, "warm_up": 2, "context": 8, "layers": 1, "width": 32, "lr": 1e-2, "every": 3}
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "language_model.toml"
+SIZES = {
+    "save_every": 3,
+    "model": {"vocabulary": 256, "layers": 1, "width": 32, "heads": 1},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+}
 
 
 def train_here(tokens, out, steps, batch=6, accumulate=2):
-    of_batches = {"batch": batch, "accumulate": accumulate, "validate": accumulate}  # the same samples
-    options = argparse.Namespace(**SIZES, **of_batches, tokens=tokens, out=out, steps=steps)
-    train(options, torch.device("cpu"))
+    # The same samples are for validation.
+    data = {"tokens": tokens, "context": 8, "batch": batch, "accumulate": accumulate, "validate_batches": accumulate}
+    config = read_config(Config, CONFIG, override(SIZES, {"out": out, "steps": steps, "data": data}))
+    train(config, torch.device("cpu"), resume=True)
+
+
+def manager_of(out):
+    return checkpoint.Manager(f"{out}/checkpoints")
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +44,11 @@ def whole(tokens, tmp_path_factory):
     """A run of 6 steps on 2 ranks, and its metrics at the end."""
     out = str(tmp_path_factory.mktemp("whole") / "run")
     run_ranks(2, train_here, tokens, out, 6)
-    return out, checkpoint.Manager(out).metrics(6)
+    return out, manager_of(out).metrics(6)
 
 
 def values(out, step):
-    with checkpoint.open(checkpoint.Manager(out).path(step)) as reader:
+    with checkpoint.open(manager_of(out).path(step)) as reader:
         return {key: reader.read(key) for key in sorted(reader.keys())}
 
 
@@ -46,10 +57,10 @@ def test_it_resumes_on_any_number_of_ranks(tokens, whole, tmp_path, ranks):
     """Bit for bit on as many ranks; on others within what bf16 makes of other sums."""
     out = str(tmp_path / "run")
     shutil.copytree(whole[0], out)
-    checkpoint.Manager(out).delete(6)
+    manager_of(out).delete(6)
     run_ranks(ranks, train_here, tokens, out, 6)
-    assert checkpoint.Manager(out).steps() == [3, 6]
-    assert checkpoint.Manager(out).metrics(6) == pytest.approx(whole[1], rel=0 if ranks == 2 else 1e-3, abs=0)
+    assert manager_of(out).steps() == [3, 6]
+    assert manager_of(out).metrics(6) == pytest.approx(whole[1], rel=0 if ranks == 2 else 1e-3, abs=0)
     here, there = values(out, 6), values(whole[0], 6)
     assert here.keys() == there.keys() and here["data"] == there["data"]
     if ranks == 2:
@@ -59,11 +70,11 @@ def test_it_resumes_on_any_number_of_ranks(tokens, whole, tmp_path, ranks):
 def test_a_step_is_the_same_in_any_number_of_micro_batches(tokens, whole, tmp_path):
     out = str(tmp_path / "run")
     run_ranks(2, train_here, tokens, out, 6, 12, 1)
-    assert checkpoint.Manager(out).metrics(6)["loss"] == pytest.approx(whole[1]["loss"], rel=1e-3)
+    assert manager_of(out).metrics(6)["loss"] == pytest.approx(whole[1]["loss"], rel=1e-3)
 
 
 def test_it_learns_and_keeps_its_best(whole):
-    manager = checkpoint.Manager(whole[0])
+    manager = manager_of(whole[0])
     assert manager.metrics(6)["loss"] < manager.metrics(3)["loss"] < 5.6  # log 256 = 5.55
     assert manager.metrics(6)["validation"] < manager.metrics(3)["validation"]
     assert values(whole[0], 6)["schedule"]["last_epoch"] == 6

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from common import override
 from compare_runs import compare_losses, differing_keys
-from train_lm import train
+from program import read_config
+from train_lm import Config, train
 
 from shardopt import checkpoint
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_ranks_outcomes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "lm.toml"
@@ -38,16 +38,14 @@ TOLERANCE = 1e-5
 LAST = "checkpoints/step-00000008"
 
 
-def tiny_config(out: Path) -> dict[str, Any]:
-    config = tomllib.loads(CONFIG.read_text())
-    override(config, tomllib.loads("\n".join(TINY)))
-    return config | {"out": str(out)}
+def tiny_config(out: Path) -> Config:
+    return read_config(Config, CONFIG, tomllib.loads("\n".join(TINY)) | {"out": str(out)})
 
 
-def train_tiny(out: Path, dropped: str | None = None) -> None:
+def train_tiny(out: Path, dropped: str | None = None, resume: bool = True) -> None:
     if dropped is not None:
         drop_on_restore(dropped)
-    train(tiny_config(out), torch.device("cpu"))
+    train(tiny_config(out), torch.device("cpu"), resume)
 
 
 def drop_on_restore(piece: str) -> None:
@@ -111,6 +109,13 @@ def test_resumed_on_another_number_of_ranks_every_loss_is_the_same(whole: Path, 
     assert comparison.holds(TOLERANCE)
 
 
+def test_a_run_does_not_begin_where_checkpoints_are(whole: Path) -> None:
+    before = {*whole.rglob("*")}
+    (outcome,) = run_ranks_outcomes(1, train_tiny, whole, resume=False)
+    assert "found checkpoints; required none: add --resume" in str(outcome.error)
+    assert {*whole.rglob("*")} == before
+
+
 @pytest.mark.parametrize("dropped", ["exp_avg", "exp_avg_sq", "step", "schedule", "data"])
 def test_the_comparison_fails_where_a_piece_is_not_resumed(whole: Path, interrupted: Path, dropped: str) -> None:
     run_ranks(RANKS, train_tiny, interrupted, dropped)
@@ -123,7 +128,8 @@ def test_the_comparison_fails_where_a_piece_is_not_resumed(whole: Path, interrup
 @pytest.mark.exhaustive
 def test_the_program_resumes_under_torchrun(whole: Path, interrupted: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += [str(REPOSITORY / "examples" / "train_lm.py"), str(CONFIG), "--out", str(interrupted), "--set", *TINY]
+    command += [str(REPOSITORY / "examples" / "train_lm.py"), str(CONFIG), "--resume"]
+    command += ["--out", str(interrupted), "--set", *TINY]
     ended = subprocess.run(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_moe
-from common import override
 from compare_runs import compare_losses, read_losses
 from kill_and_resume import pid_of_rank
 from moe import Block
+from program import read_config
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -57,9 +57,8 @@ def settings_of(stages: int, expert_ranks: int, others: dict[str, int] | None = 
 def train_tiny(out: Path, settings: list[str], dropped: str | None = None) -> None:
     if dropped is not None:
         drop(dropped)
-    config = tomllib.loads(CONFIG.read_text())
-    override(config, tomllib.loads("\n".join(settings)))
-    train_moe.train(config | {"out": str(out)}, torch.device("cpu"))
+    changes = tomllib.loads("\n".join(settings)) | {"out": str(out)}
+    train_moe.train(read_config(train_moe.Config, CONFIG, changes), torch.device("cpu"), resume=True)
 
 
 def drop(piece: str) -> None:
@@ -88,7 +87,7 @@ def torchrun(out: Path, split: Split, others: dict[str, int]) -> Iterator[subpro
     """The whole program as a user starts it; ended when the block is left."""
     ranks, *parallel = split
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(REPOSITORY / "examples" / "train_moe.py"), str(CONFIG), "--out", str(out)]
+    command += [str(REPOSITORY / "examples" / "train_moe.py"), str(CONFIG), "--resume", "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
         [*command, "--set", *settings_of(*parallel, others)],

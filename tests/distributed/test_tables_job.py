@@ -3,13 +3,12 @@
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from common import override
 from compare_runs import compare_losses
-from grams import tables_of
+from grams import Config, tables_of
+from program import read_config
 from spool import records
 from train_tables import train
 
@@ -28,16 +27,14 @@ TINY = (
 )
 
 
-def tiny_config() -> dict[str, Any]:
-    config = tomllib.loads((REPOSITORY / "configs" / "tables.toml").read_text())
-    override(config, tomllib.loads("\n".join(TINY)))
-    config["plan"]["memory_bytes"] = 4_000_000  # less than a table in fp64
-    return config
+def tiny_config(out: Path, memory_bytes: int = 4_000_000) -> Config:  # less than a table in fp64
+    changes = tomllib.loads("\n".join([*TINY, f"plan.memory_bytes={memory_bytes}"]))
+    return read_config(Config, REPOSITORY / "configs" / "tables.toml", changes | {"out": str(out)})
 
 
 def train_tiny(out: Path) -> None:
     torch.set_default_dtype(torch.float64)
-    train(tiny_config() | {"out": str(out)}, torch.device("cpu"))
+    train(tiny_config(out), torch.device("cpu"), resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +56,7 @@ def test_it_resumes_on_three_ranks_under_another_plan(whole_and_resumed: tuple[P
     comparison = compare_losses(*whole_and_resumed)
     assert [line.ranks for line in comparison.differences] == [4] * 5 + [3] * 4
     assert comparison.holds(1e-12)
-    config = tiny_config()
-    config["plan"]["memory_bytes"] //= 2  # tables are in fp32 here
+    config = tiny_config(whole_and_resumed[0], memory_bytes=2_000_000)  # tables are in fp32 here
     cuts = [[table.cut for table in tables_of(config, "planned", ranks)] for ranks in (4, 3)]
     assert cuts[0] != cuts[1]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from common import launch
-from train_lm import train
+from program import launch
+from train_lm import Config, train
 
 from shardopt import checkpoint
 
@@ -32,4 +32,4 @@ if __name__ == "__main__":
     if "COLLECTIVE_SECONDS" in os.environ:  # else ranks wait for a host that is cut off as long as torch has them wait
         timeout = timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
         dist.init_process_group = partial(dist.init_process_group, timeout=timeout)
-    launch(train, __doc__)
+    launch(train, Config, __doc__)

@@ -57,7 +57,7 @@ class Run:
             *(f"steps={STEPS}", f"checkpoints.every={EVERY}", "data.batch=12", "data.context=16", "model.layers=1"),
             *("model.width=32", "model.heads=2", "schedule.warmup_steps=3"),
         )
-        program = ["tests/launch/slow_lm.py", "configs/lm.toml", "--out", str(out), "--set", *configuration]
+        program = ["tests/launch/slow_lm.py", "configs/lm.toml", "--resume", "--out", str(out), "--set", *configuration]
         self.seconds_a_step(seconds_a_step)
         self._log = Path(f"{out}.log")
         names = hosts.names.values()

@@ -41,7 +41,7 @@ class Run:
         )
         self.job = cluster.run(
             *("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={out}.log", *options, "launch/slurm.sbatch"),
-            *("tests/launch/slow_lm.py", "configs/lm.toml", "--out", str(out), "--set", *settings),
+            *("tests/launch/slow_lm.py", "configs/lm.toml", "--resume", "--out", str(out), "--set", *settings),
             RANKS_PER_NODE="2",
             LOGS=f"{out}/logs",
             PYTHON=sys.executable,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardopt.checkpoint.loading.hand_back import writer_told
 from shardopt.checkpoint.loading.load import LoadOptions, Look, plan_ranks, prepare, refuse_differences
 from shardopt.checkpoint.loading.rank_plan import RankPlan
 from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
@@ -168,7 +169,8 @@ def _planned(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tuple
     plan, found = plan_ranks(ranks, what, look, options)
     plan.reader.close()
     try:
-        refuse_differences(ranks, what, plan, found, options)
+        with writer_told(plan.reader.manifest):
+            refuse_differences(ranks, what, plan, found, options)
     except MismatchError as error:
         return plan, error
     return plan, None

@@ -41,7 +41,7 @@ from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, whole
 from shardopt.state.paths import Path, join
 from shardopt.state.values import decode_value
-from shardopt.version import __version__
+from shardopt.version import WRITER
 
 
 @gc_paused()  # objects by the hundred thousand, none of them garbage
@@ -62,7 +62,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
     if needed > FORMAT_VERSION:
         by = f", written by {str(body['written_by'])[:80]}" if "written_by" in body else ""
-        reads = f"at most {FORMAT_VERSION}, which shardopt {__version__} reads"
+        reads = f"at most {FORMAT_VERSION}, which {WRITER} reads"
         problem = Problem(where, f"version {needed}{by}", reads, "install a newer shardopt")
         raise FormatError("the checkpoint needs a newer reader", [problem], code="newer-format")
     try:

@@ -1,6 +1,6 @@
 """Hands objects their loaded state.
 
-Until all objects have it, optimizers refuse to step, and errors say how far the load got.
+Until all objects have it, optimizers refuse to step, and errors say how far the load got, and who wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, PartialLoadError, Problem, ShardoptError
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
+from shardopt.version import WRITER
 
 CHANGED_NOTHING = "this load changed nothing"
 MAY_HAVE_CHANGED = "the app may be loaded in part, and optimizers in it refuse to step until a load is whole"
@@ -24,6 +27,11 @@ _REFUSED = (
     "mend what it says, and load again, which loads everything anew; or leave the object out of the app, and load with "
     'Strictness(unexpected="ignore")'
 )
+_REFUSALS: frozenset[Code] = frozenset(
+    ("damaged", "does-not-fit", "optimizer-state", "by-position", "object-refused", "cast-overflow")
+)
+"""The codes of errors whose cause may be that another version wrote the checkpoint."""
+
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
@@ -54,6 +62,24 @@ def damage_told(state: str) -> Iterator[None]:
     except CorruptionError as error:
         error.message = f"{error.message}; {state}"
         error.args = (error.message,)
+        raise
+
+
+@contextmanager
+def writer_told(manifest: Manifest) -> Iterator[None]:
+    """Adds to a refusal who wrote the checkpoint, if that was another version.
+
+    To be entered where this rank has read the manifest, and either in the work of a round or where all ranks have it.
+    Elsewhere only some ranks could say it, and their errors would differ.
+    """
+    try:
+        yield
+    except ShardoptError as error:
+        if error.code in _REFUSALS and manifest.written_by not in (None, WRITER):
+            first, *others = error.message.split("\n")
+            first += f" (written by {manifest.written_by:.80}; this is {WRITER})"
+            error.message = "\n".join([first, *others])
+            error.args = (error.message,)
         raise
 
 

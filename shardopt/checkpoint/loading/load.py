@@ -25,6 +25,7 @@ from shardopt.checkpoint.loading.hand_back import (
     hand_back,
     mark_partial_load,
     unmark_partial_load,
+    writer_told,
 )
 from shardopt.checkpoint.loading.init_state import init_unstepped
 from shardopt.checkpoint.loading.names import Names, names_as_stored
@@ -247,7 +248,7 @@ def _load_into(
         match, names, manifest = plan.match, plan.names, plan.reader.manifest
         schedules = plan.flat.schedules() if ranks.rank == 0 else []
         arguments = other_arguments(schedules, names) if schedules else []
-    with damage_told(MAY_HAVE_CHANGED):
+    with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
         bytes_read, loaded = _read(ranks, what, plan, options)
     if schedules:
         paths = [each.path for each in loaded]
@@ -287,16 +288,17 @@ def _load_into(
 def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
     """Plans this rank's reads, once all ranks know that everything fits; changes nothing."""
     plan, found = plan_ranks(ranks, what, look, options)
-    refuse_differences(ranks, what, plan, found, options)
-    with_casts = found["with_casts"]
-    if not found["alike"]:
-        _, with_casts = ranks.agree(what, plan.read_alone, report=lambda _: plan.has_casts_to_check, decide=any)
-    if with_casts:
-        names = {old: key for key, old in plan.names.renamed.items()}
-        ranks.agree(what, work=lambda: check_casts(casts_to_check(plan.requests), names))
-    if options.transactional:
-        doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
-        ranks.agree(doing, work=lambda: check_all(plan.requests))
+    with writer_told(plan.reader.manifest):
+        refuse_differences(ranks, what, plan, found, options)
+        with_casts = found["with_casts"]
+        if not found["alike"]:
+            _, with_casts = ranks.agree(what, plan.read_alone, report=lambda _: plan.has_casts_to_check, decide=any)
+        if with_casts:
+            names = {old: key for key, old in plan.names.renamed.items()}
+            ranks.agree(what, work=lambda: check_casts(casts_to_check(plan.requests), names))
+        if options.transactional:
+            doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
+            ranks.agree(doing, work=lambda: check_all(plan.requests))
     return plan
 
 
@@ -304,9 +306,13 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
     """Plans this rank's load, with its differences; also returns what rank 0 has found in all plans. Collective."""
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
     decide = partial(compare_plans, what.removeprefix("loading "))
-    plan_here = partial(
-        plan_rank, ranks=ranks, strictness=strictness, select=select, share_reads=share_reads, reads=options.reads
-    )
+
+    def plan_here(
+        reader: CheckpointReader, flat: FlatState, names: Names, grow: Sequence[str] | None = None
+    ) -> RankPlan:
+        with writer_told(reader.manifest):
+            return plan_rank(reader, flat, names, ranks, strictness, select, share_reads, grow, options.reads)
+
     plan, found = ranks.agree(what, lambda: plan_here(*look()), RankPlan.report, decide)
     if found["may_grow"]:
         growing = _agree_to_grow(ranks, what, plan, found["may_grow"])

@@ -28,7 +28,7 @@ from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, w
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
 from shardopt.ranks import Call, Ranks
-from shardopt.version import __version__
+from shardopt.version import WRITER
 from shardopt.world import world
 
 Reports = Sequence[Sequence[Sequence[object]]]
@@ -152,7 +152,7 @@ def make_manifest(
         metrics=metrics or {},
         seconds=seconds,
         renamed=renamed,
-        written_by=f"shardopt {__version__}",
+        written_by=WRITER,
     )
     return manifest, encode_manifest(manifest, values)
 

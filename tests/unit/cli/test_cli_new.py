@@ -78,11 +78,16 @@ def test_a_part_that_names_a_page_has_the_text_of_that_page(page, part):
     assert any(block[i : i + len(wanted)] == wanted for block in blocks for i in range(len(block))), wanted
 
 
-def _train(folder, steps, resume, die_at=None):
-    """Trains on this rank; returns what the program printed. Rank 1 dies at a step, once the last save is complete."""
+def program_in(folder):
     spec = importlib.util.spec_from_file_location("train", folder / "train.py")
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
+    return train
+
+
+def _train(folder, steps, resume, die_at=None):
+    """Trains on this rank; returns what the program printed. Rank 1 dies at a step, once the last save is complete."""
+    train = program_in(folder)
     save = checkpoint.Manager.save
 
     def save_and_die(manager, step, app, **options):
@@ -107,7 +112,7 @@ def losses_in(printed):
 def test_a_run_that_lost_a_rank_resumes_on_three_with_the_same_losses(tmp_path):
     for name in ("whole", "killed"):
         assert main(["new", str(tmp_path / name)]) == 0
-    whole = losses_in(run_ranks(2, _train, tmp_path / "whole", 20, False)[0])
+    whole = losses_in(run_ranks(1, _train, tmp_path / "whole", 20, False)[0])
     killed = run_ranks_outcomes(2, _train, tmp_path / "killed", 20, False, die_at=15)
     assert killed[1].signal is signal.SIGKILL
     resumed = losses_in(run_ranks(3, _train, tmp_path / "killed", 20, True)[0])
@@ -129,8 +134,18 @@ def test_wrong_settings_are_named(tmp_path):
     assert main(["new", str(tmp_path / "run")]) == 0
     text = (tmp_path / "run" / "config.toml").read_text().replace("lr = 1e-3", 'lr = "fast"') + "kep = 3\n"
     (tmp_path / "run" / "config.toml").write_text(text)
-    (outcome,) = run_ranks_outcomes(1, _train, tmp_path / "run", 10, False)
-    assert "optimizer.lr: found 'fast'" in str(outcome.error) and "checkpoints.kep: found 3" in str(outcome.error)
+    with pytest.raises(SystemExit) as caught:
+        program_in(tmp_path / "run").read_config(tmp_path / "run" / "config.toml")
+    assert "optimizer.lr: found 'fast'" in str(caught.value) and "checkpoints.kep: found 3" in str(caught.value)
+
+
+def test_a_package_that_tensorboard_needs_is_named_before_the_job_is_joined(tmp_path, monkeypatch, capsys):
+    assert main(["new", str(tmp_path / "run")]) == 0
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr("sys.argv", ["train.py", str(tmp_path / "run" / "config.toml"), "--tensorboard"])
+    with pytest.raises(SystemExit):
+        program_in(tmp_path / "run").main.__wrapped__()  # without `record`, which takes over faulthandler
+    assert "--tensorboard: found no package of this name: pip install tensorboard" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive  # starts torchrun five times

@@ -1,4 +1,4 @@
-"""`ls`, `show` and `verify` of checkpoints of ours, and `plan`: they import no torch, and work where there is none."""
+"""`ls`, `show` and `verify` of checkpoints of ours, `plan` and `new` import no torch, and work where there is none."""
 
 import json
 import subprocess
@@ -34,6 +34,7 @@ VERBS = {
         "--algorithm",
         "sgd",
     ],
+    "new": ["new", "{new}"],
     "help": ["--help"],
 }
 CODE = """
@@ -51,7 +52,8 @@ for arguments in json.loads(sys.argv[1]):
     found.append((status, out.getvalue(), err.getvalue(), torchs))
 print(json.dumps(found))
 """
-WITHOUT = "sys.modules['torch'] = None  # an import of it raises ModuleNotFoundError"
+# An import of torch, or of the extra `cli`, raises ModuleNotFoundError.
+WITHOUT = "sys.modules |= dict.fromkeys(['torch', 'rich', 'argcomplete'])"
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,8 @@ def shells(calls, before=WITHOUT):
 
 
 @pytest.mark.parametrize("before", ["", WITHOUT], ids=["not imported", "not there"])
-def test_verbs_need_no_torch(run, before):
-    places = {"run": run, "step": run / "step-00000007"}
+def test_verbs_need_no_torch(run, before, tmp_path):
+    places = {"run": run, "step": run / "step-00000007", "new": tmp_path / "my-run"}
     calls = [[each.format(**places) for each in arguments] for arguments in VERBS.values()]
     for verb, (status, output, errors) in zip(VERBS, shells(calls, before), strict=True):
         assert (verb, status or 0, errors) == (verb, 0, "")

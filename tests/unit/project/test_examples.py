@@ -1,24 +1,40 @@
 """The examples' own code: which bytes a rank is given, and what counts as the same run."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import grams
+import language_model
 import pytest
 import torch
-from common import Windows, learning_rate_factor, override
+import train_embeddings
+import train_lm
+import train_moe
+from common import Windows, learning_rate_factor
 from compare_runs import compare_losses, differing_keys, read_losses
 from grams import Grams
 from kill_and_resume import pid_of_rank
 from lose_a_host import Loss, collect
 from moe import TIED, MixtureOfExperts
+from program import override, read_config
 from train_embeddings import Pairs
 from train_moe import make_meshes
 
 from shardopt import checkpoint
 from tests.support.fake_rank import as_rank
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+PROGRAMS = {
+    "lm": train_lm,
+    "language_model": language_model,
+    "embeddings": train_embeddings,
+    "moe": train_moe,
+    "tables": grams,
+}
 
 
 def write_run(run: Path, losses: list[tuple[int, float]]) -> Path:
@@ -56,12 +72,26 @@ def test_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
     assert factors[10] == pytest.approx(0.1)
 
 
-def test_overrides_reach_into_tables_and_refuse_unknown_names() -> None:
+def test_overrides_reach_into_tables() -> None:
     config: dict[str, Any] = {"steps": 1, "model": {"width": 2, "layers": 3}}
-    override(config, {"steps": 5, "model": {"width": 6}})
-    assert config == {"steps": 5, "model": {"width": 6, "layers": 3}}
-    with pytest.raises(SystemExit, match=r"'depth'.*width, layers"):
-        override(config, {"model": {"depth": 1}})
+    assert override(config, {"steps": 5, "model": {"width": 6}}) == {"steps": 5, "model": {"width": 6, "layers": 3}}
+    assert config == {"steps": 1, "model": {"width": 2, "layers": 3}}
+
+
+@pytest.mark.parametrize(("name", "program"), PROGRAMS.items())
+def test_each_program_has_settings_that_its_file_fits(name: str, program: Any) -> None:
+    read_config(program.Config, CONFIGS / f"{name}.toml", {})
+    changes = {"seed": "zero", "steps": "5", "data": {"corpse": 1}, "model": 3}
+    with pytest.raises(SystemExit) as caught:
+        read_config(program.Config, CONFIGS / f"{name}.toml", changes)
+    for wrong in ("seed: found 'zero'", "steps: found '5'", "data.corpse: found 1", "model: found 3"):
+        assert f"{name}.toml: {wrong}: " in str(caught.value)
+
+
+def test_pages_that_comments_name_are_there() -> None:
+    files = (CONFIGS.parent / "examples").rglob("*.py")
+    pages = {page for file in files for page in re.findall(r"# (docs/\S+\.md)\n", file.read_text())}
+    assert len(pages) > 5 and all((CONFIGS.parent / page).exists() for page in pages), pages
 
 
 def test_runs_compare_by_relative_difference(tmp_path: Path, reference: Path) -> None:
@@ -174,9 +204,10 @@ def test_stages_have_each_parameter_once_under_its_name_in_the_whole_model(stage
     ],
 )
 def test_splits_that_do_not_divide_are_refused(pipeline: int, experts: int, batch: int, said: str) -> None:
-    config = {"split": {"pipeline": pipeline, "experts": experts}, "model": {"experts": 8}}
+    changes = {"split": {"pipeline": pipeline, "experts": experts}, "data": {"batch": batch, "micro_batches": 2}}
+    config = read_config(train_moe.Config, CONFIGS / "moe.toml", changes)
     with as_rank(0, 6), pytest.raises(SystemExit, match=said):
-        make_meshes(torch.device("cpu"), config | {"data": {"batch": batch, "micro_batches": 2}})
+        make_meshes(torch.device("cpu"), config)
 
 
 def test_what_the_loss_of_a_host_costs_is_counted_from_what_was_done_before(tmp_path: Path) -> None:
