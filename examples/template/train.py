@@ -152,7 +152,7 @@ def train(config: Config, device: torch.device, resume: bool, use_tensorboard: b
     fully_shard(model, mesh=mesh)
 
     # docs/start.md
-    no_decay = {"match": r"bias", "weight_decay": 0.0}  # a regex; the first group that matches a name takes it
+    no_decay = {"match": r"bias", "weight_decay": 0.0}  # a regex; a parameter joins the first group that matches
 
     adamw = shardopt.keyed("adamw", model.named_parameters(), groups=[no_decay], **config.optimizer.model_dump())
     # docs/recipes/fsdp2.md
