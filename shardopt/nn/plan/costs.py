@@ -25,8 +25,8 @@ for each of these rows: f * R * w * (m * (e + x) + 2 * v * x) bytes. To add up g
 that read and write them: f * R * m * 128 bytes. An update reads and writes rows and state:
 f * u * 2 * (w * (e + s) + r) bytes.
 
-**Parts of columns** exchange moments that are one for each row: those of touched rows by two all-reduces, after one by
-which ranks know each other's rows. That is 4 * f * u * r bytes, and 3 * `piece_seconds` more for each piece.
+**Parts of columns** exchange moments that are one for each row: those of touched rows, by one all-reduce. That is
+2 * f * u * r bytes, and `piece_seconds` once more for each piece.
 
 **A replica** asks nobody: it reads m rows. It sends ids, and the gradients of its vectors, to R - 1 ranks and receives
 theirs, 2 * (R - 1) * (8 * k + v * D * x) bytes, writes and reads these, R * (v + m) * D * x bytes, sorts all ids, and
@@ -296,8 +296,8 @@ def _cut(table: TableSize, job: Job, shape: Shape, asked: _Asked, touched: float
     others = exchanges * (job.ranks - 2)  # the holder meets R - 1 ranks, and in its own asking one piece less
     x, width = job.travel_bytes, table.element_bytes + table.element_state
     shares = table.row_state if shape.columns > 1 else 0
-    piece_seconds = job.piece_seconds * (4 if shares else 1)
-    per_row = (others * asked.numbers * _ID_BYTES + 4 * touched * shares) / job.exchange_bandwidth
+    piece_seconds = job.piece_seconds * (2 if shares else 1)
+    per_row = (others * asked.numbers * _ID_BYTES + 2 * touched * shares) / job.exchange_bandwidth
     per_row += (job.ranks * asked.rows * _SORT_BYTES + 2 * touched * table.row_state) / job.memory_bandwidth
     traffic = job.ranks * (asked.rows * (table.element_bytes + x) + 2 * asked.vectors * x) + 2 * touched * width
     per_element = others * asked.vectors * 2 * x / job.exchange_bandwidth + traffic / job.memory_bandwidth

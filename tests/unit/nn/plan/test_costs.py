@@ -43,9 +43,9 @@ def test_seconds_of_a_grid_are_those_of_the_text():
     asked, touched = distinct_rows(1000, 30, 0), distinct_rows(1000, 120, 0)
     to_one = 0.5 * asked * (8 + 2 * 32 * 4)
     traffic = 0.5 * 4 * asked * (32 * (2 + 3 * 4) + 128) + 0.5 * touched * 2 * (32 * (2 + 4) + 4)
-    shared = 4 * 0.5 * touched * 4
+    shared = 2 * 0.5 * touched * 4
     held, own = 3 * to_one, 3 * to_one  # by 3 others, and of the 3 pieces that are elsewhere
-    expected = (held + own + shared) / 1e6 + traffic / 1e9 + 4 * 20e-6
+    expected = (held + own + shared) / 1e6 + traffic / 1e9 + 2 * 20e-6
     assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
     assert made.bytes.tolist() == [500 * (32 * 6 + 4)] * 4
 
@@ -67,8 +67,8 @@ def test_sums_of_bags_travel_where_they_are_fewer_than_rows():
     touched = distinct_rows(1000, 1200, 0)
     to_one = 0.5 * (8 * (300 + 20) + 2 * 20 * 32 * 4)
     traffic = 0.5 * 4 * (32 * (300 * (2 + 4) + 2 * 20 * 4) + 300 * 128) + 0.5 * touched * 2 * (32 * (2 + 4) + 4)
-    shared = 4 * 0.5 * touched * 4
-    expected = (2 * 3 * to_one + shared) / 1e6 + traffic / 1e9 + 4 * 20e-6
+    shared = 2 * 0.5 * touched * 4
+    expected = (2 * 3 * to_one + shared) / 1e6 + traffic / 1e9 + 2 * 20e-6
     assert made.everywhere + made.seconds == pytest.approx([expected] * 4)
     (many,) = candidates(table._replace(kept=Shape(64, 1)), job((10**9,) * 64, batch=10, **figures))
     (rows,) = candidates(table._replace(kept=Shape(64, 1), is_pooled=False), job((10**9,) * 64, batch=10, **figures))
