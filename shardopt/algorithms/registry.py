@@ -277,7 +277,7 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
 
 
 def _is_rival(known: AlgorithmSpec, spec: AlgorithmSpec) -> bool:
-    return known.optimizer is spec.optimizer or known.name.lower() == spec.name.lower()
+    return known.optimizer is spec.optimizer or _plain(known.name) == _plain(spec.name)
 
 
 def _is_again(known: AlgorithmSpec, spec: AlgorithmSpec) -> bool:
@@ -349,18 +349,23 @@ def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
     """Returns the spec of a class or a name.
 
     Args:
-        algorithm: a class, also one that inherits its `step` from one that is registered; or a name, in any case.
+        algorithm: a class, also one that inherits its `step` from one that is registered; or a name, in any case, with
+            or without underscores.
 
     Raises:
         AlgorithmError: it is not registered; the error lists the names that are.
     """
     if isinstance(algorithm, str):
-        spec = next((spec for spec in _SPECS.values() if spec.name.lower() == algorithm.lower()), None)
+        spec = next((spec for spec in _SPECS.values() if _plain(spec.name) == _plain(algorithm)), None)
     else:
         spec = find_spec(algorithm) if isinstance(algorithm, type) else None
     if spec is None:
         raise AlgorithmError("an optimizer is not known here", [unknown(algorithm)], code="unknown-algorithm")
     return spec
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
 def unknown(algorithm: type[Optimizer] | str) -> Problem:

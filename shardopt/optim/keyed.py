@@ -52,7 +52,7 @@ def keyed(
     """Makes an optimizer for named parameters, plain or sharded, that saves its state and groups by name.
 
     Args:
-        algorithm: a torch optimizer class or its name in any case, "adamw".
+        algorithm: a torch optimizer class or its name in any case, "adamw" or "row_wise_adagrad".
         named_params: `model.named_parameters()`, or a mapping. Segments that wrappers add to names (checkpointed
             activations, torch.compile) are left out, so that a run resumes with and without them. So is a "module."
             that all names begin with, as under DistributedDataParallel. Or groups as torch takes them, instead of

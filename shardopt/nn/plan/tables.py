@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.optim import Optimizer
 
-from shardopt.algorithms.registry import AlgorithmSpec, Kind, algorithms, spec_of
+from shardopt.algorithms.registry import AlgorithmSpec, Kind, spec_of
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.nn.plan.costs import (
     EXCHANGE_BANDWIDTH,
@@ -99,7 +99,7 @@ def plan_tables(
         AlgorithmError: the algorithm is not known, or its state is not one of elements and rows.
         InputError: no plan was found that fits the memory; says how much is needed.
     """
-    spec = _spec(algorithm)
+    spec = spec_of(algorithm)
     problems = list(_wrong_tables(tables, ranks, keep))
     names = [table.name for table in tables]
     dtypes = [str(table.dtype or torch.get_default_dtype()).removeprefix("torch.") for table in tables]
@@ -127,14 +127,6 @@ def plan_tables(
     ]
     planned = tuple(replace(table, cut=cut) for table, cut in zip(tables, cuts, strict=True))
     return TablePlan(planned, found.bytes_per_rank, found.seconds_per_rank, found.why, found.bound)
-
-
-def _spec(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
-    if isinstance(algorithm, str):
-        plain = algorithm.lower().replace("_", "")
-        known = {spec.name.lower().replace("_", ""): spec for spec in algorithms()}
-        return known[plain] if plain in known else spec_of(algorithm)
-    return spec_of(algorithm)
 
 
 @cache  # there may be a thousand tables of one algorithm

@@ -160,7 +160,7 @@ def test_the_algorithm_is_that_which_steps_however_it_is_spelt():
         made.save_param_groups(True)
         return made
 
-    made = [shardopt.keyed(owned, params()) for owned in ("adamw", "ADAMW", torch.optim.AdamW, Mine)]
+    made = [shardopt.keyed(owned, params()) for owned in ("adamw", "ADAMW", "adam_w", torch.optim.AdamW, Mine)]
     made += [shardopt.keyed("adamw", params(), fused=True), shardopt.keyed("adamw", params(), foreach=True)]
     made += [by_factory(torch.optim.AdamW), by_factory(torch.optim.AdamW, fused=True), by_factory(Mine)]
     made += [shardopt.in_backward(params(), "adamw"), OptimizerWrapper(made[0])]
