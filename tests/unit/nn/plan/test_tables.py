@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from shardopt.algorithms.registry import algorithms
+from shardopt.algorithms.registry import algorithms, spec_of
 from shardopt.errors import AlgorithmError, InputError, OptionError
 from shardopt.nn import Grid, Table, TablePlan, plan_tables
 from shardopt.nn.plan.solution import DTYPE_BYTES, STATES
-from shardopt.nn.plan.tables import _spec, _state
+from shardopt.nn.plan.tables import _state
 from shardopt.nn.table import cut_problems
 
 TABLES = (Table("items", 10_000_000, 64), Table("users", 1_000_000, 32), Table("country", 200, 16, mode="sum"))
@@ -82,7 +82,7 @@ def test_the_shell_knows_the_state_of_each_algorithm_that_takes_sparse_gradients
     assert STATES.keys() == specs | {"adam"}
     for name, (elements, rows) in STATES.items():
         for dtype, size in DTYPE_BYTES.items():
-            assert _state(_spec(name), getattr(torch, dtype)) == (elements * size, rows * max(4, size))
+            assert _state(spec_of(name), getattr(torch, dtype)) == (elements * size, rows * max(4, size))
 
 
 def test_it_prints_a_table():
