@@ -25,8 +25,8 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 STEP_SIZE = "400 × 4k"
 IMPLEMENTATIONS = {"default": "both by default", "fused": "both fused"}  # of a step that is shown: how its row is named
 SAVES, LOADS, STALLS = "Saves", "Loads", "Stalls of a save in the background"
-STEPS = "Optimizer steps on 400 DTensors of 4k elements"
-PEERS = "DCP; for steps, torch.optim"
+STEPS = "Steps, 400 DTensors of 4k elements, processor time"
+PEERS = "DCP or torch.optim"
 UNITS = {SAVES: "s", LOADS: "s", STALLS: "ms", STEPS: "ms"}
 
 
@@ -66,9 +66,9 @@ def cases_of(results: Path) -> list[Case]:
     rows = {row[""]: row for row in read_table(results / "async_save.md")}
     for stage in ("now", "lazy"):
         ours = rows[f'async_save, stage="{stage}"']
-        for stager, words in (("default", "DCP by default"), ("kept stager", "DCP, memory reused")):
+        for stager, words in (("default", "DCP's default"), ("kept stager", "DCP, shared stager")):
             theirs = rows[f"DCP, {stager}"]
-            name, ms = f'stage="{stage}", {words}', "stall, ms"
+            name, ms = f'stage="{stage}" / {words}', "stall, ms"
             cases.append(Case(STALLS, name, float(ours[ms]), float(theirs[ms]), theirs[f"/ ours {stage}"]))
     for row in read_table(results / "step.md"):
         if row["elements on each rank"] != STEP_SIZE or row["torch DTensor, ms"] == "fails":
@@ -106,7 +106,7 @@ def draw(cases: Sequence[Case], picture: Path) -> None:
     for axes, (panel, found) in zip(all_axes, by_panel.items(), strict=True):
         _draw_panel(axes, panel, found)
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False)
-    figure.supxlabel("log scale: shorter is faster", fontsize=9.5)
+    figure.suptitle("Log scale: shorter is faster", x=0.02, ha="left", fontsize=11)
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
 

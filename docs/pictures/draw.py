@@ -68,23 +68,21 @@ def draw_overlaps(path: Path) -> None:
     for column, layout, label in ((0.0, stored, "file of rank {}"), (6.0, wanted, "rank {} of 3")):
         for box, holders in zip(layout.boxes, layout.holders, strict=True):
             row, height = box.offsets[0], box.sizes[0]
-            axis.add_patch(
-                Rectangle((column, row), 2.4, height, facecolor=COLOURS[holders[0]], edgecolor="white", lw=2)
-            )
+            colour = COLOURS[holders[0]] if layout is stored else PALE  # a colour is a file
+            axis.add_patch(Rectangle((column, row), 2.4, height, facecolor=colour, edgecolor="white", lw=2))
             text = f"{label.format(holders[0])}\n{rows(row, height)}"
             axis.text(column + 1.2, row + height / 2, text, ha="center", va="center", fontsize=10, color="white")
-    for box, holders in zip(wanted.boxes, wanted.holders, strict=True):
-        for other in stored.boxes:
+    for box in wanted.boxes:
+        for other, (writer, *_) in zip(stored.boxes, stored.holders, strict=True):
             overlap = box.intersect(other)
             if overlap is None:
                 continue
             row, height = overlap.offsets[0], overlap.sizes[0]
-            colour = COLOURS[holders[0]]
             axis.annotate(
                 "",
                 xy=(5.95, row + height / 2),
                 xytext=(2.45, row + height / 2),
-                arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 2},
+                arrowprops={"arrowstyle": "-|>", "color": COLOURS[writer], "lw": 2},
             )
             text = rows(row, height)
             axis.text(4.2, row + height / 2 - 0.12, text, ha="center", va="bottom", fontsize=9, color=INK)
@@ -118,7 +116,7 @@ def draw_time_line(path: Path) -> None:
                 (3.4, 0.6, "#888888", ""),
                 *((4 + 2 * number, 2, train, "step") for number in range(4)),
             ],
-            [(2, 1.2, copy, "copy"), (3.2, 3, write, "write"), (6.2, 1.6, commit, "commit")],
+            [(2, 2, copy, "copy"), (4, 3, write, "write"), (7, 1.6, commit, "commit")],
         ),
     }
     for axis, (title, lanes) in zip(axes, cases.items(), strict=True):
