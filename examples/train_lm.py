@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py configs/lm.toml --out out/small --set model.width=64
 
 Losing ranks costs the steps since the last checkpoint, nothing else: run it again on the remaining ranks, or let
-torchrun do it (--max-restarts, with --resume). SIGTERM to any rank costs nothing at all.
+torchrun do it (--max-restarts, with --resume; docs/surviving.md). SIGTERM to any rank costs nothing at all.
 A comment such as `docs/recipes/fsdp2.md` names the page that explains the lines below it.
 """
 

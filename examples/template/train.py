@@ -158,7 +158,7 @@ def train(config: Config, device: torch.device, resume: bool, use_tensorboard: b
     # docs/recipes/fsdp2.md
     optimizer = shardopt.GradientClippingOptimizer(adamw, "norm", max_gradient=1.0)  # clips the global norm to 1.0
 
-    data = shardopt.ResumableSampler(len(samples), batch_size=batch, seed=0)
+    data = shardopt.ResumableSampler(len(samples), batch_size=batch, seed=0)  # batch_size is global
     # docs/start.md
     loader = DataLoader(samples, batch_sampler=data)
 
@@ -168,7 +168,7 @@ def train(config: Config, device: torch.device, resume: bool, use_tensorboard: b
     manager = make_manager(config)
     if resume:
         # docs/start.md
-        manager.restore(app)  # loads the newest checkpoint in place; any number of ranks may have saved it
+        manager.restore(app)  # loads the newest checkpoint in place; the number of ranks may differ
     elif manager.latest_step is not None:
         raise SystemExit(f"{config.out}: found checkpoints; required none: add --resume, or choose another `out`")
 
@@ -182,7 +182,7 @@ def train(config: Config, device: torch.device, resume: bool, use_tensorboard: b
                 x, y = x.to(device), y.to(device)
                 # docs/start.md
                 loss = torch.nn.functional.mse_loss(model(x), y, reduction="sum") / batch
-                (loss * ranks).backward()  # fully_shard averages gradients over ranks; this factor makes it a sum
+                (loss * ranks).backward()  # undoes the mean over ranks
                 optimizer.step()
                 optimizer.zero_grad()
                 app["step"] += 1
