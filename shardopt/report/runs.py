@@ -17,6 +17,8 @@ from shardopt.errors import Problem
 
 COMPLETE = ("whole", "committed", "all")
 """The conditions of a place that has all of a step."""
+NO_FILE = "no such file"
+"""What `Problem.found` says of a missing file."""
 
 Seconds = Mapping[CheckpointId, Mapping[str, float]]
 
@@ -83,7 +85,8 @@ def _document(
             step["seconds"] = saves.get(id, {}).get("seconds")
         step["left"] = _why_left(root.branches, id, step["condition"])
         step["places"] = [*_places_of(id, step["save_id"], places)]
-        step["complete"] = any(place["condition"] in COMPLETE for place in step["places"])
+        step["complete"] = any(place["complete"] for place in step["places"])
+        step["alone"] = _alone(step, places)
         for name in ("condition", "problems", "url"):  # of one place; `places` has those of all
             del step[name]
     gone = sorted(saves.keys() - steps.keys())
@@ -92,7 +95,7 @@ def _document(
         "url": root.url,
         "branch": root.branches.current,
         "branches": [each._asdict() for each in root.branches.values()],
-        "places": [{"url": each.url, "kind": each.kind} for each in places],
+        "places": [*_named(places)],
         "problem": problem,
         "metrics": [*dict.fromkeys(name for step in steps.values() for name in step["metrics"] or {})],
         "steps": [steps[id] for id in sorted(steps)],
@@ -128,8 +131,33 @@ def _places_of(id: CheckpointId, save_id: str | None, places: Sequence[Place]) -
         if seen is None:
             continue
         is_other = None not in (seen.save_id, save_id) and seen.save_id != save_id
-        condition = "another save" if is_other else seen.condition
-        yield {"place": number, "condition": condition, "problems": [asdict(each) for each in seen.problems]}
+        is_missing = bool(seen.problems) and all(each.found == NO_FILE for each in seen.problems)
+        condition = "another save" if is_other else "files missing" if is_missing else seen.condition
+        problems = [asdict(each) for each in seen.problems]
+        yield {"place": number, "condition": condition, "complete": condition in COMPLETE, "problems": problems}
+
+
+def _alone(step: Mapping[str, Any], places: Sequence[Place]) -> int | None:
+    """Returns the one place that has all of a step, if its root or a mirror should have it too; otherwise None.
+
+    A tier may have steps that the root is never to get: those that are not there at all are no loss.
+    """
+    complete = [each["place"] for each in step["places"] if each["complete"]]
+    if len(complete) != 1 or not step["in_run"] or step["left"] is not None:
+        return None
+    (alone,) = complete
+    there = {each["place"] for each in step["places"]}
+    expected = {number for number, place in enumerate(places) if place.kind != "tier"}
+    lacking = (expected & there if places[alone].kind == "tier" else expected) - {alone}
+    return alone if lacking else None
+
+
+def _named(places: Sequence[Place]) -> Iterator[dict[str, str]]:
+    """Yields each place with a short name: "root"; "mirror 1" where there are several mirrors."""
+    kinds = [each.kind for each in places]
+    for at, (url, kind, _) in enumerate(places):
+        name = kind if kinds.count(kind) == 1 else f"{kind} {kinds[:at].count(kind) + 1}"
+        yield {"url": url, "kind": kind, "name": name}
 
 
 def _why_left(branches: Branches, id: CheckpointId, condition: str) -> str | None:

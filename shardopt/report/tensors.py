@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from shardopt.cli.statistics import Statistics
 else:
     of_elements = late("shardopt.cli.statistics")
+
+
+NOT_FINITE = {"nan": "NaN", "positive_infinity": "inf", "negative_infinity": "-inf"}
+"""The counts of elements that are not finite, and what they count."""
 
 
 def checkpoint_document(contents: CheckpointContents, values: bool) -> dict[str, Any]:
@@ -63,6 +67,7 @@ def checkpoint_document(contents: CheckpointContents, values: bool) -> dict[str,
         "elements": root.sums.elements,
         "bytes": root.sums.nbytes,
         "has_statistics": values,
+        "not_finite": _not_finite(tensors) if values else None,
         "layouts": wires,
         "tensors": tensors,
         "tree": [_row(row, numbers) for row in rows_of(root, collapse=False)],
@@ -101,6 +106,13 @@ def _statistics(contents: CheckpointContents) -> dict[str, dict[str, Any]]:
             if progress is not None:
                 progress(number, len(keys))
     return found
+
+
+def _not_finite(tensors: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns how many elements of all tensors are NaN and infinite, and how many tensors have such."""
+    found = [each["statistics"] for each in tensors if "statistics" in each]
+    sums = {name: sum(each[name] for each in found) for name in NOT_FINITE}
+    return {**sums, "tensors": sum(any(each[name] for name in NOT_FINITE) for each in found)}
 
 
 def _norms(statistics: Statistics) -> dict[str, float]:

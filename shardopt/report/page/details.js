@@ -8,8 +8,19 @@ export function stepName(step) {
   return `step ${step.step}` + (step.branch ? ` of branch ${step.branch}` : "");
 }
 
-export function placesText(run, step) {
-  return step.places.map((each) => `${run.places[each.place].kind} ${each.condition}`).join(", ");
+// Returns what a place, by its number, has of a step, and how that is coloured.
+export function inPlace(run, step, number) {
+  const found = step.places.find((each) => each.place === number);
+  if (found === undefined) return { text: "not there", tone: "quiet" };
+  if (found.complete) return { text: "complete", tone: "good" };
+  return { text: found.condition, tone: step.left === null && found.condition !== "some" ? "bad" : "quiet" };
+}
+
+// Returns whether a step can be restored, and how that is coloured.
+export function statusOf(run, step) {
+  if (!step.complete) return step.left === null ? { text: "cannot be restored from anywhere", tone: "bad" } : { text: "not complete", tone: "quiet" };
+  if (step.alone !== null) return { text: `complete only in ${run.places[step.alone].name}`, tone: "warn" };
+  return { text: "complete", tone: "good" };
 }
 
 export function keptText(step) {
@@ -21,30 +32,31 @@ function stepFacts(run, step) {
     ["saved", dateText(step.saved_at)],
     ["ranks", countText(step.world_size)],
     ["tensors", countText(step.tensors)],
-    ["bytes of its own", bytesText(step.nbytes)],
-    ["bytes beside it", step.nbytes_beside ? bytesText(step.nbytes_beside) : ""],
-    ["refers to steps", step.links.join(", ")],
-    ["seconds of the save", secondsText(step.seconds)],
-    ["training waited", secondsText(step.stall_seconds)],
+    ["bytes", bytesText(step.nbytes)],
+    ["bytes in other steps", step.nbytes_beside ? bytesText(step.nbytes_beside) : ""],
+    ["needs files of steps", step.links.join(", ")],
+    ["the save took", secondsText(step.seconds)],
+    ["training waited", step.stall_seconds === null ? "" : secondsText(step.stall_seconds)],
     ...Object.entries(step.metrics ?? {}).map(([name, value]) => [name, numberText(value)]),
-    ["in the run", keptText(step)],
+    ["retention", keptText(step)],
   ]);
 }
 
+function problemText({ key, found, required }) {
+  return found === "no such file" ? `missing: ${key}` : `${key}: found ${found}, required ${required}`;
+}
+
 export function stepDetails(run, step) {
-  const places = step.places.map((each) => {
-    const isComplete = ["whole", "committed", "all"].includes(each.condition);
-    const place = run.places[each.place];
-    const problems = each.problems.map((problem) => element("li", {}, `${problem.key}: found ${problem.found}, required ${problem.required}`));
-    return element("li", {}, `${place.kind} ${place.url}: `, element("span", { class: isComplete ? "good" : "bad" }, each.condition),
-      problems.length ? element("ul", {}, problems) : null);
+  const places = run.places.map((place, number) => {
+    const { text, tone } = inPlace(run, step, number);
+    const problems = step.places.find((each) => each.place === number)?.problems ?? [];
+    return element("li", {}, `${place.name} ${place.url}: `, element("span", { class: tone }, text),
+      problems.length ? element("ul", {}, problems.map((problem) => element("li", {}, problemText(problem)))) : null);
   });
-  const none = element("li", { class: "bad" }, "no place");
+  const { text, tone } = statusOf(run, step);
   return [
-    element("h3", {}, stepName(step)),
-    stepFacts(run, step),
-    element("p", { class: step.complete ? "good" : "bad" }, step.complete ? "complete in at least one place" : "complete nowhere"),
-    element("ul", {}, places.length ? places : none),
+    element("h3", {}, `${stepName(step)}: `, element("span", { class: tone }, text)),
+    element("div", { class: "columns" }, stepFacts(run, step), element("ul", {}, places)),
   ];
 }
 
@@ -53,14 +65,13 @@ export function changeText(change) {
   if (change.kind === "shape") return `${change.a} → ${change.b}`;
   if (change.kind === "bits") return "equal values, other bits";
   const dtype = change.kind === "dtype" ? `${change.a} → ${change.b}, ` : "";
-  const share = `${numberText(change.relative)} of its norm`;
-  return `${dtype}${share}, max ${numberText(change.maximum)}, ${countText(change.differing)} of ${countText(change.elements)} elements`;
+  const share = `by ${numberText(change.relative)} × its old norm`;
+  return `${dtype}${share}, an element by at most ${numberText(change.maximum)}, ${countText(change.differing)} of ${countText(change.elements)} elements`;
 }
 
 export function tensorDetails(checkpoint, tensor, change) {
   const layout = checkpoint.layouts[tensor.layout];
   const parts = [
-    element("h3", {}, tensor.key),
     facts([
       ["dtype", tensor.dtype],
       ["shape", layout.shape.join(" × ") || "scalar"],
@@ -69,12 +80,11 @@ export function tensorDetails(checkpoint, tensor, change) {
       ["tied to", tensor.tied_to ?? ""],
       ["changed", change ? changeText(change) : ""],
     ]),
-    element("h3", {}, "Layout: which rank wrote which box"),
-    ...drawLayout(layout),
+    element("div", {}, element("h4", {}, "Layout: boxes, by the ranks that wrote them"), ...drawLayout(layout)),
   ];
   if (tensor.statistics) {
-    parts.push(element("h3", {}, "Elements"), statisticsFacts(tensor.statistics));
-    if (tensor.statistics.counts.length) parts.push(drawHistogram(tensor.statistics));
+    parts.push(statisticsFacts(tensor.statistics));
+    if (tensor.statistics.counts.length) parts.push(element("div", {}, element("h4", {}, "Elements"), drawHistogram(tensor.statistics)));
   }
-  return parts;
+  return [element("h3", {}, tensor.key), element("div", { class: "columns" }, parts)];
 }

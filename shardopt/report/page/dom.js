@@ -35,6 +35,17 @@ export function facts(pairs) {
   return element("dl", { class: "facts" }, rows.map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
+// A place for details of what is chosen. It takes focus from findings that lead to it.
+export function detailsPanel(label, ...children) {
+  return element("div", { class: "details", role: "group", "aria-label": label, tabindex: -1, "aria-live": "polite" }, children);
+}
+
+// Fills such a place, and scrolls no further than until all of it is in view.
+export function fillPanel(panel, children) {
+  panel.replaceChildren(...children);
+  panel.scrollIntoView({ block: "nearest" });
+}
+
 // Calls `draw` when an element first comes into view.
 export function whenSeen(node, draw) {
   const observer = new IntersectionObserver((entries) => {

@@ -25,7 +25,17 @@ export function sorted(rows, value, falling) {
   return pairs.map(([, , row]) => row);
 }
 
-/* Columns: {label, width, text(row), value(row) to sort by, isNumber, title(row)}. A tree gives `treeOf(row)`, which
+const longestTail = 28;
+
+// The end of a key that stays in view when its middle is cut: from a layer's number on, if there is one near.
+function tailOf(key) {
+  const near = Math.max(0, key.length - longestTail);
+  const number = key.slice(near).search(/\.\d+\./);
+  return number < 0 ? key.slice(Math.max(near, Math.floor(key.length / 2))) : key.slice(near + number);
+}
+
+/* Columns: {label, hint, width, text(row), value(row) to sort by, isNumber, isKey, tone(row)}. Rows are given in the
+   order of the first one, if it has a value; `tone` is a class of a cell. A tree gives `treeOf(row)`, which
    returns {level, open} where `open` is null for a leaf, and `onToggle(row, open)`. */
 export class Grid {
   constructor({ label, columns, onOpen, treeOf = null, onToggle = null }) {
@@ -39,6 +49,7 @@ export class Grid {
     this.head.style.gridTemplateColumns = this.template;
     this.least = `${columns.reduce((sum, column) => sum + Number(column.width.match(/\d+/)[0]), 0)}px`;
     this.head.style.minWidth = this.least; // of all rows alike, or their columns would not be in line
+    if (columns[0].value) this.head.firstChild.setAttribute("aria-sort", "ascending");
     this.body = element("div", { role: "rowgroup", class: "body" });
     this.element = element(
       "div",
@@ -54,7 +65,7 @@ export class Grid {
   header(column) {
     const style = column.isNumber ? "number" : null;
     if (!column.value) return element("div", { role: "columnheader", class: style }, column.label);
-    const button = element("button", { type: "button" }, column.label);
+    const button = element("button", { type: "button", title: `${column.hint ?? column.label}: click to sort` }, column.label);
     const cell = element("div", { role: "columnheader", class: style, "aria-sort": "none" }, button);
     button.addEventListener("click", () => this.sort(column, cell));
     return cell;
@@ -106,7 +117,7 @@ export class Grid {
   }
 
   slot() {
-    const cells = this.columns.map((column) => element("div", { role: "gridcell", class: column.isNumber ? "number" : null }));
+    const cells = this.columns.map((column) => element("div", { role: "gridcell", class: column.isKey ? "key" : column.isNumber ? "number" : null }));
     const node = element("div", { role: "row" }, cells);
     node.style.gridTemplateColumns = this.template;
     node.style.minWidth = this.least;
@@ -126,9 +137,12 @@ export class Grid {
     slot.node.setAttribute("aria-rowindex", at + 2);
     slot.node.style.transform = `translateY(${at * rowHeight}px)`;
     this.columns.forEach((column, i) => {
-      const text = column.text(row);
-      slot.cells[i].textContent = text;
-      slot.cells[i].title = column.title ? column.title(row) : text;
+      const [cell, text] = [slot.cells[i], column.text(row)];
+      const tail = column.isKey ? tailOf(text) : "";
+      if (column.isKey) cell.replaceChildren(element("span", {}, text.slice(0, text.length - tail.length)), element("span", {}, tail));
+      else cell.textContent = text;
+      cell.title = text;
+      if (column.tone) cell.className = `${column.isNumber ? "number " : ""}${column.tone(row) ?? ""}`;
     });
     if (!tree) return;
     slot.node.setAttribute("aria-level", tree.level + 1);
@@ -147,6 +161,12 @@ export class Grid {
     if (top < this.element.scrollTop) this.element.scrollTop = top;
     if (top > this.element.scrollTop + high) this.element.scrollTop = top - high;
     this.render();
+  }
+
+  // Makes a row the active one, in the middle of the table.
+  center(at) {
+    this.element.scrollTop = Math.max(0, at * rowHeight - this.element.clientHeight / 2 + 1.5 * rowHeight);
+    this.activate(at);
   }
 
   open(at, isClick = false) {

@@ -4,7 +4,9 @@ import { element, facts, section } from "./dom.js";
 import { changeText } from "./details.js";
 
 const cell = 18;
-const names = 150;
+const names = 175;
+const labels = 145; // the height of the columns' names, which stand upright
+const leastDeep = 10; // times the median: what no layer reaches leaves the map faint
 
 // Returns the layers, the names within them, and the change of each pair, in the order of the document.
 export function tableOf(changes) {
@@ -19,25 +21,39 @@ export function tableOf(changes) {
   return { layers: [...layers.keys()], columns: [...columns.keys()], cells: [...layers.values()] };
 }
 
-// Returns how strong a change is drawn: 0 for none, up to 1, by the logarithm of the relative change.
-export function strength(change, low, high) {
-  const relative = asNumber(change.relative);
-  if (change.kind === "shape" || Number.isNaN(relative) || relative === Infinity) return 1;
-  if (!relative) return 0;
-  return high > low ? 0.08 + (0.92 * (Math.log(relative) - Math.log(low))) / (Math.log(high) - Math.log(low)) : 1;
+// Returns the relative change of each tensor, by its key, as times the median of its name over the layers that changed.
+export function ratiosOf({ columns, cells }) {
+  const ratios = new Map();
+  columns.forEach((_, column) => {
+    const changes = cells.map((row) => row.get(column)).filter((change) => change);
+    const shares = changes.map((change) => asNumber(change.relative)).filter((share) => share > 0 && Number.isFinite(share)).sort((a, b) => a - b);
+    const usual = shares.length ? (shares[(shares.length - 1) >> 1] + shares[shares.length >> 1]) / 2 : 1;
+    for (const change of changes) ratios.set(change.key, change.kind === "shape" ? Infinity : asNumber(change.relative) / usual);
+  });
+  return ratios;
+}
+
+// Returns how strong a ratio is drawn: 0 for no change, faint up to the median, up to 1, by its logarithm.
+export function strength(ratio, high) {
+  if (ratio === 0) return 0;
+  return Number.isFinite(ratio) ? 0.08 + 0.92 * Math.min(1, Math.max(0, Math.log(ratio) / Math.log(high))) : 1;
+}
+
+function shortened(name, most) {
+  const kept = Math.floor(most / 3);
+  return name.length > most ? `${name.slice(0, kept)}…${name.slice(kept + 1 - most)}` : name;
 }
 
 class HeatMap {
   constructor(changes, onOpen) {
     Object.assign(this, { onOpen, at: [0, 0], table: tableOf(changes) });
-    const shares = changes.map((each) => asNumber(each.relative)).filter((share) => share > 0 && Number.isFinite(share));
-    this.low = shares.reduce((least, share) => Math.min(least, share), Infinity);
-    this.high = shares.reduce((most, share) => Math.max(most, share), 0);
+    this.ratios = ratiosOf(this.table);
+    this.high = [...this.ratios.values()].filter(Number.isFinite).reduce((most, ratio) => Math.max(most, ratio), leastDeep);
     const { layers, columns } = this.table;
     this.canvas = element("canvas", {});
     this.extent = element("div", { class: "extent" });
     this.extent.style.width = `${names + columns.length * cell}px`;
-    this.extent.style.height = `${layers.length * cell + 8}px`;
+    this.extent.style.height = `${labels + layers.length * cell + 8}px`;
     this.said = element("p", { role: "status" }, "Move over the map, or focus it and use the arrow keys.");
     const label = `Heat map of relative changes: ${layers.length} layers by ${columns.length} tensors. Arrow keys move, Enter opens.`;
     this.element = element("div", { class: "heat", tabindex: 0, role: "application", "aria-label": label }, this.extent, this.canvas);
@@ -73,13 +89,13 @@ class HeatMap {
     brush.scale(scale, scale);
     brush.font = "11px system-ui, sans-serif";
     const { layers, columns, cells } = this.table;
-    const last = Math.min(layers.length, Math.ceil((scrollTop + high) / cell));
+    const last = Math.min(layers.length, Math.ceil((scrollTop + high - labels) / cell));
     for (let row = Math.floor(scrollTop / cell); row < last; row += 1) {
-      const y = row * cell - scrollTop;
+      const y = labels + row * cell - scrollTop;
       for (const [column, change] of cells[row]) {
         const x = names + column * cell - scrollLeft;
         if (x < names - cell || x > wide) continue;
-        const share = strength(change, this.low, this.high);
+        const share = strength(this.ratios.get(change.key), this.high);
         const lightness = parseFloat(light) + share * (parseFloat(deep) - parseFloat(light));
         brush.fillStyle = share ? `hsl(${hue} 70% ${lightness}%)` : empty;
         brush.fillRect(x, y, cell - 1, cell - 1);
@@ -92,7 +108,16 @@ class HeatMap {
       brush.fillStyle = color("--page");
       brush.fillRect(0, y, names - 2, cell);
       brush.fillStyle = text;
-      brush.fillText(layers[row].length > 24 ? `…${layers[row].slice(-23)}` : layers[row], 4, y + cell - 5);
+      brush.fillText(shortened(layers[row], 28), 4, y + cell - 5);
+    }
+    brush.fillStyle = color("--page");
+    brush.fillRect(0, 0, wide, labels - 2);
+    brush.fillStyle = text;
+    brush.rotate(-Math.PI / 2);
+    const end = Math.min(columns.length, Math.ceil((scrollLeft + wide - names) / cell));
+    for (let column = Math.floor(scrollLeft / cell); column < end; column += 1) {
+      const x = names + column * cell - scrollLeft;
+      if (x >= names - cell / 2) brush.fillText(shortened(columns[column], 24), 4 - labels, x + cell - 5);
     }
   }
 
@@ -103,15 +128,17 @@ class HeatMap {
   say() {
     const [row, column] = this.at;
     const change = this.change();
-    this.said.textContent = `${this.table.layers[row]} · ${this.table.columns[column]}: ${change ? changeText(change) : "no such tensor"}`;
+    const ratio = change ? this.ratios.get(change.key) : 0;
+    const times = ratio && Number.isFinite(ratio) ? `, ${numberText(Number(ratio.toPrecision(3)))} × the median of its column` : "";
+    this.said.textContent = `${this.table.layers[row]} · ${this.table.columns[column]}: ${change ? changeText(change) + times : "no such tensor"}`;
     this.later();
   }
 
   point(event) {
     const place = this.element.getBoundingClientRect();
     const column = Math.floor((event.clientX - place.left + this.element.scrollLeft - names) / cell);
-    const row = Math.floor((event.clientY - place.top + this.element.scrollTop) / cell);
-    if (column < 0 || column >= this.table.columns.length || row < 0 || row >= this.table.layers.length) return;
+    const row = Math.floor((event.clientY - place.top + this.element.scrollTop - labels) / cell);
+    if (event.clientY - place.top < labels || event.clientX - place.left < names || column < 0 || column >= this.table.columns.length || row < 0 || row >= this.table.layers.length) return;
     if (row === this.at[0] && column === this.at[1]) return;
     this.at = [row, column];
     this.say();
@@ -124,7 +151,7 @@ class HeatMap {
     event.preventDefault();
     const within = (value, count) => Math.max(0, Math.min(count - 1, value));
     this.at = [within(this.at[0] + down, this.table.layers.length), within(this.at[1] + right, this.table.columns.length)];
-    this.element.scrollTop = Math.max(Math.min(this.element.scrollTop, this.at[0] * cell), (this.at[0] + 2) * cell - this.element.clientHeight);
+    this.element.scrollTop = Math.max(Math.min(this.element.scrollTop, this.at[0] * cell), labels + (this.at[0] + 2) * cell - this.element.clientHeight);
     this.element.scrollLeft = Math.max(Math.min(this.element.scrollLeft, this.at[1] * cell), names + (this.at[1] + 2) * cell - this.element.clientWidth);
     this.say();
   }
@@ -138,17 +165,18 @@ class HeatMap {
 export function changesSection(changes, onOpen) {
   const map = new HeatMap(changes.tensors, onOpen);
   const unequal = changes.tensors.filter((each) => each.kind !== "equal").length;
-  const range = map.high ? `from ${numberText(map.low)} (faint) to ${numberText(map.high)} (strong), logarithmic` : "none";
+  const scale = element("p", { class: "quiet" }, "Relative change, divided by the median of its column: up to 1 × ",
+    element("span", { class: "scale" }), ` ${numberText(Number(map.high.toPrecision(3)))} ×, logarithmic`);
   const list = (keys) => (keys.length ? `${countText(keys.length)}: ${keys.slice(0, 20).join(", ")}${keys.length > 20 ? ", …" : ""}` : "");
   const made = section("Changes", "changes",
     facts([
-      ["since", `${changes.url}, saved ${dateText(changes.saved_at)} as ${changes.save_id}`],
+      ["since", `${changes.url}, saved ${dateText(changes.saved_at)} (save ${changes.save_id})`],
       ["tensors that differ", `${countText(unequal)} of ${countText(changes.tensors.length)}`],
       ["values that differ", list(changes.values)],
       ["only before", list(changes.only_before)],
       ["only now", list(changes.only_now)],
-      ["relative change", range],
+      ["relative change", "2-norm of the difference, divided by that of the earlier tensor"],
     ]),
-    map.element, map.said);
+    scale, map.element, map.said);
   return { element: made, title: "Changes" };
 }

@@ -1,12 +1,14 @@
 // Puts the sections into the page, and leads from findings and links to them.
 import { element } from "./dom.js";
+import { stepName } from "./details.js";
 import { runSection } from "./steps.js";
 import { checkpointSection } from "./tensors.js";
 import { changesSection } from "./heat.js";
 
 const report = JSON.parse(document.getElementById("document").textContent);
 const runs = report.runs.map(runSection);
-const checkpoint = report.checkpoint && checkpointSection(report.checkpoint, report.against);
+const ofRun = report.runs[0]?.steps.find((step) => step.save_id !== null && step.save_id === report.checkpoint?.save_id);
+const checkpoint = report.checkpoint && checkpointSection(report.checkpoint, report.against, ofRun && stepName(ofRun));
 const changes = report.against && changesSection(report.against, (found) => checkpoint.show(found));
 
 for (const each of [...runs, checkpoint, changes].filter(Boolean)) {

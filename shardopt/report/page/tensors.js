@@ -1,6 +1,6 @@
 // The section of a checkpoint: its facts, its tree with sums, and a table of its tensors.
 import { asNumber, bytesText, countText, dateText, numberText, secondsText } from "./format.js";
-import { element, facts, section } from "./dom.js";
+import { detailsPanel, element, facts, fillPanel, section } from "./dom.js";
 import { Grid } from "./grid.js";
 import { tensorDetails } from "./details.js";
 
@@ -60,30 +60,46 @@ function tree(checkpoint, onOpen) {
 }
 
 function tensorColumns(checkpoint, changes) {
-  const statistic = (label, name) => ({
-    label, width: "108px", isNumber: true,
+  const statistic = (label, name, hint) => ({
+    label, hint, width: "98px", isNumber: true,
     value: (each) => asNumber(each.statistics?.[name] ?? null), text: (each) => numberText(each.statistics?.[name]),
   });
-  const change = (label, name) => ({
-    label, width: "108px", isNumber: true,
+  const infinite = (each) => (each.statistics ? each.statistics.positive_infinity + each.statistics.negative_infinity : null);
+  const change = (label, width, name, hint) => ({
+    label, hint, width, isNumber: true,
     value: (each) => asNumber(changes.get(each.key)?.[name] ?? null), text: (each) => numberText(changes.get(each.key)?.[name]),
   });
   return [
-    { label: "key", width: "minmax(230px, 3fr)", value: (each) => each.key, text: (each) => each.key },
-    { label: "dtype", width: "90px", value: (each) => each.dtype, text: (each) => each.dtype },
+    { label: "key", width: "minmax(200px, 3fr)", isKey: true, value: (each) => each.key, text: (each) => each.key },
+    { label: "dtype", width: "80px", value: (each) => each.dtype, text: (each) => each.dtype },
     { label: "shape", width: "110px", text: (each) => checkpoint.layouts[each.layout].shape.join(" × ") },
-    { label: "bytes", width: "90px", isNumber: true, value: (each) => each.bytes, text: (each) => bytesText(each.bytes) },
-    ...(checkpoint.has_statistics ? [statistic("rms", "rms"), statistic("norm", "norm"), statistic("max", "maximum"), statistic("NaN", "nan")] : []),
-    ...(changes.size ? [change("changed", "relative"), change("max change", "maximum")] : []),
+    { label: "bytes", width: "80px", isNumber: true, value: (each) => each.bytes, text: (each) => bytesText(each.bytes) },
+    ...(checkpoint.has_statistics ? [
+      statistic("rms", "rms", "root mean square"), statistic("norm", "norm"), statistic("max", "maximum"),
+      { ...statistic("NaN", "nan"), width: "65px", tone: (each) => (each.statistics?.nan ? "bad" : null) },
+      { label: "inf", hint: "inf and -inf", width: "55px", isNumber: true, value: infinite, text: (each) => numberText(infinite(each)), tone: (each) => (infinite(each) ? "bad" : null) },
+    ] : []),
+    ...(changes.size ? [
+      change("change ÷ norm", "130px", "relative", "norm of the change, divided by the old norm"),
+      change("max change", "124px", "maximum", "largest change of an element"),
+    ] : []),
   ];
 }
 
-export function checkpointSection(checkpoint, against) {
+function notFiniteText(checkpoint) {
+  if (!checkpoint.has_statistics) return "";
+  const { nan, positive_infinity: inf, negative_infinity: minus, tensors } = checkpoint.not_finite;
+  return `${countText(nan)} NaN, ${countText(inf)} inf, ${countText(minus)} -inf${tensors ? ` in ${countText(tensors)} ${tensors === 1 ? "tensor" : "tensors"}` : ""}: all elements were read`;
+}
+
+// `step` is the name of the checkpoint's step, if it is one of a run.
+export function checkpointSection(checkpoint, against, step) {
   const changes = new Map((against?.tensors ?? []).map((each) => [each.key, each]));
-  const details = element("div", { class: "details", "aria-live": "polite" }, "Choose a tensor: in the tree or in the table.");
-  const show = (tensor) => details.replaceChildren(...tensorDetails(checkpoint, tensor, changes.get(tensor.key)));
-  const keys = tree(checkpoint, show);
-  const grid = new Grid({ label: "Tensors", columns: tensorColumns(checkpoint, changes), onOpen: show });
+  const ofTree = detailsPanel("Tensor chosen in the tree", "Choose a tensor in the tree.");
+  const ofTable = detailsPanel("Tensor chosen in the table", "Choose a tensor in the table.");
+  const showIn = (panel) => (tensor) => fillPanel(panel, tensorDetails(checkpoint, tensor, changes.get(tensor.key)));
+  const keys = tree(checkpoint, showIn(ofTree));
+  const grid = new Grid({ label: "Tensors", columns: tensorColumns(checkpoint, changes), onOpen: showIn(ofTable) });
   const filter = element("input", { type: "search", placeholder: "part of a key", "aria-label": "Filter tensors by a part of their keys" });
   const count = element("span", { class: "quiet", role: "status" });
   const fill = () => {
@@ -92,28 +108,33 @@ export function checkpointSection(checkpoint, against) {
     count.textContent = `${countText(rows.length)} of ${countText(checkpoint.tensors.length)} tensors`;
   };
   filter.addEventListener("input", fill);
-  const made = section(`Checkpoint ${checkpoint.url}`, "checkpoint",
+  const title = step ? `Checkpoint: ${step}` : `Checkpoint ${checkpoint.url}`;
+  const made = section(title, "checkpoint",
+    step ? element("p", { class: "quiet" }, `A report has the tensors of one step. These are of ${step}, whichever is chosen above.`) : null,
     facts([
-      ["saved", `${dateText(checkpoint.saved_at)} as ${checkpoint.save_id}`],
+      ["place", step ? checkpoint.url : ""],
+      ["saved", `${dateText(checkpoint.saved_at)} (save ${checkpoint.save_id})`],
       ["took", secondsText(checkpoint.seconds)],
       ["ranks", countText(checkpoint.world_size)],
       ["files", `${countText(checkpoint.files)}, ${bytesText(checkpoint.file_bytes)}`],
       ["tensors", `${countText(checkpoint.tensor_count)}, ${countText(checkpoint.elements)} elements, ${bytesText(checkpoint.bytes)}`],
+      ["not finite", notFiniteText(checkpoint)],
     ]),
-    element("h3", {}, "Tree"), keys.element, details,
-    element("h3", {}, "Tensors"), element("div", { class: "tools" }, filter, count), grid.element);
+    element("h3", {}, "Tree"), keys.element, ofTree,
+    element("h3", {}, "Tensors"), element("div", { class: "tools" }, filter, count), grid.element, ofTable);
   fill();
   return {
     element: made,
-    title: "Checkpoint",
+    title: step ? title : "Checkpoint",
     show(found) {
       const tensor = checkpoint.tensors.find((each) => each.key === found.tensor);
       if (!tensor) return;
-      show(tensor);
       filter.value = "";
       fill();
-      grid.activate(grid.rows.indexOf(tensor));
-      details.scrollIntoView({ block: "start" });
+      grid.center(grid.rows.indexOf(tensor));
+      grid.element.scrollIntoView({ block: "start" });
+      showIn(ofTable)(tensor);
+      ofTable.focus({ preventScroll: true });
     },
   };
 }

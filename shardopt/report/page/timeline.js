@@ -1,7 +1,7 @@
 // The run over time: one panel for branches, bytes, seconds and each metric, over the same steps.
 import { asNumber, bytesText, numberText, secondsText } from "./format.js";
 import { drawn, element, rankColor, whenSeen } from "./dom.js";
-import { stepName } from "./details.js";
+import { statusOf, stepName } from "./details.js";
 
 const high = 70;
 const left = 8;
@@ -9,9 +9,9 @@ const left = 8;
 // Returns the panels of a run: label, value of a step, and its text.
 export function panelsOf(run) {
   const has = (name) => run.steps.some((step) => step[name] !== null);
-  const panels = [{ label: "branch", value: (step) => step.branch, text: (value) => `branch ${value}`, isLane: true }];
-  panels.push({ label: "bytes of its own", value: (step) => step.nbytes, text: bytesText });
-  if (has("seconds")) panels.push({ label: "seconds of the save", value: (step) => step.seconds, text: secondsText });
+  const panels = [{ label: run.branches.length ? "branches" : "steps", value: (step) => step.branch, text: String, isLane: true }];
+  panels.push({ label: "bytes", value: (step) => step.nbytes, text: bytesText });
+  if (has("seconds")) panels.push({ label: "the save took", value: (step) => step.seconds, text: secondsText });
   if (has("stall_seconds")) panels.push({ label: "training waited", value: (step) => step.stall_seconds, text: secondsText });
   for (const name of run.metrics) {
     panels.push({ label: name, value: (step) => asNumber(step.metrics?.[name] ?? null), text: numberText });
@@ -85,20 +85,32 @@ export class Timeline {
       }
     }
     if (panel.isLane) this.crosses(picture, y);
-    title.textContent = `${panel.label}: ${low === top ? panel.text(low) : range}`;
-    picture.append(drawn("text", { x: left, y: high + 12 }, `step ${this.least}`));
+    const lanes = low === top ? panel.label : `${panel.label} ${range}`;
+    title.textContent = panel.isLane ? `${lanes}${this.legend()}` : `${panel.label}: ${low === top ? panel.text(low) : range}`;
+    const first = drawn("text", { x: left, y: high + 12 }, `step ${this.least}`);
+    picture.append(first);
     const cursor = drawn("line", { y1: 0, y2: high, class: "cursor" });
     const note = drawn("text", { y: high + 12 });
     picture.append(cursor, note);
-    this.cursors.push({ picture, cursor, note, panel });
+    this.cursors.push({ picture, cursor, note, first, panel });
   }
 
-  // Crosses the steps of the run that are complete nowhere.
+  // Crosses the steps of the run that cannot be restored, and rings those that one place only has.
   crosses(picture, y) {
-    for (const step of this.run.steps.filter((each) => !each.complete && each.left === null)) {
+    for (const step of this.run.steps) {
       const [x, at] = [this.x(step), y(step.branch)];
-      picture.append(drawn("path", { d: `M${x - 4} ${at - 4}l8 8m0 -8l-8 8`, class: "incomplete" }, drawn("title", {}, `${stepName(step)} is complete nowhere`)));
+      const title = drawn("title", {}, `${stepName(step)}: ${statusOf(this.run, step).text}`);
+      if (!step.complete && step.left === null) picture.append(drawn("path", { d: `M${x - 4} ${at - 4}l8 8m0 -8l-8 8`, class: "incomplete" }, title));
+      else if (step.alone !== null) picture.append(drawn("circle", { cx: x, cy: at, r: 5, class: "alone" }, title));
     }
+  }
+
+  legend() {
+    const { steps } = this.run;
+    const signs = [];
+    if (steps.some((step) => !step.complete && step.left === null)) signs.push("✕ cannot be restored");
+    if (steps.some((step) => step.alone !== null)) signs.push("○ complete in one place only");
+    return signs.length ? ` · ${signs.join(" · ")}` : "";
   }
 
   pick(x) {
@@ -114,12 +126,13 @@ export class Timeline {
     this.slider.setAttribute("aria-valuetext", stepName(step));
     const x = this.x(step);
     const isLeft = x < (this.wide ?? 600) / 2;
-    for (const { cursor, note, panel } of this.cursors) {
+    for (const { cursor, note, first, panel } of this.cursors) {
       cursor.setAttribute("x1", x);
       cursor.setAttribute("x2", x);
       const value = panel.value(step);
-      note.textContent = `${stepName(step)}: ${value === null ? "not recorded" : panel.text(value)}`;
-      note.setAttribute("x", Math.max(x, isLeft ? 90 : 0));
+      note.textContent = `${stepName(step)}: ${panel.isLane ? statusOf(this.run, step).text : value === null ? "not recorded" : panel.text(value)}`;
+      note.setAttribute("x", x);
+      first.setAttribute("visibility", x < 90 ? "hidden" : "visible");
       note.setAttribute("text-anchor", isLeft ? "start" : "end");
     }
     if (isChosen) this.onStep(step);

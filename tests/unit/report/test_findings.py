@@ -1,4 +1,7 @@
-"""What a report has at its top: slow saves, layers that exploded, tensors that are not finite."""
+"""What a report has at its top: steps that are lost, slow saves, jumps, layers that exploded, what is not finite."""
+
+import math
+import random
 
 import pytest
 
@@ -7,11 +10,21 @@ from shardopt.report.findings import findings_of
 
 def step(number, **others):
     known = {"branch": 0, "seconds": 1.0, "stall_seconds": None, "complete": True, "in_run": True, "left": None}
-    return {"step": number, "places": [], **known, **others}
+    return {"step": number, "places": [], "alone": None, "metrics": None, **known, **others}
+
+
+def within(place, condition, *problems):
+    named = [dict(zip(("key", "found", "required"), each, strict=True)) for each in problems]
+    return {"place": place, "condition": condition, "complete": condition == "committed", "problems": named}
+
+
+def losses(values):
+    return document([step(number, metrics={"loss": value}) for number, value in enumerate(values)])
 
 
 def document(steps=(), tensors=(), changes=None):
-    run = {"places": [{"kind": "root", "url": "r"}], "steps": [*steps]}
+    places = [{"kind": kind, "name": kind, "url": f"/{kind}"} for kind in ("root", "mirror")]
+    run = {"places": places, "steps": [*steps], "metrics": ["loss"]}
     return {"runs": [run], "checkpoint": {"tensors": [*tensors]}, "against": changes}
 
 
@@ -22,7 +35,7 @@ def tensor(key, rms, nan=0):
 def test_a_save_of_three_times_the_median_is_slow():
     found = findings_of(document([*(step(i) for i in range(9)), step(9, seconds=3.5), step(10, seconds=2.9)]))
     assert [(each["kind"], each["step"], each["text"]) for each in found] == [
-        ("slow save", 9, "step 9 took 3.5 s; the median is 1 s")
+        ("slow save", 9, "step 9 took 3.5 s, 3.5 times the median of 1 s")
     ]
 
 
@@ -35,6 +48,7 @@ def test_a_layer_that_exploded_is_compared_with_the_same_tensor_of_other_layers(
     tensors[4] = tensor("layers.2.w", 11.0)
     (found,) = findings_of(document(tensors=tensors))
     assert (found["kind"], found["tensor"]) == ("large values", "layers.2.w")
+    assert found["text"] == "layers.2.w has a root mean square of 11, 11 times the median of w over 4 layers (1)"
 
 
 def test_layers_that_differ_by_nature_did_not_explode():
@@ -60,3 +74,60 @@ def test_many_findings_of_a_kind_are_counted():
     found = findings_of(document([step(i, complete=False) for i in range(20)]))
     assert [each.get("step") for each in found] == [*range(19, 11, -1), None]
     assert found[-1]["text"] == "and 12 more"
+
+
+def test_a_step_that_no_place_has_gives_the_reason_of_each_place():
+    places = [
+        within(0, "files missing", ("/root/step-1/a", "no such file", "what was written")),
+        within(1, "damaged", ("/mirror/step-1/a", "3 bytes", "4"), ("/mirror/step-1/b", "3 bytes", "4")),
+    ]
+    (found,) = findings_of(document([step(1, complete=False, places=places)]))
+    assert found["text"] == (
+        "step 1 cannot be restored from anywhere. root: files missing (step-1/a); "
+        "mirror: damaged (step-1/a: found 3 bytes, required 4, and 1 more)"
+    )
+
+
+def test_a_step_that_one_place_only_has_is_named_with_what_the_others_lack():
+    lost = within(0, "files missing", ("/root/step-2/a", "no such file", "what was written"))
+    steps = [step(1), step(2, alone=1, places=[lost, within(1, "committed")]), step(3)]
+    (found,) = findings_of(document(steps))
+    assert (found["kind"], found["run"], found["step"]) == ("one place", 0, 2)
+    assert found["text"] == "step 2 is complete only in the mirror. root: files missing (step-2/a)"
+
+
+def test_steps_that_one_place_only_has_for_the_same_reason_are_one_finding():
+    steps = [step(i, alone=0, places=[within(0, "committed")]) for i in range(20)]
+    (found,) = findings_of(document(steps))
+    assert found["text"] == "20 steps from step 0 to step 19 are complete only in the root. mirror: not there"
+    assert found["step"] == 19
+
+
+def test_a_metric_that_goes_to_another_level_and_stays_is_a_jump():
+    (found,) = findings_of(losses([0.75, 0.61, 0.54, 0.5, 1.46, 1.44, 1.42]))
+    assert (found["kind"], found["step"]) == ("jump", 4)
+    assert (
+        found["text"] == "loss went from 0.5 to 1.46 between steps 3 and 4, 6.9 times the largest other change near it"
+    )
+
+
+random.seed(1)
+QUIET = {
+    "noise": [2 + random.gauss(0, 0.3) for _ in range(500)],
+    "noise with outliers": [2 + random.gauss(0, 0.3) / abs(random.gauss(0, 1)) for _ in range(500)],
+    "a fast fall at first": [11.0, 4.0, 3.5, 3.3, *(3.2 - i / 100 for i in range(50))],
+    "a peak": [1 - i / 100 + (i == 20) for i in range(40)],
+    "a schedule in steps": [0.1 ** (i // 10) for i in range(40)],
+    "the last digits": [1.0, 1.0 + 1e-12, 1.0, 1.0 + 1e-12, 1.001, 1.001, 1.001],
+}
+
+
+@pytest.mark.parametrize("values", QUIET.values(), ids=QUIET.keys())
+def test_a_metric_does_not_jump_by(values):
+    assert not findings_of(losses(values))
+
+
+def test_a_metric_that_is_not_finite_is_named_once():
+    (found,) = findings_of(losses([1.0, 0.9, math.nan, math.inf, math.nan]))
+    assert (found["kind"], found["step"]) == ("not finite", 2)
+    assert found["text"] == "loss is not finite in 3 steps from step 2 to step 4"

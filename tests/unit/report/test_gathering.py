@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint import Mirror
+from shardopt.checkpoint import Mirror, Tier
 from shardopt.cli import main
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
@@ -70,10 +70,55 @@ def test_an_abandoned_step_says_which_branch_it_was_left_for(run, capsys):
 def test_a_step_that_is_damaged_here_is_complete_if_its_mirror_is(run, tmp_path, capsys):
     cut(run / "step-00000002")
     found = told(capsys, run, tmp_path / "mirror")
-    assert found["runs"][0]["steps"][1]["complete"] and not found["findings"]
+    assert found["runs"][0]["steps"][1]["complete"]
+    assert [(each["kind"], each["step"]) for each in found["findings"]] == [("one place", 2)]
     found = told(capsys, run)
     assert not found["runs"][0]["steps"][1]["complete"]
     assert [(each["kind"], each["step"]) for each in found["findings"]] == [("not complete", 2)]
+
+
+def test_a_step_that_one_place_only_has_says_which(run, tmp_path, capsys):
+    for file in (run / "step-00000001").glob("*.safetensors"):
+        file.unlink()
+    shutil.rmtree(tmp_path / "mirror" / "step-00000002")
+    shutil.rmtree(tmp_path / "mirror" / "step-00000003")  # of the branch that was left
+    found = told(capsys, run, tmp_path / "mirror")
+    alone = {(each["step"], each["branch"]): each["alone"] for each in found["runs"][0]["steps"]}
+    assert alone == {(1, 0): 1, (2, 0): 0, (3, 0): None, (3, 1): None, (4, 0): None}
+    first = found["runs"][0]["steps"][0]["places"][0]
+    assert (first["condition"], first["complete"]) == ("files missing", False)
+    assert [each["text"].split(" (")[0] for each in found["findings"]] == [
+        "step 1 is complete only in the mirror. root: files missing",
+        "step 2 is complete only in the root. mirror: not there",
+    ]
+    assert not told(capsys, run)["runs"][0]["steps"][1]["alone"]
+
+
+def test_steps_that_only_a_tier_is_to_have_are_not_lost(tmp_path, capsys):
+    tiers = [Tier(str(tmp_path / "tier"), every=1, keep_last=4)]
+    with checkpoint.Manager(tmp_path / "run", every=2, destinations=tiers) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.zeros(8)})
+    found = told(capsys, tmp_path / "run")
+    places = [[each["place"] for each in step["places"]] for step in found["runs"][0]["steps"]]
+    assert places == [[1], [0, 1], [1]] and not found["findings"]
+
+
+def test_several_mirrors_have_numbers(run, tmp_path, capsys):
+    shutil.copytree(tmp_path / "mirror", tmp_path / "other")
+    (document,) = told(capsys, run, tmp_path / "mirror", tmp_path / "other")["runs"]
+    assert [each["name"] for each in document["places"]] == ["root", "mirror 1", "mirror 2"]
+
+
+def test_elements_that_are_not_finite_are_counted_over_all_tensors(tmp_path, capsys):
+    nan, inf = math.nan, math.inf
+    checkpoint.save(
+        tmp_path / "c",
+        {"a": torch.tensor([nan, 1.0, -inf]), "b": torch.tensor([nan, inf, nan, 0.0]), "c": torch.ones(2)},
+    )
+    found = told(capsys, tmp_path / "c", "--values")["checkpoint"]["not_finite"]
+    assert found == {"nan": 3, "positive_infinity": 1, "negative_infinity": 1, "tensors": 2}
+    assert told(capsys, tmp_path / "c")["checkpoint"]["not_finite"] is None
 
 
 def test_a_copy_of_another_save_does_not_count(run, tmp_path, capsys):
