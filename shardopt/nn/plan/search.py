@@ -21,7 +21,6 @@ _TRIALS = 200  # of taking out and placing again, less if tables times ranks are
 _WORK = 100_000_000
 _NEAR = 1.001  # the bound: no more is tried
 _SLIGHTLY = 1e-9
-_FINELY = 1e-5  # as the bound is known
 
 
 class Placed(NamedTuple):
@@ -121,24 +120,26 @@ class Board:
 
 
 def lower_bound(tables: Sequence[Sequence[Candidate]], ranks: int) -> float:
-    """Returns seconds that the busiest rank of no plan stays below: their mean, or the largest uncuttable piece.
+    """Returns seconds that the busiest rank of no plan stays below.
 
-    A plan of so many seconds has no cut with a piece that takes a rank longer. So the mean is that of the other cuts:
-    the fewer seconds, the fewer are left, and the bound is where both meet.
+    A plan whose largest piece takes x seconds has no cut with a larger one. One rank has that piece, and what tables
+    cost every rank; and the busiest one has no less than the mean. The larger of both, for the best x, is the bound.
     """
-    least = sum(min(cut.everywhere for cut in cuts) for cuts in tables)
-    needs, means = [], []  # of each table: seconds from which a cut is possible, ascending; the mean with these so far
-    for cuts in tables:
-        others = least - min(cut.everywhere for cut in cuts)
-        each = sorted((others + cut.everywhere + cut.most_seconds, cut.total / ranks) for cut in cuts)
-        needs.append(np.array([need for need, _ in each]))
-        means.append(np.minimum.accumulate([mean for _, mean in each]))
-    low, high = max(float(need[0]) for need in needs), sum(float(mean[0]) for mean in means)
-    while high - low > _FINELY * high:
-        middle = (low + high) / 2
-        mean = sum(float(m[np.searchsorted(n, middle, "right") - 1]) for n, m in zip(needs, means, strict=True))
-        low, high = (middle, high) if mean > middle else (low, middle)
-    return low
+    everywhere, total = [np.inf] * len(tables), [np.inf] * len(tables)  # of each table the least with pieces up to x
+    cuts = [(cut.most_seconds, table, cut.everywhere, cut.total) for table, cuts in enumerate(tables) for cut in cuts]
+    on_all = mean = 0.0
+    without, bound = len(tables), np.inf
+    for most, table, here, seconds in sorted(cuts):
+        if everywhere[table] == np.inf:
+            without, everywhere[table], total[table] = without - 1, here, seconds
+            on_all, mean = on_all + here, mean + seconds / ranks
+        if here < everywhere[table]:
+            on_all, everywhere[table] = on_all + here - everywhere[table], here
+        if seconds < total[table]:
+            mean, total[table] = mean + (seconds - total[table]) / ranks, seconds
+        if not without:
+            bound = min(bound, max(most + on_all, mean))
+    return float(bound) * (1 - _SLIGHTLY)  # sums are rounded
 
 
 def search(memory: Sequence[int], tables: Sequence[Sequence[Candidate]]) -> Board | None:

@@ -21,6 +21,14 @@ def test_small_sets_are_within_5_percent_of_the_best_plan(seeds):
     assert [seed for seed in seeds if not near_the_best(seed)] == []
 
 
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.exhaustive)], ids=str)
+def test_no_plan_is_below_the_bound(seeds):
+    for seed in seeds:
+        tables, of = small_set(seed)
+        cuts = [candidates(table, of) for table in tables]
+        assert not has_plan_below(lower_bound(cuts, of.ranks), (10**15,) * of.ranks, cuts), seed
+
+
 SIZES = [(20, 8), (100, 16), (60, 48)]
 LARGE = [(300, 64), (1000, 128), (1000, 1024), (50, 1024)]
 
