@@ -68,18 +68,23 @@ def is_failed_peer_there():
     return _is_running(str(pid.item()))
 
 
+def wait_for_all():
+    """Until all ranks are here: one that is still connecting would meet a closed connection, or wait for ever."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("here", 1)
+    while store.add("here", 0) < dist.get_world_size():
+        time.sleep(0.01)
+
+
 def killed_in_collective(bad_rank):
+    wait_for_all()
     if dist.get_rank() == bad_rank:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
 def exit_quietly():
-    # Not before the other rank is here: one that is still connecting would see a closed connection.
-    store = dist.distributed_c10d._get_default_store()
-    store.add("here", 1)
-    while store.add("here", 0) < dist.get_world_size():
-        time.sleep(0.01)
+    wait_for_all()
     os._exit(3)
 
 
