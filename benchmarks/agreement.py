@@ -10,6 +10,10 @@ job.
 
 `first`: the ranks find each other, and agree once. `alike`: all report the same. `different`: each reports what no
 other does, of the length of what a rank reports of the files that it has written.
+
+Before a run of thousands of ranks, add a line for each loopback address to `/etc/hosts`, such as
+`::ffff:127.0.0.1 localhost`: TCPStore looks up clients' names, otherwise for minutes. The first round of 4,096 ranks
+took 9 s on 2026-11-22, and 54 s on 2026-11-27, when the machine was slower.
 """
 
 from __future__ import annotations
