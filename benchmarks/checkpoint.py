@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 import shutil
 import tempfile
 import warnings
@@ -62,19 +63,13 @@ def dcp_writer(path: str, durable: bool = True) -> dcp.FileSystemWriter:
 def save_peers(
     state: dict[str, Any], folder: str, repeated: bool, durable: bool = True
 ) -> dict[str, Callable[[int], Any]]:
-    """Saves to a new path at each repetition, which is removed before the next one."""
     planner = dcp.DefaultSavePlanner(enable_plan_caching=repeated)
 
-    def fresh(name: str, repetition: int) -> str:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            shutil.rmtree(f"{folder}/{name}{repetition - 1}", ignore_errors=True)
-        return f"{folder}/{name}{repetition}"
-
     def ours(repetition: int) -> None:
-        checkpoint.save(fresh("ours", repetition), state, durable=durable)
+        checkpoint.save(f"{folder}/ours{repetition}", state, durable=durable)
 
     def by_dcp(repetition: int) -> None:
-        dcp.save(state, storage_writer=dcp_writer(fresh("dcp", repetition), durable), planner=planner)
+        dcp.save(state, storage_writer=dcp_writer(f"{folder}/dcp{repetition}", durable), planner=planner)
 
     return {"ours": ours, "dcp": by_dcp}
 
@@ -101,10 +96,19 @@ def time_saves(
     durable: bool,
 ) -> dict[str, float]:
     state = make(*args)
+
+    def clear() -> None:
+        """Removes what was saved, so that nobody waits for another's dirty pages."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.makedirs(folder)
+        dist.barrier()
+
+    clear()
     peers = save_peers(state, folder, repeated, durable)
     if make is large:
         peers |= raw_io.writers(f"{folder}/raw-{dist.get_rank()}", _memories(state), durable)
-    return interleaved(peers, repetitions)
+    return interleaved(peers, repetitions, prepare=clear)
 
 
 def time_loads(

@@ -70,6 +70,7 @@ def interleaved(
     repetitions: int,
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
     """The median seconds of each peer, which take turns. Collective where the peers are: the slowest rank counts.
 
@@ -78,10 +79,12 @@ def interleaved(
         repetitions: how often each is timed.
         warm_up: how often each runs before.
         clock: seconds; `time.thread_time` for what keeps one thread busy, on a machine that others load too.
+        prepare: called on each rank before each turn, untimed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for repetition in range(-warm_up, repetitions):
         for name, run in peers.items():
+            prepare()
             if dist.is_initialized():
                 dist.barrier()
             begin = clock()

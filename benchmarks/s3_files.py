@@ -9,6 +9,7 @@ the rate, and the client's own work. `GET /-/requests` gives how many requests t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -44,17 +45,41 @@ class Rate:
 
 
 class Upload:
-    """Parts of one file by number, in memory until all are there."""
+    """Parts of one file, written to their places as they come: all are as long as the first one, but for the last.
+
+    So completing an upload costs the same for any number of bytes, as in a store.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.parts: dict[int, bytes] = {}
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._descriptor = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR, 0o644)  # no name until complete
+        self._lock = threading.Lock()
+        self._part_bytes: int | None = None
+        self._nbytes = 0
+        self._early: dict[int, memoryview] = {}  # parts that came before the first one
+
+    def put(self, number: int, data: memoryview) -> None:
+        with self._lock:
+            self._early[number] = data
+            self._nbytes += data.nbytes
+            if number == 1:
+                self._part_bytes = data.nbytes
+            placed, self._early = ({}, self._early) if self._part_bytes is None else (self._early, {})
+        for each, view in placed.items():
+            assert self._part_bytes is not None
+            place = (each - 1) * self._part_bytes
+            while view.nbytes:
+                written = os.pwrite(self._descriptor, view, place)
+                place, view = place + written, view[written:]
 
     def complete(self) -> None:
-        os.makedirs(os.path.dirname(self._path), exist_ok=True)
-        with open(self._path, "wb", buffering=0) as file:
-            for number in sorted(self.parts):
-                file.write(self.parts.pop(number))
+        assert os.fstat(self._descriptor).st_size == self._nbytes
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        # By linkat, which os.link takes where it gets a directory: link would make another link to the link in /proc.
+        os.link(f"/proc/self/fd/{self._descriptor}", self._path, src_dir_fd=self._descriptor)
+        os.close(self._descriptor)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
     rate: Rate
     latency_seconds = 0.0
     uploads: ClassVar[dict[str, Upload]] = {}
+    numbers: ClassVar[Iterator[int]] = itertools.count()
     requests: ClassVar[list[str]] = []
 
     def log_message(self, *unused: object) -> None:
@@ -90,11 +116,11 @@ class Handler(BaseHTTPRequestHandler):
         self._body()
         name = re.search(r"uploadId=([^&]*)", self.path)
         if name is None:
-            name_of_new = str(len(self.uploads))
+            name_of_new = str(next(self.numbers))
             self.uploads[name_of_new] = Upload(self._path())
             text = f"<InitiateMultipartUploadResult><UploadId>{name_of_new}</UploadId></InitiateMultipartUploadResult>"
         else:
-            self.uploads[name[1]].complete()
+            self.uploads.pop(name[1]).complete()
             text = "<CompleteMultipartUploadResult><ETag>0</ETag></CompleteMultipartUploadResult>"
         self._answer(200, text.encode(), "application/xml")
 
@@ -104,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
         name = re.search(r"uploadId=([^&]*)", self.path)
         path = self._path()
         if part is not None and name is not None:
-            self.uploads[name[1]].parts[int(part[1])] = data
+            self.uploads[name[1]].put(int(part[1]), data)
         elif self.headers.get("If-None-Match") and os.path.exists(path):
             self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>", "application/xml")
             return
@@ -129,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
     def _path(self) -> str:
         return os.path.join(self.folder, unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2])
 
-    def _body(self) -> bytes:
+    def _body(self) -> memoryview:
         """Reads a request's body, in chunks or whole."""
         encodings = self.headers.get("Transfer-Encoding", "") + self.headers.get("Content-Encoding", "")
         if "chunked" in encodings:
@@ -140,9 +166,9 @@ class Handler(BaseHTTPRequestHandler):
             nbytes = self.rfile.readinto(view[:_AT_ONCE_BYTES])
             self.rate.wait(nbytes)
             view = view[nbytes:]
-        return bytes(memory)
+        return memoryview(memory)
 
-    def _chunked(self) -> bytes:
+    def _chunked(self) -> memoryview:
         """Reads a body of chunks, as HTTP or AWS sends them; what follows the last one is of no interest."""
         parts = []
         while size := int(self.rfile.readline().split(b";")[0].strip() or b"0", 16):
@@ -151,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         while self.rfile.readline().strip():
             pass
-        return b"".join(parts)
+        return memoryview(b"".join(parts))
 
     def _serve(self, with_body: bool) -> None:
         self._begin()

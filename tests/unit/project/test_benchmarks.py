@@ -46,7 +46,8 @@ SMALL = {
     "convert": ("--gib 1 --repetitions 1", {"WIDTH": 8, "SMALL": 100}),
     "estimates": (
         "--ranks 1 --repetitions 1",
-        {"ROWS": 64, "COLUMNS": 8, "SMALL": 5, "WIDTH": 16, "LAYERS": 1, "TABLES": (9, 3), "STATES": first(4)},
+        {"ROWS": 64, "COLUMNS": 8, "SMALL": 5, "WIDTH": 16, "LAYERS": 1, "TABLES": (9, 3), "STATES": first(4)}
+        | {"LATENCY": 0.0},
     ),
     "frontier": (f"{ROUND} --steps 1", {"WIDTH": 8, "RANKS": 1, "PEERS": first(3)}),
     "in_backward": ("--repetitions 1", {"WIDTH": 16, "TIMED": ((2, 4), (1, 8))}),
