@@ -93,7 +93,8 @@ class Storage(ABC):
             buffers: the bytes. Copy or write each before the next is asked for: its memory may be used again then, with
                 a model on an accelerator (`b"".join(buffers)` asks for all of them first). Empty ones may be among
                 them. If they can be iterated again, a remote store that has lost a file gets it once more. If they have
-                `nbytes`, about the size of the file, the parts of an upload may be sized by it.
+                `nbytes`, about the size of the file, the parts of an upload may be sized by it. If they have a
+                `reuses_memory` that is False, all memory stays as it is until the call returns.
         """
 
     def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:

@@ -24,6 +24,7 @@ from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import CheckpointError
 
 PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
+_IN_PLACE_BYTES = 1 << 20  # smaller buffers are joined: each call costs as much as some hundred KiB of a copy
 _MOST_PARTS = 5000  # some stores take fewer than S3
 
 
@@ -149,14 +150,20 @@ class RemoteStorage(Storage):
         return self._requests.repeat(doing, lambda: self._write_once(name, buffers))
 
     def _write_once(self, name: str, buffers: Iterable[memoryview]) -> int:
-        part_bytes = _part_bytes(getattr(buffers, "nbytes", 0))
-        path, parts = self._path(name), _parts(iter(buffers), part_bytes)
-        head = list(islice(parts, 2))
-        if len(head) < 2:
-            whole = bytes(head[0]) if head else b""
-            self._request("write", "pipe_file", name, whole)
-            return len(whole)
-        total = self._stream(path, part_bytes, _chain_releasing(head, parts))
+        nbytes = getattr(buffers, "nbytes", 0)
+        part_bytes = _part_bytes(nbytes)
+        sent: Iterable[bytearray | memoryview]
+        if nbytes > part_bytes and getattr(self._fs, "sends_in_place", False) and not _reuses_memory(buffers):
+            sent = _in_place(iter(buffers), part_bytes)
+        else:
+            parts = _parts(iter(buffers), part_bytes)
+            head = list(islice(parts, 2))
+            if len(head) < 2:
+                whole = bytes(head[0]) if head else b""
+                self._request("write", "pipe_file", name, whole)
+                return len(whole)
+            sent = _chain_releasing(head, parts)
+        total = self._stream(self._path(name), part_bytes, sent)
         try:
             stored_bytes = self.size(name)
         except FileNotFoundError:
@@ -165,7 +172,7 @@ class RemoteStorage(Storage):
             raise ConnectionError(f"the store has {stored_bytes} bytes where {total} were sent")
         return total
 
-    def _stream(self, path: str, part_bytes: int, parts: Iterable[bytearray]) -> int:
+    def _stream(self, path: str, part_bytes: int, parts: Iterable[bytearray | memoryview]) -> int:
         """Writes a large file through the file system's own file object, which holds one part at a time or a few."""
         file = self._requests.within_deadline(lambda: self._fs.open(path, "wb", block_size=part_bytes))
         seconds = getattr(file, "deadline_seconds", None)
@@ -293,6 +300,26 @@ def _parts(buffers: Iterator[memoryview], part_bytes: int) -> Iterator[bytearray
                 part = bytearray()
     if part:
         yield part
+
+
+def _reuses_memory(buffers: Iterable[memoryview]) -> bool:
+    """Whether the memory of buffers may be used again before a write has returned; see `Storage.write`."""
+    return bool(getattr(buffers, "reuses_memory", True))
+
+
+def _in_place(buffers: Iterator[memoryview], part_bytes: int) -> Iterator[bytearray | memoryview]:
+    """Yields large buffers from where they are, at most a part at a time, and small ones joined."""
+    joined = bytearray()
+    for buffer in buffers:
+        if len(joined) >= _IN_PLACE_BYTES or (joined and buffer.nbytes >= _IN_PLACE_BYTES):
+            yield joined
+            joined = bytearray()
+        if buffer.nbytes >= _IN_PLACE_BYTES:
+            yield from (buffer[begin : begin + part_bytes] for begin in range(0, buffer.nbytes, part_bytes))
+        else:
+            joined += buffer
+    if joined:
+        yield joined
 
 
 def _chain_releasing(head: list[bytearray], rest: Iterable[bytearray]) -> Iterator[bytearray]:

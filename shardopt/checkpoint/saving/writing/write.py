@@ -94,6 +94,11 @@ class _File:
         self.digest = ""  # of header and checksums; known after an iteration
         self._streaming: Generator[memoryview] | None = None
 
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether memory that was yielded is used again: that of tensors which are streamed from an accelerator."""
+        return not all(self._tensor_of(request).is_cpu for request in self._requests)
+
     def close(self) -> None:
         """Ends an iteration that was left, and frees its buffers, though an error may keep the iterator."""
         if self._streaming is not None:

@@ -38,6 +38,8 @@ class ObjectStore:
     """
 
     async_impl = False
+    sends_in_place = True
+    """Whether files that `open` returns take buffers of any size, and send them from their own memory."""
     refuses_conditions_by = (errno.ENOSYS,)
 
     def __init__(self, protocol: str, make: Callable[..., Any], may_lack_conditions: bool) -> None:
@@ -184,7 +186,7 @@ class Upload:
         self._url, self.deadline_seconds = url, deadline_seconds
         self._writer = obstore.open_writer(store, key, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
 
-    def write(self, part: bytearray) -> None:
+    def write(self, part: bytearray | memoryview) -> None:
         """Sends bytes, whose memory must stay as it is until the upload ends; waits while many are on their way."""
         self._once(lambda: self._writer.write(part))
 
