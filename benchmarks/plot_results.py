@@ -66,7 +66,7 @@ def cases_of(results: Path) -> list[Case]:
     rows = {row[""]: row for row in read_table(results / "async_save.md")}
     for stage in ("now", "lazy"):
         ours = rows[f'async_save, stage="{stage}"']
-        for stager, words in (("default", "DCP's default"), ("kept stager", "DCP, shared stager")):
+        for stager, words in (("default", "DCP's default"), ("kept stager", "DCP, kept stager")):
             theirs = rows[f"DCP, {stager}"]
             name, ms = f'stage="{stage}" / {words}', "stall, ms"
             cases.append(Case(STALLS, name, float(ours[ms]), float(theirs[ms]), theirs[f"/ ours {stage}"]))
