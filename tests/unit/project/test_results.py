@@ -1,5 +1,6 @@
 """The picture and the table at the top of benchmarks/results/README.md have the numbers of the tables beside them."""
 
+import re
 import shutil
 
 import pytest
@@ -23,7 +24,8 @@ def test_the_page_is_what_the_script_writes(results):
 
 def test_a_number_that_changes_in_a_table_changes_on_the_page(results):
     table = results / "checkpoint.md"
-    table.write_text(table.read_text().replace("| 0.096 |", "| 0.777 |"))
+    first_figure = re.compile(r"(save \| )\d+\.\d+ \|")
+    table.write_text(first_figure.sub(r"\g<1>0.777 |", table.read_text(), count=1))
     plot_results.write_overview(results)
     assert "| 0.777 s |" in (results / "README.md").read_text()
 
