@@ -116,7 +116,8 @@ def train(
     app = {"model": parallel, "tables": tables, "dense": dense, "data": data, "step": 0}
     losses: dict[int, float] = {}
     with checkpoint.Manager(root, every=every, stop_on=signal.SIGTERM) as manager:
-        if not manager.restore(app) and begin is not None:
+        manager.restore(app)
+        if manager.restored_step is None and begin is not None:
             checkpoint.load(begin, app, init_state=True, **how)
         while app["step"] < steps:
             for samples in data.through(data):

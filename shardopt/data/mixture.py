@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardopt.data.sampler import ResumableSampler, permutation
-from shardopt.errors import MismatchError, Problem
 
 
 class MixtureSampler(ResumableSampler):
@@ -56,19 +55,15 @@ class MixtureSampler(ResumableSampler):
         self.sizes, self.shares = [*sizes], _divide(size, weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns sizes and shares of the sources, and size, seed, epoch and position; the same on every rank."""
-        return {**super().state_dict(), "sizes": [*self.sizes], "shares": [*self.shares]}
+        """Returns sizes and shares of the sources beside what a `ResumableSampler` does; the same on every rank."""
+        return {**super().state_dict(), **self._shares_of_sources()}
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError if the state belongs to other sources, or to other weights."""
-        remedy = "pass the same sources, weights and epoch_size: where a source stands follows from its share of epochs"
-        problems = [
-            Problem(name, f"{state_dict.get(name)}, of the saved mixture", f"{own}", remedy)
-            for name, own in (("size", self.size), ("sizes", self.sizes), ("shares", self.shares))
-            if state_dict.get(name) != own
-        ]
-        if problems:
-            raise MismatchError("a position in another mixture", problems, code="data-position")
+    def _order_is_of(self) -> dict[str, Any]:
+        # Where a source stands follows from its share of epochs.
+        return {**super()._order_is_of(), **self._shares_of_sources()}
+
+    def _shares_of_sources(self) -> dict[str, list[int]]:
+        return {"sizes": [*self.sizes], "shares": [*self.shares]}
 
     def _order(self) -> Tensor:
         numbers, places, first = [], [], 0

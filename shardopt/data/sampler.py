@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from shardopt.errors import MismatchError, Problem
+from shardopt.errors import MismatchError, OptionError, Problem
+from shardopt.ranks import refuse_lone_processes
 
 T = TypeVar("T")
+
+_NO_MIXTURE = "no mixture"
+_REMEDY = (
+    "make the sampler as it was for the save. A grown data set, or other sources, begin a new order: load once without "
+    'the sampler, with select=r"^(?!data)" if its key in the app is "data"'
+)
+
+_log = logging.getLogger("shardopt")
 
 
 class ResumableSampler:
@@ -25,9 +36,9 @@ class ResumableSampler:
             ...
 
     The samples of an epoch are put in one order, from seed and epoch alone. A global batch is the next `batch_size` of
-    them, and ranks take its samples in turn. So one number, the same on every rank, says what was seen. Any number of
-    ranks resumes with exactly the samples that were not seen. It counts what `through` has handed to the program, not
-    what workers have fetched ahead.
+    them, and ranks take its samples in turn. So one number, the same on every rank, says what was seen: what `through`
+    has handed to the program, not what workers have fetched ahead. Any number of ranks resumes after that. A loop that
+    is not over `through` counts nothing: a resume repeats its samples.
 
     Args:
         size: of the data set, in samples.
@@ -37,7 +48,11 @@ class ResumableSampler:
         drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
             is the last batch. If it has fewer samples than there are ranks, the first samples of the epoch fill it up
             to one for each.
-        rank, ranks: default: of the job; 0 of 1 where torch.distributed is not initialized.
+        rank, ranks: default: of the job, at each use; 0 of 1 in a process that was started alone.
+
+    Raises:
+        ValueError: a batch or the data set has too few samples, as far as the ranks are known; else at the first use.
+        RankError: at the first use; a launcher has started several processes, and there is no process group.
 
     Attributes:
         epoch: the number of the epoch, from 0; `through` counts it up at its end.
@@ -55,71 +70,173 @@ class ResumableSampler:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        in_job = dist.is_available() and dist.is_initialized()
-        self.rank = rank if rank is not None else (dist.get_rank() if in_job else 0)
-        self.ranks = ranks if ranks is not None else (dist.get_world_size() if in_job else 1)
-        if batch_size < self.ranks:
-            raise ValueError(f"batch_size: found {batch_size}; required one for each of {self.ranks} ranks; raise it")
-        least = batch_size if drop_last else self.ranks
-        if size < least:
-            raise ValueError(f"size: found {size} samples; required {least}; lower batch_size, or the number of ranks")
+        self._rank, self._ranks = rank, ranks
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
         self.position = 0
+        self._begun: tuple[int] | None = None  # the position at which the loop that runs over `through` began
+        self._drawn_from: tuple[int, ...] | None = None  # where the batches begin that were drawn last
+        self._warned: set[str] = set()
+        self._require_enough_for(self.ranks if ranks is not None or dist.is_initialized() else 1)
+
+    @property
+    def rank(self) -> int:
+        """The rank whose samples these are."""
+        return self._of_job(0, dist.get_rank) if self._rank is None else self._rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share each batch."""
+        return self._of_job(1, dist.get_world_size) if self._ranks is None else self._ranks
 
     def __len__(self) -> int:
-        """The number of batches left in this epoch."""
-        left = self.size - self.position
-        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
+        """The number of batches of the loop over `through` that runs; if none runs, of the next one.
+
+        After a resume in the middle of an epoch these are those that were left.
+        """
+        return self._batches_from(self.position if self._begun is None else self._begun[0])
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's samples of each remaining batch of this epoch. Counts nothing, as workers run ahead."""
-        order, begin = self._order(), self.position
-        for number in range(len(self)):
-            batch = order[begin + number * self.batch_size :][: self.batch_size]
-            filled = torch.cat([batch, order[: max(0, self.ranks - len(batch))]])
-            yield filled[self.rank :: self.ranks].tolist()
+        rank, ranks, order, begin, here = self.rank, self.ranks, self._order(), self.position, self._here()
+        self._require_enough_for(ranks)
+        self._warn_if_uneven(ranks)
+        try:
+            for number in range(self._batches_from(begin)):
+                batch = order[begin + number * self.batch_size :][: self.batch_size]
+                filled = torch.cat([batch, order[: max(0, ranks - len(batch))]])
+                self._drawn_from = here
+                yield filled[rank::ranks].tolist()
+        except GeneratorExit:  # as by next(iter(loader)), which only looks at a batch
+            self._drawn_from = None
+            raise
 
     def through(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded.
 
         What workers draw themselves, such as augmentations, begins anew in an epoch that is resumed in its middle.
+        What fetches batches ahead goes inside, `through(prefetch(loader))`: around it, a resume would skip them.
 
         Raises:
+            OptionError: the batches of this DataLoader are not this sampler's.
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
-        batches, here = opened(loader, self), self.state_dict()
-        for batch in batches:
+        self._refuse_others_batches(loader)
+        begun = self._begun = (self.position,)
+        try:
+            batches, here = opened(loader, self), self._here()
+            for batch in batches:
+                self._refuse_another(here)
+                self.position = min(self.position + self.batch_size, self.size)
+                here = self._here()
+                yield batch
             self._refuse_another(here)
-            self.position = min(self.position + self.batch_size, self.size)
-            here = self.state_dict()
-            yield batch
-        self._refuse_another(here)
-        self.epoch, self.position = self.epoch + 1, 0
+            self.epoch, self.position = self.epoch + 1, 0
+        finally:
+            if self._begun is begun:
+                self._begun = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns size, seed, epoch and position; the same on every rank."""
-        return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
+        """Returns size, seed, epoch, position and shuffle; the same on every rank.
+
+        Logs a warning, once, if batches were drawn and none was counted, as by a loop that is not over `through`.
+        """
+        if self._drawn_from == self._here():
+            self._warn_once(
+                "batches were drawn from the sampler, and its position is still where they begin: a resume would repeat"
+                " them. Loop over sampler.through(loader), which counts them"
+            )
+        return {
+            "size": self.size,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "shuffle": self.shuffle,
+        }
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError if the state belongs to a data set of another size."""
-        if state_dict["size"] != self.size:
-            problem = Problem(
-                "size", f"{state_dict['size']} samples in the checkpoint", f"{self.size}", "pass the same data set"
+        """Raises MismatchError if the state belongs to another order: of other data, or another kind of sampler."""
+        stored = {"shuffle": self.shuffle, **state_dict}  # earlier versions did not say
+        own = self._order_is_of()
+        problems = [
+            Problem(
+                name, f"{stored.get(name, _NO_MIXTURE)} in the checkpoint", f"{own.get(name, _NO_MIXTURE)}", _REMEDY
             )
-            raise MismatchError("a position in another data set", [problem], code="data-position")
+            for name in ("size", "shuffle", "sizes", "shares")
+            if stored.get(name) != own.get(name)
+        ]
+        if problems:
+            raise MismatchError("a position in another order", problems, code="data-position")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes where the state was taken; its seed replaces this one. Loaders must be iterated again."""
-        self.check_state_dict(state_dict)
-        self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
+        """Resumes where the state was taken; its seed replaces this one, and a log line says so.
 
-    def _refuse_another(self, here: dict[str, Any]) -> None:
+        Loaders must be iterated again.
+        """
+        self.check_state_dict(state_dict)
+        if state_dict["seed"] != self.seed:
+            self._warn_once(
+                "the order of the data is the checkpoint's: "
+                f"seed {self.seed} in the code, {state_dict['seed']} in the checkpoint"
+            )
+        self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
+        self._drawn_from = None
+
+    def _order_is_of(self) -> dict[str, Any]:
+        """Returns what the order of an epoch depends on, beside seed and epoch, by its name in the state."""
+        return {"size": self.size, "shuffle": self.shuffle}
+
+    def _here(self) -> tuple[int, ...]:
+        return self.seed, self.epoch, self.position
+
+    def _batches_from(self, position: int) -> int:
+        left = self.size - position
+        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
+
+    def _of_job(self, alone: int, in_job: Callable[[], int]) -> int:
+        """Returns a number of this process in the job; asked at each use, as the process group may be made later."""
+        refuse_lone_processes("dealing samples to the ranks")
+        return in_job() if dist.is_initialized() else alone
+
+    def _require_enough_for(self, ranks: int) -> None:
+        if self.batch_size < ranks:
+            raise ValueError(f"batch_size: found {self.batch_size}; required one for each of {ranks} ranks; raise it")
+        least = self.batch_size if self.drop_last else ranks
+        if self.size < least:
+            found = f"{self.size} samples"
+            raise ValueError(f"size: found {found}; required {least}; lower batch_size, or the number of ranks")
+
+    def _warn_if_uneven(self, ranks: int) -> None:
+        least, more = divmod(self.batch_size, ranks)
+        if more:
+            self._warn_once(
+                f"of {self.batch_size} samples of a batch, {more} ranks get {least + 1} each and {ranks - more} get "
+                f"{least}: with mean losses, samples have other weights on another number of ranks. Make batch_size a "
+                "multiple of the ranks, or divide each rank's sum of losses by batch_size (times the ranks, where "
+                "gradients are averaged)"
+            )
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warned and not (dist.is_initialized() and dist.get_rank()):
+            _log.warning("%s [data-position]", line)
+        self._warned.add(line)
+
+    def _refuse_others_batches(self, loader: object) -> None:
+        """Raises OptionError for a DataLoader that takes its batches from elsewhere, of which nothing is known here."""
+        if not isinstance(loader, DataLoader):
+            return
+        order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if order is not self:
+            found = f"a {type(order).__name__}, which is not this sampler"
+            problem = Problem("batch_sampler", found, "this sampler", "make DataLoader(dataset, batch_sampler=sampler)")
+            raise OptionError("a position in the batches of another sampler", [problem], code="data-position")
+
+    def _refuse_another(self, here: tuple[int, ...]) -> None:
         """Raises MismatchError if the position is no longer that at which a loader has come."""
-        if self.state_dict() != here:
+        if self._here() != here:
             found = f"epoch {self.epoch}, sample {self.position}, which was loaded in the middle of a loop"
-            required = f"epoch {here['epoch']}, sample {here['position']}, where the loop's loader is"
+            required = f"epoch {here[1]}, sample {here[2]}, where the loop's loader is"
             problem = Problem("position", found, required, "leave the loop after a load, and call through() again")
             raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
 

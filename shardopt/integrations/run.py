@@ -100,7 +100,7 @@ class TrainingRun:
         if self._stop_on is not None:
             self._handlers = {each: signal.getsignal(each) for each in self._stop_on.all_signals}
         self._last = self._manager.restore(app)
-        if self._last == 0 and self._start_from is not None:
+        if self._manager.restored_step is None and self._start_from is not None:
             trained = {name: app[name] for name in _TRAINED if name in app}
             load(
                 self._start_from,

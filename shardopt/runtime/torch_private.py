@@ -116,6 +116,11 @@ class _Blank(Optimizer):
         """Does nothing."""
 
 
+def is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether a schedule of torch's was made for this optimizer: each counts its steps."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
     """Makes steps visible to a schedule that was made for another optimizer, which would warn that there are none.
 
@@ -123,7 +128,7 @@ def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
         seen: the one that schedules were made for; nothing is done if there are none.
         optimizer: that takes its place, without schedules of its own.
     """
-    if not hasattr(seen.step, "_wrapped_by_lr_sched"):
+    if not is_scheduled(seen):
         return
     reference, step = weakref.ref(optimizer), type(optimizer).step
 

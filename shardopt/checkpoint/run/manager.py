@@ -163,6 +163,11 @@ class Manager:
         """The greatest of `steps()`; None if there is none. Local."""
         return max(self.steps(), default=None)
 
+    @property
+    def restored_step(self) -> int | None:
+        """The step of the last `restore`; None if that found no checkpoint, so that the run is a new one. Local."""
+        return self._steps.restored_step
+
     def abandoned_steps(self) -> dict[int, list[int]]:
         """Returns, by branch, the steps that left the run when it was taken back. Local.
 
@@ -181,9 +186,8 @@ class Manager:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a saved checkpoint, for example from a later evaluation. Collective.
 
-        They count for `Retention(best=)` when next something is removed, and for `Export(best=)` at once; of one name
-        the last counts. A save of the step in the background is waited for. They stand beside the checkpoint in the
-        root and the mirror, also where it is on tiers alone.
+        They count for `Retention(best=)` at the next removal, and for `Export(best=)` at once; of one name the last
+        counts. Waits for a save of the step. They stand beside the checkpoint in root and mirror, also of one on tiers.
 
         Args:
             metrics: numbers by name; rank 0's count.
@@ -285,29 +289,27 @@ class Manager:
         share_reads: ShareReads = "auto",
         progress: Progress | None = None,
     ) -> int:
-        """Loads the newest whole committed checkpoint into `app`, in place; returns its step, or 0.
+        """Loads the newest whole committed checkpoint into `app`, in place; returns its step, or 0 if there is none.
 
-        Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
-        damaged, or cannot be read from its disk, is logged, and the previous checkpoint is taken. Keyed optimizers of a
-        restarted run have no state, and get it as with `load(..., init_state=True)`. Rank 0 logs what was restored at
-        INFO, or prints it if no logging is configured.
+        A checkpoint may be of step 0 too: before you load weights into a new run, ask whether `restored_step` is None.
+        Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. A damaged or unreadable one
+        is logged, and the previous one is taken. Keyed optimizers of a restarted run have no state, and get it as with
+        `load(..., init_state=True)`. Rank 0 logs what was restored at INFO, or prints it without logging configured.
 
         Args:
             step: rewinds the run to this step, which must be whole. What was saved after it leaves the run, for this
-                job and all later restores. The run continues on a new branch, so that it may save the same steps again.
-                Only to look at a step, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
+                job and all later restores. The run continues on a new branch, and may save the same steps again. Only
+                to look at a step, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
             newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by
                 the run and its rules. "remove" removes them, once this one is loaded.
-            required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
-                has not begun: give True wherever one must have been saved.
-            select: as for `load`. Left in the script, it applies at every start: a restarted job loads these keys
-                alone, and the line about the restore says so. To begin with some weights of another run, load these by
-                `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
+            required: whether no checkpoint is an error. A disk that is not mounted looks as a new run: give True where
+                one must have been saved.
+            select: as for `load`. Left in the script, it applies at every start, and the line about the restore says
+                so. For weights of another run, `checkpoint.load(url, app, select=...)` where `restored_step` is None.
             rename: as for `load`. Rules may stay in the script, and be added: each is applied once, as the run's
-                checkpoints record which rules their names have been through. A checkpoint without such a record (of an
-                earlier version, or of `checkpoint.save`) that fits is loaded as it is. A line then says how to apply
-                the rules.
+                checkpoints record which rules their names have been through. One without a record (of an earlier
+                version, or of `checkpoint.save`) that fits is loaded as it is; a line says how to apply the rules.
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
                 script: no checkpoint records them, and a square matrix would be transposed again at each start.
             strict, skip, transactional, share_reads, progress: as for `load`.

@@ -61,6 +61,7 @@ class Steps:
         self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self._warned_of_step = False
+        self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
     @cached_property
     def background(self) -> AsyncSaver:
@@ -247,7 +248,7 @@ class Steps:
             if step is not None or branch is not None:
                 self._take_back(restored.id.step, seen_from, newer)
             renamed = restored.report.rename_rules or ()
-        self._last = None
+        self._last, self.restored_step = None, None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
         self._after.restored(restored)

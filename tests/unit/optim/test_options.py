@@ -65,10 +65,12 @@ in_any_nesting = pytest.mark.parametrize("nesting", NESTINGS)
 
 
 def lines(caplog):
-    actual = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert {record.name for record in caplog.records if record.levelno >= logging.WARNING} <= {"shardopt"}
+    """Returns the warnings, except that of a save without the schedule: these apps have none."""
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [record for record in warnings if "a schedule sets the rates of" not in record.getMessage()]
+    assert {record.name for record in told} <= {"shardopt"}
     caplog.clear()
-    return actual
+    return [record.getMessage() for record in told]
 
 
 # --- numbers and tensors of one element ------------------------------------------------------------------------------

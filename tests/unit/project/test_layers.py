@@ -34,7 +34,7 @@ FLOORS = {
     "ranks/files": 3,
     "ranks": 4,
     "state": 3,
-    "data": 4,
+    "data": 5,
     "algorithms": 10,
     "algorithms/adafactor": 11,
     "algorithms/sparse_adam": 11,

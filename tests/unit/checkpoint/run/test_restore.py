@@ -149,6 +149,16 @@ def test_nothing_to_restore_may_be_an_error(tmp_path):
     assert restored(saved(tmp_path, 4), required=True) == 4
 
 
+def test_a_run_whose_only_checkpoint_is_of_step_0_is_no_new_run(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    assert manager.restored_step is None
+    assert (manager.restore(app_of(7)), manager.restored_step) == (0, None)
+    manager.save(0, app_of(0))
+    again, app = checkpoint.Manager(tmp_path), app_of(7)
+    assert (again.restore(app), again.restored_step) == (0, 0)
+    assert app["step"] == 0
+
+
 def test_it_takes_what_load_takes(tmp_path):
     model = torch.nn.Linear(3, 3)
     optimizer = shardopt.keyed("adamw", model.named_parameters())

@@ -1,0 +1,138 @@
+"""How programs use a sampler: lengths in a loop, loops that count nothing, other arguments, ranks known late."""
+
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardopt
+from shardopt.errors import MismatchError, OptionError, RankError
+from tests.harness import run_ranks
+
+SAMPLES = TensorDataset(torch.arange(40))
+
+
+def sampler_and_loader(**options):
+    sampler = shardopt.ResumableSampler(40, **{"batch_size": 4, **options})
+    return sampler, DataLoader(SAMPLES, batch_sampler=sampler)
+
+
+@pytest.fixture
+def lines(caplog):
+    """What is logged, by a function that returns it once."""
+
+    def taken():
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    with caplog.at_level(logging.WARNING, logger="shardopt"):
+        yield taken
+
+
+def test_a_loop_sees_one_length():
+    sampler, loader = sampler_and_loader()
+    assert [len(loader) for _ in sampler.through(loader)] == [10] * 10
+    assert len(loader) == 10
+    for _ in zip(range(4), sampler.through(loader), strict=False):
+        assert len(loader) == 10
+    state = sampler.state_dict()
+    assert len(loader) == 10 - state["position"] // 4  # of the next loop
+    again, loader = sampler_and_loader()
+    again.load_state_dict(state)
+    steps = [i for i, _ in enumerate(again.through(loader)) if i + 1 == len(loader)]
+    assert steps == [9 - state["position"] // 4]
+
+
+def test_a_look_at_batches_within_a_loop_ends_with_the_epoch():
+    sampler, loader = sampler_and_loader()
+    loop = sampler.through(loader)
+    next(loop), next(loop)
+    assert len(list(sampler)) == 8 and len(loader) == 10
+
+
+def test_a_loop_that_counts_nothing_is_warned_of_once(lines):
+    sampler, loader = sampler_and_loader()
+    next(iter(loader))  # only a look
+    sampler.state_dict()
+    for number, _ in enumerate(sampler.through(loader)):
+        if number == 5:
+            break
+    sampler.state_dict()
+    assert lines() == []
+    for _ in loader:
+        sampler.state_dict()
+    (line,) = lines()
+    assert "a resume would repeat them. Loop over sampler.through(loader)" in line
+    list(sampler.through(loader))
+    list(loader)
+    sampler.state_dict()
+    assert lines() == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": 2, "sampler": "it"}, {"batch_size": None}], ids=str
+)
+def test_batches_of_another_sampler_are_refused(options):
+    sampler, _ = sampler_and_loader()
+    loader = DataLoader(SAMPLES, **{**options, **({"sampler": sampler} if "sampler" in options else {})})
+    with pytest.raises(
+        OptionError, match=r"batch_sampler: found a \w+, which is not this sampler; .*; make DataLoader\("
+    ):
+        next(sampler.through(loader))
+
+
+def test_a_sampler_may_be_that_of_a_loader_without_batches():
+    sampler, _ = sampler_and_loader(shuffle=False)
+    loader = DataLoader(SAMPLES, sampler=sampler, batch_size=None)
+    assert next(sampler.through(loader))[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_another_order_is_refused_and_that_of_an_earlier_version_is_taken(shuffle):
+    (saved, _), (other, _) = sampler_and_loader(shuffle=shuffle), sampler_and_loader(shuffle=not shuffle)
+    state = saved.state_dict()
+    with pytest.raises(
+        MismatchError, match=rf"shuffle: found {shuffle} in the checkpoint; required {not shuffle}; make"
+    ):
+        other.load_state_dict(state)
+    del state["shuffle"]
+    other.load_state_dict(state)
+
+
+def test_another_seed_is_told(lines):
+    (saved, _), (other, _) = sampler_and_loader(seed=1), sampler_and_loader(seed=7)
+    other.load_state_dict(saved.state_dict())
+    (line,) = lines()
+    assert "seed 7 in the code, 1 in the checkpoint" in line
+    other.load_state_dict(saved.state_dict())
+    assert other.seed == 1 and lines() == []
+
+
+def test_a_batch_that_ranks_cannot_divide_is_warned_of_once(lines):
+    _, loader = sampler_and_loader(batch_size=6, rank=0, ranks=4)
+    list(loader), list(loader)
+    (line,) = lines()
+    assert "of 6 samples of a batch, 2 ranks get 2 each and 2 get 1: " in line
+    _, loader = sampler_and_loader(batch_size=8, rank=0, ranks=4)
+    list(loader)
+    assert lines() == []
+
+
+def made_before_the_group(store):
+    sampler, loader = sampler_and_loader()
+    with pytest.raises(RankError, match=r"WORLD_SIZE: found 2, and no process group.*call torch.distributed.init"):
+        next(sampler.through(loader))
+    checked, _ = sampler_and_loader(batch_size=1)
+    dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
+    with pytest.raises(ValueError, match="batch_size: found 1; required one for each of 2 ranks"):
+        next(iter(checked))
+    return [sample for (batch,) in sampler.through(loader) for sample in batch.tolist()]
+
+
+def test_a_sampler_made_before_the_process_group_has_its_ranks(tmp_path):
+    first, second = run_ranks(2, made_before_the_group, f"file://{tmp_path}/store", backend=None)
+    assert len(first) == len(second) == 20 and {*first, *second} == {*range(40)}
