@@ -15,6 +15,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -232,7 +233,8 @@ def announce(text: str) -> None:
     """Logs a line at INFO; prints it on stderr if the program has configured no logging."""
     _log.info(text)
     if _has_no_logging():
-        print(f"shardopt: {redacted(text)}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # a full disk, a closed stream, letters that its encoding lacks
+            print(f"shardopt: {redacted(text)}", file=sys.stderr, flush=True)
 
 
 def _has_no_logging() -> bool:

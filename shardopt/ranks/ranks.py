@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardopt.errors import RankError, ShardoptError
+from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
 from shardopt.ranks.channel import Channel, Decide, Silent
 from shardopt.ranks.collectives import Collectives, accelerator_of
@@ -244,6 +245,7 @@ class Ranks(Collectives):
         decide: Decide,
     ) -> tuple[T, Any]:
         """Runs one round of several ranks, as `agree` says."""
+        _refuse_in_child(what)
         if channel.broken is not None:
             raise RankError(f"{what}: ranks lost step in an earlier failure ({channel.broken}); restart the job")
         outcome: list[T] = []
@@ -271,6 +273,27 @@ class Ranks(Collectives):
                 channel.broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
+
+
+_parents_job: list[weakref.ref[dist.ProcessGroup]] = []
+"""The job of the process that this one was forked from."""
+
+
+def _note_parents_job() -> None:
+    job = dist.group.WORLD if dist.is_available() else None
+    if job is not None:
+        _parents_job[:] = [weakref.ref(job)]
+
+
+os.register_at_fork(after_in_child=_note_parents_job)
+
+
+def _refuse_in_child(what: str | Call) -> None:
+    """Raises RankError in a forked child, which the other ranks know nothing of, unless it has joined a new job."""
+    if _parents_job and dist.is_initialized() and _parents_job[0]() is dist.group.WORLD:
+        remedy = "make the call in the parent; a child that works alone: start it by 'spawn', without WORLD_SIZE"
+        problem = Problem("process", f"a child that rank {dist.get_rank()} has forked", "the rank itself", remedy)
+        raise RankError(f"{what}: the other ranks do not know this process", [problem], code="process-group")
 
 
 def _no_group() -> None:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+# The first of all modules: so that what it does at a program's end comes after the program's own exit handlers.
+import shardopt.runtime.program_end  # noqa: F401
+
 
 def exported(module: ModuleType) -> list[str]:
     """Returns the public names in a module that are not modules themselves.

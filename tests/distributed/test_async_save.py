@@ -130,6 +130,31 @@ def fail_then_continue(root, stage):
     return message
 
 
+def save_without_threads(root):
+    """The error of each rank if rank 1 can start no thread for a save; the next one goes well."""
+    start, saver, terms = threading.Thread.start, AsyncSaver(), SaveTerms(deadline_seconds=DEADLINE_SECONDS)
+
+    def refuse(self):
+        if self.name == "shardopt-save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(CheckpointError) as caught:
+            saver.save(f"{root}/first", {"x": torch.ones(3)}, terms).result(30)
+    saver.save(f"{root}/second", {"x": torch.ones(3)}, terms).result(30)
+    saver.close()
+    return str(caught.value)
+
+
+def test_a_rank_that_can_start_no_thread_says_so_on_all(tmp_path):
+    for text in run_ranks(2, save_without_threads, str(tmp_path)):
+        assert "a save in the background cannot begin [save-in-flight]" in text and "ulimit -u" in text
+    assert [path.name for path in tmp_path.iterdir() if list(path.iterdir())] == ["second"]
+
+
 COPY = "shardopt.checkpoint.saving.writing.staging:copy_on_host"
 
 
@@ -256,8 +281,10 @@ def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
 
 
 PROGRAM = """
-import sys, threading, torch
+import atexit, pathlib, sys, threading, torch
+atexit.register(lambda: pathlib.Path(url + ".before").touch())
 from shardopt import checkpoint
+atexit.register(lambda: pathlib.Path(url + ".after").touch())
 from shardopt.checkpoint.saving.writing import staging
 
 url, case = sys.argv[1:]
@@ -274,6 +301,12 @@ else:
         checkpoint.save(url, app)
     pending = checkpoint.async_save(url, app)
     pending.done.wait()
+log = open(url + ".log", "w")
+log.write("a line that nobody flushes")
+class Ends:
+    def __del__(self, write=print):
+        write("ends")
+ends = Ends()
 print("the last line")
 """
 
@@ -297,6 +330,8 @@ def test_a_program_that_ends_without_waiting_fails_and_says_why(tmp_path, case, 
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, url, case], capture_output=True, text=True, env=environment, timeout=100
     )
-    assert (ended.returncode, ended.stdout) == (code, "the last line\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (code, "the last line\nends\n"), ended.stderr
     assert re.search(says, ended.stderr) and (says or not ended.stderr)
     assert checkpoint.verify(url).ok
+    assert (tmp_path / "it.log").read_text() == "a line that nobody flushes"
+    assert (tmp_path / "it.before").exists() and (tmp_path / "it.after").exists()

@@ -5,11 +5,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.dcp import StorageReader
 from shardopt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -66,6 +68,28 @@ def test_ranks_that_save_to_other_places_make_no_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointNotFoundError):
         checkpoint.open(tmp_path / "0")
+
+
+def load_own(folder):
+    rank, errors = dist.get_rank(), []
+    for other in range(2):
+        checkpoint.save(f"{folder}/{other}/c", {"x": torch.full((3,), float(other))})
+    target = {"x": torch.full((3,), 9.0)}
+    for load in (checkpoint.load, lambda url, app: dcp.load(app, storage_reader=StorageReader(url))):
+        try:
+            load(f"{folder}/{rank}/c", target)
+        except (Exception, dcp.api.CheckpointException) as error:
+            errors.append(str(error))
+    assert target["x"].eq(9).all()
+    return errors
+
+
+def test_ranks_that_load_from_other_paths_are_told_both(tmp_path):
+    for errors in run_ranks(2, load_own, str(tmp_path)):
+        assert len(errors) == 2
+        for text in errors:
+            assert f"{tmp_path}/0/c: found another checkpoint on rank 1 ({tmp_path}/1/c) than on rank 0" in text
+            assert "give all ranks one path" in text
 
 
 def use_unknown_protocol(call):

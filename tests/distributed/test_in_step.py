@@ -1,6 +1,7 @@
 """Ranks stay in step, or are told at once that they are not: failures heard on one rank, other calls, other objects."""
 
 import importlib
+import json
 import os
 import time
 
@@ -375,15 +376,40 @@ def test_metrics_that_are_no_numbers_on_one_rank_fail_the_save_on_all(tmp_path):
 
 def save_alone(root):
     url = f"{root}/{os.environ['RANK']}"
-    return [raised(lambda call=call: call(url, {"x": 1})) for call in (checkpoint.save, checkpoint.async_save)]
+    calls = [lambda app: checkpoint.save(url, app), lambda app: checkpoint.async_save(url, app)]
+    return [raised(lambda call=call: call({"x": 1})) for call in [*calls, checkpoint.Manager(url).restore]]
 
 
-def test_processes_of_a_launcher_without_a_process_group_do_not_save_each_for_itself(tmp_path):
+def test_processes_of_a_launcher_without_a_process_group_do_not_save_or_restore_each_for_itself(tmp_path):
     for errors in run_ranks(RANKS, save_alone, str(tmp_path), backend=None):
         for kind, text in errors:
             assert kind == "RankError" and "WORLD_SIZE: found 2, and no process group" in text
             assert "init_process_group" in text
     assert not list(tmp_path.iterdir())
+
+
+def save_in_a_child(root):
+    checkpoint.save(f"{root}/before", {"x": 1})
+    said = None
+    if dist.get_rank() == 0:
+        receiver, sender = os.pipe()
+        if os.fork() == 0:
+            errors = [raised(lambda: checkpoint.save(f"{root}/child", {"x": 1}))]
+            errors.append(raised(lambda: checkpoint.load(f"{root}/before", {"x": 0})))
+            os.write(sender, json.dumps(errors).encode())
+            os._exit(0)
+        said = json.loads(os.read(receiver, 1 << 16))
+        os.wait()
+    checkpoint.save(f"{root}/after", {"x": 1})
+    return said
+
+
+def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(tmp_path):
+    said, _ = run_ranks(RANKS, save_in_a_child, str(tmp_path))
+    for kind, text in said:
+        assert kind == "RankError" and "the other ranks do not know this process [process-group]" in text
+        assert "found a child that rank 0 has forked" in text
+    assert sorted(os.listdir(tmp_path)) == ["after", "before"]
 
 
 def save_to_own_disks(root):

@@ -137,10 +137,10 @@ def unreadable_is_no_damage(patch: Callable[..., None]) -> None:
 def files_of_users_removed(patch: Callable[..., None]) -> None:
     remove = _removal.remove_checkpoints
 
-    def removing(storages: Any) -> None:
+    def removing(storages: Any) -> Any:
         for storage in storages:
             storage.remove("metrics.json")
-        remove(storages)
+        return remove(storages)
 
     patch(_keeper, "remove_checkpoints", removing)
 

@@ -189,6 +189,7 @@ class SimulatedOs:
             isfile=lambda path: (found := files.find(path)) is not None and not found.is_directory,
             ismount=lambda path: path == "/",
             lexists=lambda path: files.find(path) is not None,
+            islink=lambda path: False,
         )
 
     def open_file(self, path: str, mode: str = "r") -> _File:
@@ -238,7 +239,7 @@ class SimulatedOs:
 
     def statvfs(self, path: str) -> Any:
         self._files.get(path)
-        return SimpleNamespace(f_bavail=0, f_frsize=4096)
+        return SimpleNamespace(f_bavail=0, f_frsize=4096, f_files=0)
 
     def listdir(self, path: str) -> list[str]:
         self._files.operate("list", path)

@@ -28,11 +28,11 @@ from torch.futures import Future
 from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory
 from shardopt.checkpoint.sources.open import open as open_checkpoint
-from shardopt.checkpoint.sources.open import reading
+from shardopt.checkpoint.sources.open import raise_for_other_checkpoint, reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, fill
 from shardopt.checkpoint.storage import absolute_url
-from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
+from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
 from shardopt.state.paths import join
@@ -105,15 +105,14 @@ class StorageReader(DcpStorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds to this rank's plan a digest of the checkpoint that it sees."""
-        return dataclasses.replace(plan, storage_data=self._opened().digest)
+        return dataclasses.replace(plan, storage_data=(self._opened().digest, str(self._url)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raises if ranks see different checkpoints at the path; on the first rank."""
-        other = next((rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data), None)
+        digests, urls = zip(*(plan.storage_data for plan in plans), strict=True)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
-            seen = f"another checkpoint on rank {other} than on rank 0"
-            problem = Problem(str(self._url), seen, "the same on every rank", "check what is mounted there")
-            raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
+            raise_for_other_checkpoint(urls, other)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

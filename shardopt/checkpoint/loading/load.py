@@ -305,7 +305,9 @@ def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) 
 def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tuple[RankPlan, dict[str, Any]]:
     """Plans this rank's load, with its differences; also returns what rank 0 has found in all plans. Collective."""
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
-    decide = partial(compare_plans, what.removeprefix("loading "))
+
+    def report(plan: RankPlan) -> list[Any]:
+        return [what.removeprefix("loading "), *plan.report()]
 
     def plan_here(
         reader: CheckpointReader, flat: FlatState, names: Names, grow: Sequence[str] | None = None
@@ -313,11 +315,11 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
         with writer_told(reader.manifest):
             return plan_rank(reader, flat, names, ranks, strictness, select, share_reads, grow, options.reads)
 
-    plan, found = ranks.agree(what, lambda: plan_here(*look()), RankPlan.report, decide)
+    plan, found = ranks.agree(what, lambda: plan_here(*look()), report, compare_plans)
     if found["may_grow"]:
         growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
         looked = plan.reader, plan.flat, plan.names
-        plan, found = ranks.agree(what, lambda: plan_here(*looked, grow=growing), RankPlan.report, decide)
+        plan, found = ranks.agree(what, lambda: plan_here(*looked, grow=growing), report, compare_plans)
     return plan, found
 
 

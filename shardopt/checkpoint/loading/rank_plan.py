@@ -18,11 +18,12 @@ from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.tied import extent, refuse_overlapping, refuse_unequal
 from shardopt.checkpoint.rearrange.row_state import MergedRows, other_row_state, with_remedy, with_shapes
 from shardopt.checkpoint.saving.planning.tied import refuse_other_ties, refuse_untied, tied_in
+from shardopt.checkpoint.sources.open import raise_for_other_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
-from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
+from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
@@ -90,7 +91,7 @@ class RankPlan:
         self.request({key: view.pieces for key, view in self.into.items()})
 
     def report(self) -> list[Any]:
-        """Returns what rank 0 needs of the plan, as JSON for `compare_plans`."""
+        """Returns what rank 0 needs of the plan, as JSON for `compare_plans`, which takes the URL before it."""
         match = self.match
         return [
             self.reader.digest,
@@ -221,7 +222,7 @@ def _meet(views: Iterable[View]) -> bool:
     return any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(ends))
 
 
-def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
+def compare_plans(reports: list[list[Any]]) -> dict[str, Any]:
     """Finds, on rank 0, whether all ranks share the same tensors, and which have differences, or casts to check.
 
     Raises:
@@ -229,7 +230,8 @@ def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
         OptionError: a regex of keys that may be missing is found in no key on any rank.
     """
-    digests, fingerprints, differences, casts, unmatched, tied, met, may_grow, lacking = zip(*reports, strict=True)
+    columns = zip(*reports, strict=True)
+    urls, digests, fingerprints, differences, casts, unmatched, tied, met, may_grow, lacking = columns
     if all(unmatched):
         refuse_unmatched(unmatched)
     if all(lacking):
@@ -239,9 +241,7 @@ def compare_plans(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         refuse_other_ties(tied)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        seen = f"another checkpoint on rank {other} than on rank 0"
-        problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
-        raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
+        raise_for_other_checkpoint(urls, other)
     return {
         "alike": len(set(fingerprints)) == 1,
         "with_differences": compare_differences(differences) if any(differences) else {},

@@ -180,9 +180,12 @@ class Keeper(Task):
         free = [id for id in ids if id.name not in names and root.checkpoint(id).url not in busy]
         root.forget(free)
         self._say_removed([url for id in free if (url := root.checkpoint(id).url) in self._damaged])
-        remove_checkpoints([root.checkpoint(id) for id in free])
+        failed = {storage.url: error for storage, error in remove_checkpoints(list(map(root.checkpoint, free))).items()}
+        for url, error in failed.items():
+            remedy = "make it writable, or move it away"
+            _log.warning("%s could not be removed, and stays: %s; %s [storage-failed]", url, error, remedy)
         for id in free:
-            if record_name(id.name) in root.names:
+            if record_name(id.name) in root.names and root.checkpoint(id).url not in failed:
                 root.storage.remove(record_name(id.name))
 
     def _say_removed(self, damaged: Collection[str]) -> None:

@@ -35,7 +35,7 @@ from shardopt.checkpoint.run.options import (
 )
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.steps import Steps, summary_of
+from shardopt.checkpoint.run.steps import Steps, summary_of, warn_of_other_step
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import Stage
@@ -43,7 +43,7 @@ from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveOptions, Sav
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.checkpoint.storage import storage_of, use_options
-from shardopt.ranks import Group, SharedGroup
+from shardopt.ranks import Group, SharedGroup, refuse_lone_processes
 from shardopt.runtime.deferred_checks import settle_checks
 from shardopt.runtime.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
 
@@ -303,13 +303,12 @@ class Manager:
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
             newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by
                 the run and its rules. "remove" removes them, once this one is loaded.
-            required: whether no checkpoint is an error. A disk that is not mounted looks as a new run: give True where
-                one must have been saved.
-            select: as for `load`. Left in the script, it applies at every start, and the line about the restore says
-                so. For weights of another run, `checkpoint.load(url, app, select=...)` where `restored_step` is None.
+            required: whether no checkpoint is an error, as a disk that is not mounted looks like a new run.
+            select: as for `load`. Left in the script, it applies at every start; a log line says so. For weights of
+                another run, `checkpoint.load(url, app, select=...)` where `restored_step` is None.
             rename: as for `load`. Rules may stay in the script, and be added: each is applied once, as the run's
-                checkpoints record which rules their names have been through. One without a record (of an earlier
-                version, or of `checkpoint.save`) that fits is loaded as it is; a line says how to apply the rules.
+                checkpoints record which rules their names have been through. One without a record that fits is loaded
+                as it is; a line says how to apply the rules.
             rearrange: as for `load`, for the restore of a checkpoint in the old form alone. Rules must not stay in the
                 script: no checkpoint records them, and a square matrix would be transposed again at each start.
             strict, skip, transactional, share_reads, progress: as for `load`.
@@ -323,6 +322,7 @@ class Manager:
         """
         self._require_open()
         refuse_within(f"restoring {self._run.root.url}", but=[LOADING])
+        refuse_lone_processes(f"restoring {self._run.root.url}")
         if step is not None or branch is not None or newer != "abandon":
             check_restore_options(step, branch, newer)
         run, rename = self._run, rename or {}
@@ -345,14 +345,14 @@ class Manager:
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:
             announce(run.root.tell_none() if restored is None else summary_of(restored, select))
+            warn_of_other_step(restored, app)
         return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)
     def wait(self) -> None:
         """Waits for saves and copies in the background, and raises their failures.
 
-        Collective, with the errors of `save`. To be called before `destroy_process_group` where this Manager is to go
-        on in another group: it does so by itself, from `restore` on.
+        Collective, with the errors of `save`. Call it before `destroy_process_group`; `restore` finds the next group.
         """
         self._require_open()
         refuse_within(f"waiting for saves of {self._run.root.url}")

@@ -328,6 +328,17 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
             return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})
 
 
+def warn_of_other_step(restored: Restored | None, app: Mapping[str, Any]) -> None:
+    """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed."""
+    counted = app.get("step") if restored is not None and "step" in restored.report.loaded else None
+    if restored is not None and type(counted) is int and counted != restored.id.step:
+        _log.warning(
+            'app["step"] is %d, and the step that was restored %d: its directory was renamed, or it was saved so. '
+            'Name it as before, or set app["step"] to what restore returns: %d [run-root]',
+            *(counted, restored.id.step, restored.id.step),
+        )
+
+
 def summary_of(restored: Restored, select: str | None) -> str:
     """Returns a log line about a restore, of all keys or of those that `select` matches."""
     report = restored.report

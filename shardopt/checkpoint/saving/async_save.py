@@ -134,7 +134,7 @@ class AsyncSaver:
             # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends
             # waits for it, and then reports that it should have waited itself.
             self._thread = world().thread(background.run, "shardopt-save")
-            self._thread.start()
+            _start(self._thread)
             staged = self._stage(app, stage, metrics, pending, ranks, options)
             background.hand_over(staged)
             if isinstance(staged, Staged) and staged.state.waits_for_plan:
@@ -351,6 +351,15 @@ def _optimizers_in(app: Any) -> list[Optimizer]:
     """Returns the optimizers on which a failure can be reported even if the state could not be flattened."""
     values = app.values() if isinstance(app, Mapping) else ()
     return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
+
+
+def _start(thread: Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:  # Python's for a limit of the system
+        remedy = "raise ulimit -u or the container's limit of pids, or save without stage="
+        problem = Problem("threads", str(error), "one more for a save in the background", remedy)
+        raise CheckpointError("a save in the background cannot begin", [problem], code="save-in-flight") from error
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

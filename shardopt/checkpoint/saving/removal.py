@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.referred import References, references_under, referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary
-from shardopt.errors import CheckpointNotFoundError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
 from shardopt.world import world
 
 _FEW_FILES = 16  # that are removed one after the other
@@ -45,30 +45,68 @@ def remove_checkpoint(storage: Storage) -> None:
     """Removes a checkpoint, or its leftovers. Killed at any point, it leaves either none or a whole one.
 
     Only files that saves write are removed; the directory too, unless somebody else has put something there. Data files
-    to which checkpoints beside it refer stay, without a manifest, until the last of these is removed.
+    to which checkpoints beside it refer stay, without a manifest, until the last of these is removed. Of a symbolic
+    link to a directory only the link is removed.
+
+    Raises:
+        OSError, CheckpointError: it could not be removed, or not all of it.
     """
-    remove_checkpoints([storage])
+    for error in remove_checkpoints([storage]).values():
+        raise error
 
 
-def remove_checkpoints(storages: Sequence[Storage]) -> None:
+def remove_checkpoints(storages: Sequence[Storage]) -> Mapping[Storage, Exception]:
     """Removes several checkpoints under one run's root as `remove_checkpoint` does; looks for references once.
+
+    Returns:
+        The error of each that could not be removed. The others are removed all the same.
 
     Raises:
         CheckpointError: a manifest beside them cannot be read. They are no checkpoints any more then, and have all
             their data files.
     """
+    failed: dict[Storage, Exception] = {}
+    names: dict[Storage, list[str] | None] = {}  # of files to remove; None of links
     for storage in storages:
-        storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
-    names = {
-        storage: [name for name in storage.names() if FILE_NAME.fullmatch(name) or is_temporary(name)]
-        for storage in storages
-    }
+        with _noted(failed, storage):
+            names[storage] = None if storage.is_link() else _files_without_manifest(storage)
     # After the manifests: from now on no save can refer to what only they had.
-    referred = _referred_in([storage for storage in storages if names[storage]])
-    for storage in storages:
-        _remove_each(storage, [name for name in names[storage] if name not in referred[storage]])
-        storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
-        storage.remove_if_empty()
+    referred = _referred_in([storage for storage in names if names[storage] != []])
+    for storage, files in names.items():
+        with _noted(failed, storage):
+            if files is None:
+                _remove_link(storage, referred[storage])
+                continue
+            _remove_each(storage, [name for name in files if name not in referred[storage]])
+            storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
+            storage.remove_if_empty()
+    return failed
+
+
+def _files_without_manifest(storage: Storage) -> list[str]:
+    """Removes the manifest, and returns the names of the other files of saves."""
+    storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    return [name for name in storage.names() if FILE_NAME.fullmatch(name) or is_temporary(name)]
+
+
+@contextmanager
+def _noted(failed: dict[Storage, Exception], storage: Storage) -> Iterator[None]:
+    """Notes the error of one checkpoint, so that the others are removed."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        failed[storage] = error
+
+
+def _remove_link(storage: Storage, referred: frozenset[str]) -> None:
+    """Removes a link to a directory. What is in that was put elsewhere to be kept, the manifest too."""
+    if referred:
+        found = "a link to a directory whose files other checkpoints need"
+        problem = Problem(storage.url, found, "a link that nothing needs", "keep it while these checkpoints are kept")
+        raise CheckpointError(f"cannot remove {storage.url}", [problem])
+    parent = storage.parent()
+    assert parent is not None  # which has the link
+    parent[0].remove_durably(parent[1])
 
 
 def _remove_each(storage: Storage, names: Sequence[str]) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import xxhash
 
@@ -129,3 +130,17 @@ def urls_being_read() -> set[str]:
     """Returns the URLs of checkpoints being read, as storages spell them."""
     with _lock:
         return set(_readers)
+
+
+def raise_for_other_checkpoint(urls: Sequence[str], other: int) -> NoReturn:
+    """Raises CheckpointError for ranks that see different checkpoints.
+
+    Args:
+        urls: what each rank loads from.
+        other: the number of one that sees another checkpoint than rank 0.
+    """
+    remedy = "give all ranks one path" if urls[other] != urls[0] else "check what is mounted there"
+    at = f" ({urls[other]})" if urls[other] != urls[0] else ""
+    seen = f"another checkpoint on rank {other}{at} than on rank 0"
+    problem = Problem(urls[0], seen, "the same on every rank", remedy)
+    raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")

@@ -142,6 +142,10 @@ class Storage(ABC):
     def remove_if_empty(self) -> None:
         """Removes the directory, if it is empty and the storage has directories."""
 
+    def is_link(self) -> bool:
+        """Whether this directory's name is a symbolic link, to a directory elsewhere or to none."""
+        return False
+
     @abstractmethod
     def child(self, name: str) -> Storage:
         """Returns the storage of a subdirectory by name."""
@@ -160,6 +164,10 @@ class Storage(ABC):
 
     def free_bytes(self) -> int | None:
         """Returns the number of bytes that can still be written here; None if it is unknown."""
+        return None
+
+    def free_files(self) -> int | None:
+        """Returns how many files can still be made here; None if it is unknown, or there is no such limit."""
         return None
 
     def copy_of(self, name: str) -> int:

@@ -35,6 +35,11 @@ def has_obstore() -> bool:
     return find_spec("obstore") is not None
 
 
+def is_known(protocol: str) -> bool:
+    """Whether fsspec knows a protocol."""
+    return protocol in known_implementations or protocol in available_protocols()
+
+
 def is_archive(protocol: str) -> bool:
     """Whether a protocol is for files in an archive, such as zip and tar."""
     if protocol not in known_implementations:

@@ -267,6 +267,9 @@ class LocalStorage(Storage):
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
+    def is_link(self) -> bool:
+        return os.path.islink(self.url)
+
     def child(self, name: str) -> Storage:
         return LocalStorage(self._path(name), self._durable)
 
@@ -285,6 +288,13 @@ class LocalStorage(Storage):
         except OSError:
             return None
         return status.f_bavail * status.f_frsize
+
+    def free_files(self) -> int | None:
+        try:
+            status = os.statvfs(self.url)
+        except OSError:
+            return None
+        return status.f_favail if status.f_files else None
 
     def sync_file(self, fd: int) -> None:
         """Makes the bytes of an open file durable."""

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.text import plural
 from shardopt.errors import NoSpaceError, Problem
+
+_FEW_FILES = 100  # that can still be made: then inodes may be what has run out
 
 
 @contextmanager
@@ -28,11 +31,14 @@ def explain_no_space(
             raise
         free = storage.free_bytes()
         there = "" if free is None else f"{free:,} bytes free, and "
+        files, inodes = storage.free_files(), ""
+        if files is not None and files < _FEW_FILES:
+            there, inodes = f"{plural(files, 'inode')} and {there}", ", and an inode for each file"
         quota = "" if error.errno == errno.ENOSPC else "; a quota may allow fewer than are free"
         problem = Problem(
             key=storage.url,
             found=f"{there}{written():,} of the bytes written{quota}",
-            required=f"{needed():,} bytes for {content}",
+            required=f"{needed():,} bytes for {content}{inodes}",
             remedy="make room, keep fewer checkpoints (keep=), or save to another disk",
         )
         raise NoSpaceError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error

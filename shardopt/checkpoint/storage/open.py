@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +22,11 @@ else:
     file_systems = late("shardopt.checkpoint.storage.file_systems")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9+.\-]+"
-_LOCAL = re.compile(r"(?:file|local)://|file:(?=/)")
+_LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?|file:(?=/)")
 _URL = re.compile(rf"(?:{_NAME}::)*{_NAME}://")
 LINK = re.compile(rf"::(?={_URL.pattern})")
 """Separates the links of fsspec's chained URLs; a protocol follows."""
+_ONE_SLASH = re.compile(rf"({_NAME}):/(?!/)")
 _own: dict[str, Callable[..., Storage]] = {}  # by protocol
 
 
@@ -32,13 +34,20 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     """Returns a path or URL that stays valid when the process changes its directory.
 
     What begins with no protocol is a local path, whatever else is in it: "out/lr::1e-4" is a directory of that name.
+
+    Raises:
+        OptionError: it is a URL that has been a `pathlib.Path`, which drops a slash.
     """
     text = os.fspath(url)
     local = _LOCAL.match(text)
     if local is None and _URL.match(text):
         *links, last = LINK.split(text)
         return "::".join([*links, f"file://{absolute_url(last)}" if _LOCAL.match(last) else last])
-    return os.path.abspath(text[local.end() :] if local else os.path.expanduser(text))
+    if local is None and (slash := _ONE_SLASH.match(text)) and (slash[1] in _own or file_systems.is_known(slash[1])):
+        remedy = f"pass {text.replace(':/', '://', 1)!r} as a str: pathlib drops a slash"
+        problem = Problem("url", repr(text), "a path, or a URL with two slashes", remedy)
+        raise OptionError("invalid arguments", [problem])
+    return os.path.abspath(os.path.expanduser(text[local.end() :] if local else text))
 
 
 def is_in_archive(url: str | os.PathLike[str]) -> bool:
@@ -153,6 +162,18 @@ def _opened_by(opener: Callable[..., Storage], url: str, options: Mapping[str, A
     return storage
 
 
+_ACCESS = (
+    "access for the user of this process",
+    "see ls -ld of it and of those above it; chmod it, or give another path",
+)
+_REMEDIES = {
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.EROFS: ("a file system that can be written", "mount it for writing, or give another path"),
+    errno.ENOTDIR: ("directories all the way", "move the file away that is in the way, or give another path"),
+}
+
+
 @contextmanager
 def wrap_os_errors(doing: str) -> Iterator[None]:
     """Turns errors of the operating system, or of fsspec's file systems, into CheckpointError.
@@ -165,4 +186,8 @@ def wrap_os_errors(doing: str) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, ShardoptError):
             raise
-        raise CheckpointError(f"cannot {doing}: {error}") from without_secrets(error)
+        problems = []
+        if isinstance(error.filename, str) and error.errno in _REMEDIES:  # of a local path
+            required, remedy = _REMEDIES[error.errno]
+            problems = [Problem(error.filename, str(error.strerror), required, remedy)]
+        raise CheckpointError(f"cannot {doing}: {error}", problems) from without_secrets(error)

@@ -172,5 +172,8 @@ class ReplayStorage(Storage):
     def remove_if_empty(self) -> None:
         self._storage.remove_if_empty()
 
+    def is_link(self) -> bool:
+        return self._storage.is_link()
+
     def free_bytes(self) -> int | None:
         return self._storage.free_bytes()

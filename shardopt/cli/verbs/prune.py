@@ -46,7 +46,11 @@ def prune(
         _refuse_changed(root, listing, kept)
         with wrap_os_errors(f"remove checkpoints of {listing.url}"):
             # At once, as they may refer to each other's files.
-            remove_checkpoints([storage_of(each.url) for each in unwanted])
+            failed = remove_checkpoints([storage_of(each.url) for each in unwanted])
+        if failed:
+            remedy = "make it writable, or move it away; the others are removed"
+            problems = [Problem(each.url, str(error), "a removal", remedy) for each, error in failed.items()]
+            raise CheckpointError(f"cannot remove {plural(len(failed), 'checkpoint')}", problems)
         for each in unwanted:
             output.line(Span("removed ", "red"), f"step {_name(each)}, {nbytes_text(freed[each.url])}")
     else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import GradientError, RankError
 from shardopt.redaction import redacted
 from shardopt.runtime.deferred_checks import has_failed_steps
+from shardopt.runtime.program_end import fail_at_end_if
 from shardopt.runtime.signals import refuse_within
 from shardopt.runtime.staging_fence import Event
 from shardopt.world import world
@@ -227,20 +228,12 @@ def raise_failures() -> None:
             raise failure
 
 
-def _fail_at_exit() -> None:
-    """Ends the process with code 1 if a save has not ended, or its failure was not reported.
-
-    An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
-    handlers that were registered before from running: therefore this one is registered when the module is imported, and
-    so runs after those of the program itself.
-    """
-    if _tracked:
-        for save in _tracked:
-            print(f"shardopt: {save.exit_message()}", file=sys.stderr)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+def _fails_at_end() -> bool:
+    """Whether a save has not ended, or its failure was not reported: then it says so."""
+    for save in _tracked:
+        with suppress(OSError, ValueError):  # of a stderr that cannot be written
+            print(f"shardopt: {save.exit_message()}", file=sys.stderr, flush=True)
+    return bool(_tracked)
 
 
 def _abandon_in_child() -> None:
@@ -250,5 +243,5 @@ def _abandon_in_child() -> None:
     _tracked.clear()
 
 
-atexit.register(_fail_at_exit)
+fail_at_end_if(_fails_at_end)
 os.register_at_fork(after_in_child=_abandon_in_child)

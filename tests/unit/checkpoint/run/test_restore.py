@@ -1,6 +1,7 @@
 """`Manager.restore` in one process: the checkpoint it takes, those it passes over, and the messages."""
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -232,6 +233,46 @@ def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_other
     assert first.startswith(f"shardopt: resumed step 3 from {tmp_path}/step-00000003, saved by 1 rank on ")
     assert first.endswith(" ago") and second.startswith(first.rsplit(",", 1)[0])
     assert none == f"shardopt: starting fresh: {tmp_path}/none does not exist"
+
+
+def test_a_checkpoint_of_another_step_than_its_directorys_is_told(tmp_path, caplog):
+    app = app_of(4.0) | {"step": 4}
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(4, app)
+    os.rename(tmp_path / "step-00000004", tmp_path / "step-00000400")
+    assert checkpoint.Manager(tmp_path).restore(app, select="w") == 400  # without the step
+    assert not caplog.messages
+    assert checkpoint.Manager(tmp_path).restore(app) == 400 and app["step"] == 4
+    (line,) = caplog.messages
+    assert line.startswith('app["step"] is 4, and the step that was restored 400: its directory was renamed')
+
+
+class NoWriter(io.StringIO):
+    """A stderr that cannot be written."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+def restore_without_stderr(root):
+    """Restores where nothing configures logging, and stderr fails."""
+    for handler in list(logging.getLogger().handlers):
+        logging.getLogger().removeHandler(handler)
+    errors = [OSError(errno.ENOSPC, "full"), UnicodeEncodeError("ascii", "x", 0, 1, "no such letter"), ValueError()]
+    steps = []
+    for sys.stderr in map(NoWriter, errors):
+        steps.append(checkpoint.Manager(root).restore(app_of()))
+    sys.stderr = sys.__stderr__
+    return steps
+
+
+def test_a_notice_that_cannot_be_written_fails_no_restore(tmp_path):
+    saved(tmp_path, 3)
+    assert run_ranks(1, restore_without_stderr, str(tmp_path), backend=None) == [[3, 3, 3]]
 
 
 @pytest.mark.parametrize("name", ["step-30", "step-00000030"])

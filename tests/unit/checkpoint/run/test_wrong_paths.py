@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardopt import checkpoint
-from shardopt.checkpoint.storage import direct
+from shardopt.checkpoint.storage import LocalStorage, direct
 from shardopt.cli import main
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from tests.harness import Fault
@@ -145,6 +145,35 @@ def test_a_full_disk_at_the_commit(tmp_path):
     (problem,) = caught.value.problems
     assert problem.required.endswith("bytes for the manifest")
     assert not list(tmp_path.glob("c/*"))
+
+
+def test_a_root_below_a_file(tmp_path):
+    (tmp_path / "f").write_text("a file")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.Manager(tmp_path / "f" / "run").save(1, {"x": torch.zeros(3)})
+    (problem,) = caught.value.problems
+    assert problem.key.startswith(f"{tmp_path}/f/run") and problem.found == "Not a directory"
+    assert "move the file away" in problem.remedy and caught.value.code == "storage-failed"
+
+
+@pytest.mark.parametrize(("kind", "says"), [("EACCES", "chmod"), ("EPERM", "chmod"), ("EROFS", "mount it for writing")])
+def test_a_root_that_cannot_be_written(tmp_path, monkeypatch, kind, says):
+    def makedirs(path, **options):
+        raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)), path)
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.Manager(tmp_path / "run").save(1, {"x": torch.zeros(3)})
+    (problem,) = caught.value.problems
+    assert problem.key.startswith(f"{tmp_path}/run") and says in problem.remedy
+
+
+def test_a_disk_without_inodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "free_files", lambda self: 1)
+    with watched([Fault(0, "os:link", action="ENOSPC")], []), pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
+    (problem,) = caught.value.problems
+    assert problem.found.startswith("1 inode and ") and problem.required.endswith(", and an inode for each file")
 
 
 def test_other_errors_of_the_system_stay_as_they_are(tmp_path):

@@ -1,0 +1,92 @@
+"""Removals of several checkpoints: what cannot be removed keeps none of the others, and links lead to nothing."""
+
+import os
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints
+from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.cli import main
+from shardopt.errors import CheckpointError
+
+
+def save(root, *steps, **options):
+    with checkpoint.Manager(root, **options) as manager:
+        for step in steps:
+            manager.save(step, {"x": torch.ones(50_000), "y": torch.full((3,), float(step)), "step": step})
+
+
+def left_in(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.fixture
+def protected(monkeypatch):
+    """Makes the files of one step belong to somebody else."""
+    inner = os.unlink
+
+    def unlink(path, **options):
+        if "step-00000003/" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", path)
+        inner(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+
+
+def test_what_cannot_be_removed_is_named_and_the_others_go(tmp_path, protected, caplog):
+    save(tmp_path, 1, 2, 3, 4, 5)
+    save(tmp_path, 6, 7, keep=1)
+    assert left_in(tmp_path) == ["step-00000003", "step-00000007"]
+    assert checkpoint.verify(tmp_path / "step-00000003").ok
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said and all(f"{tmp_path}/step-00000003 could not be removed" in line for line in said)
+    assert "move it away" in said[0] and "[storage-failed]" in said[0]
+
+
+def test_prune_removes_the_others_and_fails(tmp_path, protected, capsys):
+    save(tmp_path, 1, 2, 3, 4, 5)
+    assert main(["prune", str(tmp_path), "--keep-last", "1", "--yes"]) != 0
+    assert "step-00000003: found [Errno 13]" in capsys.readouterr().err
+    assert left_in(tmp_path) == ["step-00000003", "step-00000005"]
+
+
+def test_a_data_file_that_stays_keeps_the_files_of_no_other(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    inner = LocalStorage.remove
+
+    def remove(self, name):
+        if self.url.endswith("1"):
+            raise OSError(5, "Input/output error")
+        inner(self, name)
+
+    monkeypatch.setattr(LocalStorage, "remove", remove)
+    storages = [storage_of(tmp_path / f"step-0000000{step}") for step in (1, 2)]
+    assert list(remove_checkpoints(storages)) == storages[:1]
+    assert left_in(tmp_path) == ["step-00000001", "step-00000003"]
+    assert not (tmp_path / "step-00000001/manifest.json").exists()
+
+
+@pytest.mark.parametrize("target", ["archive", "nowhere"])
+def test_of_a_link_only_the_link_is_removed(tmp_path, target):
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    save(root, 1, 2)
+    (root / "step-00000001").rename(archive)
+    (root / "step-00000001").symlink_to(tmp_path / target)
+    save(root, 3, 4, keep=1)
+    assert left_in(root) == ["step-00000004"]
+    assert checkpoint.verify(archive).ok
+
+
+def test_a_link_stays_while_checkpoints_need_what_is_behind_it(tmp_path):
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    save(root, 1, 2, incremental=True)
+    (root / "step-00000001").rename(archive)
+    (root / "step-00000001").symlink_to(archive)
+    with pytest.raises(CheckpointError, match="other checkpoints need"):
+        remove_checkpoint(storage_of(root / "step-00000001"))
+    assert checkpoint.verify(root / "step-00000002").ok and checkpoint.verify(archive).ok
+    remove_checkpoint(storage_of(root / "step-00000002"))
+    remove_checkpoint(storage_of(root / "step-00000001"))
+    assert left_in(root) == [] and checkpoint.verify(archive).ok
