@@ -178,7 +178,7 @@ for _spec in (
         unsuitable_for_muon,
         _like("momentum_buffer"),
         stands_for=torch.optim.Muon,
-        later_options=frozenset(["split"]),
+        later_options=frozenset(["split", "ns_dtype"]),  # which torch's has not
     ),
     _communicating(
         RowWiseAdagrad,

@@ -186,7 +186,7 @@ class AlgorithmSpec:
             rounding of the last bits. Measured on the CPU.
         fused_astray: the dtypes in which it computes something else, and is refused.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
-        later_options: those that it did not always have: what was saved before goes with None.
+        later_options: those that it did not always have: what was saved without them goes with their defaults.
         compounds: whether noise in its state adds up, as no gradient brings it back: 8 bits at random are refused.
         tried: whether `keyed` first steps small tensors with a class from outside, and refuses a spec that does not
             fit what it does. False for a class that does otherwise on small tensors, or itself sums over all ranks.

@@ -205,7 +205,8 @@ def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> 
         app: what is to be saved; a backward counts where an optimizer in it steps within backward.
         but: what it may begin in all the same.
     """
-    objects = app.values() if isinstance(app, Mapping) else ()
+    # An attribute of a dict may be an entry of it, or an error.
+    objects = [each for each in app.values() if not isinstance(each, dict)] if isinstance(app, Mapping) else ()
     in_backward = "a backward" if any(getattr(each, "updates_in_backward", False) for each in objects) else ""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back

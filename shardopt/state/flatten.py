@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.traceable import is_composite, parts_of
+from shardopt.state.in_place import put
 from shardopt.state.names import ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.state.param_groups import (
     NAMES_OF_TORCH,
@@ -113,6 +114,8 @@ def _descend_container(
 ) -> None:
     """Adds the leaves of a container, or one leaf for a plain value or a value per rank."""
     has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
+    if within is not False:
+        replace = partial(put, node, replace, flat.filled)
     if path and not (has_places or isinstance(node, PerRank)):
         _add_plain(flat, path, node, replace, within)
     is_of_app = within is None and not isinstance(node, Counter) and node
@@ -121,7 +124,7 @@ def _descend_container(
         for part, child in node.items():
             _descend(child, (*path, part), partial(setitem, node, part), within, flat)
     elif isinstance(node, MutableMapping) and within is None and not (node or type(node) in (dict, Counter)):
-        _add(flat, path, {}, node.update)  # a defaultdict, say, stays what it is
+        _add(flat, path, {}, replace)  # a defaultdict, say, stays what it is
     elif isinstance(node, list) and has_places:
         for i, child in enumerate(node):
             _descend(child, (*path, Index(i)), partial(setitem, node, i), within, flat)
@@ -209,7 +212,7 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames
     if found is None or not set(found).isdisjoint(state[STATE]):
         return None
     kind = type(optimizer)
-    algorithm = kind.__name__ if kind.__module__.startswith("torch.optim.") else ""
+    algorithm = kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else ""
     return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
 
 
@@ -266,7 +269,9 @@ def _shallow(node: Any, seen: set[int]) -> Any:
         copied_list = copy.copy(node)
         copied_list[:] = [_shallow(child, seen) for child in node]
         return copied_list
-    if isinstance(node, tuple) and holds_tensors(node):
+    if isinstance(node, set):
+        return copy.copy(node)
+    if isinstance(node, tuple) and (type(node) is tuple or holds_tensors(node)):
         return _like_tuple(node, [_shallow(child, seen) for child in node])
     if type(node) is torch.Tensor and node.ndim == 0:
         if id(node) in seen:
@@ -291,8 +296,12 @@ def holds_tensors(node: Any) -> bool:
 
 
 def _is_stateful(node: Any) -> TypeGuard[Stateful]:
-    """Whether it is a Stateful, and no class; faster than isinstance, which takes microseconds for a plain value."""
-    return hasattr(node, "state_dict") and hasattr(node, "load_state_dict") and not isinstance(node, type)
+    """Whether it is a Stateful, and no class; faster than isinstance, which takes microseconds for a plain value.
+
+    Of a dict its class says so: attributes of the dict itself may be its entries.
+    """
+    owner = type(node) if isinstance(node, dict) else node
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict") and not isinstance(node, type)
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:

@@ -188,7 +188,7 @@ class FlatState:
     name → the key that it has, and its path under that name. `twins` has the tensors that stand under both on this
     rank: the key under the other name → the key, and the tensor. `names` gives parameters their names. `plain` has the
     values and containers that hold no place for a tensor, by path, with what replaces them: outside of objects, and in
-    the state of those that take any.
+    the state of those that take any. `filled` has what a load has filled containers of the app with, by their ids.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -198,6 +198,7 @@ class FlatState:
     twins: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
     plain: dict[Path, tuple[Any, Callable[[Any], None]]] = field(default_factory=dict)
+    filled: dict[int, Any] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}

@@ -17,7 +17,7 @@ from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
 from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
-from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
+from shardopt.checkpoint.loading.torchs_own import of_other_algorithms, problems_of_torchs
 from shardopt.checkpoint.rearrange.row_state import RowState
 from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
@@ -134,7 +134,8 @@ def _match_objects(
         path = target.path
         state = StateOfObject(target, flat, names, stored, here[path], there[path])
         one_sided = state.one_sided()
-        if one_sided is not None:
+        # Another algorithm may have saved nothing that this one has: then it is the difference, or passes.
+        if one_sided is not None and not of_other_algorithms(target, names.manifest, flat.tied):
             match.note(one_sided, strictness.uninitialized)
             reported.add(path)
             continue
@@ -232,6 +233,8 @@ def _match_value(
         match.values[key] = number
         return None
     remedy = "give the key the kind that it was saved with"
+    if key not in manifest.per_rank and not is_below(leaf.path, *(each.path for each in flat.targets)):
+        remedy += ", or None, which takes any"
     return Problem(key, kind_of_stored(manifest, key), _kind_of_leaf(leaf, view), remedy)
 
 

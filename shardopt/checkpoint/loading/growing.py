@@ -4,15 +4,17 @@ So are those in the state of an object that is neither torch's nor checks its st
 A record that is empty when a program begins, and is filled as it goes, has other entries in a checkpoint than in the
 app, maybe with tensors. No place of the app says what these have to be: they are made as they are stored, on the CPU.
 A rank that has tensors of its own there keeps them, as places for what is stored: then nothing grows on any rank.
+Entries that some ranks have, under keys of their own, are for these ranks; those that no rank has are for all.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,29 +31,22 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A plain container of the app, or None, and its replacement.
+    """A plain container of the app, or None, that gets what is stored.
 
     Args:
-        node: what the app has.
-        replace: puts another in its place.
+        replace: puts a value in its place, or into it.
         parts: of what takes its place, by path within it.
         gone: the keys of what the app has there that will be gone.
     """
 
-    node: Any
     replace: Callable[[Any], None]
     parts: dict[Path, Any]
     gone: Sequence[str]
 
     def put(self) -> None:
-        """Puts the loaded value into the app: into the existing dict, if both are dicts."""
+        """Puts the loaded value into the app."""
         inner = _inner(self.parts)  # empty on one rank, filled on another
-        whole = nest({path: value for path, value in self.parts.items() if path not in inner})
-        if isinstance(self.node, MutableMapping) and isinstance(whole, dict):
-            self.node.clear()
-            self.node.update(whole)
-        else:
-            self.replace(whole)
+        self.replace(nest({path: value for path, value in self.parts.items() if path not in inner}))
 
 
 def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
@@ -85,38 +80,64 @@ def may_grow(flat: FlatState, names: Names, select: str | None, keys: Collection
     return all(is_below(flat.leaves[key].path, *roots) for key in keys)
 
 
-def own_places(flat: FlatState, keys: Iterable[str]) -> list[str]:
-    """Returns the keys of containers, plain on some rank, under which this rank has places of another kind."""
-    plain = {join(path) for path in flat.plain}
-    return [
+def growth_here(flat: FlatState, names: Names, keys: Collection[str]) -> tuple[list[str], dict[str, int]]:
+    """Returns what a rank has in containers that are plain on some rank, for `agreed_growth`.
+
+    That is the keys of those under which it has places of another kind, and stored key → how many parts of the key's
+    path lead to something that it has; nothing for those that only lead to the container.
+
+    Args:
+        keys: of the containers.
+    """
+    roots = [path for path in flat.plain if join(path) in keys]
+    plain = {join(path) for path in roots}
+    own = [
         key
         for key in keys
         if key not in plain and any(each == key or each.startswith(f"{key}.") for each in flat.leaves)
     ]
+    return own, _parts_here(flat, names, roots)
+
+
+def agreed_growth(keys: Sequence[str], reports: Sequence[tuple[list[str], dict[str, int]]]) -> dict[str, Any]:
+    """Returns, on rank 0, the keys of containers that get what is stored, and stored key → parts of a path.
+
+    The latter are for those ranks that have so many parts of it; the key is not there if all ranks have as many.
+    """
+    own, parts = zip(*reports, strict=True)
+    counts = {key: [each.get(key, 0) for each in parts] for key in dict.fromkeys(chain.from_iterable(parts))}
+    return {
+        "keys": [key for key in keys if not any(key in each for each in own)],
+        "parts": {key: max(each) for key, each in counts.items() if min(each) < max(each)},
+    }
 
 
 def with_places(
-    flat: FlatState, names: Names, keys: Collection[str], strictness: Strictness
+    flat: FlatState, names: Names, grow: Mapping[str, Any], strictness: Strictness
 ) -> tuple[FlatState, Names, list[Growing]]:
     """Returns app and checkpoint with places for what is stored, in place of the containers that it replaces.
 
     Args:
-        keys: of containers (`growing_in`).
+        grow: which containers, and which entries are for which ranks (`agreed_growth`).
         strictness: what the app alone has in them stays there if keys may be missing.
     """
     manifest, stored = names.manifest, stored_paths(names.manifest)
     paths_here = {key: leaf.path for key, leaf in flat.leaves.items()}
     leaves, chosen, growing = dict(flat.leaves), set(names.chosen), list[Growing]()
-    roots = [path for path in flat.plain if join(path) in keys]
+    roots = [path for path in flat.plain if join(path) in grow["keys"]]
+    parts_here = _parts_here(flat, names, roots)
+    elsewhere = {key for key, count in grow["parts"].items() if parts_here.get(key, 0) < count}
     all_there, all_here = _below(roots, stored), _below(roots, paths_here)
     for root in roots:
         parts: dict[Path, Any] = {}
-        there, here = all_there[root], all_here[root]
+        here = all_here[root]
+        there = {key: path for key, path in all_there[root].items() if key not in elsewhere}
         ends = [path for key, path in there.items() if manifest.values.get(key, ((), None))[1] != {}]
-        gone = [key for key, path in here.items() if not any(is_below(other, path) for other in there.values())]
+        absent = [key for key, path in here.items() if not any(is_below(other, path) for other in there.values())]
+        gone = [key for key in absent if not any(is_below(other, here[key]) for other in all_there[root].values())]
         for key, path in here.items():
-            may_lack = key in gone and strictness.choice_for_missing(key) != "raise"
-            if may_lack and not any(is_below(path, end) for end in ends):
+            stays = key in absent and (key not in gone or strictness.choice_for_missing(key) != "raise")
+            if stays and not any(is_below(path, end) for end in ends):
                 parts[path] = leaves[key].value
             else:
                 del leaves[key]
@@ -127,7 +148,7 @@ def with_places(
                 parts[path] = torch.empty(tensor.layout.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
             leaves[key] = Leaf(stored[key], parts.get(path), partial(parts.__setitem__, path))
             chosen.add(key)
-        growing.append(Growing(*flat.plain[root], parts, [key for key in gone if key not in leaves]))
+        growing.append(Growing(flat.plain[root][1], parts, [key for key in gone if key not in leaves]))
     return replace(flat, leaves=leaves), replace(names, chosen=frozenset(chosen)), growing
 
 
@@ -141,6 +162,20 @@ def warn_of_gone(growing: Iterable[Growing]) -> None:
             ", ".join(gone[:3]),
             more,
         )
+
+
+def _parts_here(flat: FlatState, names: Names, roots: Collection[Path]) -> dict[str, int]:
+    """Returns stored key → how many parts of its path lead to something in the app, if more than to its container."""
+    here = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
+    paths = (flat.leaves[key].path for keys in here.values() for key in keys)
+    known = {path[:length] for path in paths for length in range(1, len(path) + 1)}
+    stored, found = stored_paths(names.manifest), {}
+    for root, keys in keys_below(stored, roots).items():
+        for key in keys:
+            count = sum(stored[key][:length] in known for length in range(len(root) + 1, len(stored[key]) + 1))
+            if count:
+                found[key] = len(root) + count
+    return found
 
 
 def _outermost(flat: FlatState, select: str | None) -> list[Path]:

@@ -9,18 +9,19 @@ in its groups, and no state of it: then it has none again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
-from shardopt.checkpoint.loading.torchs_own import TorchsState, torchs_state
+from shardopt.checkpoint.loading.torchs_own import TorchsState, stored_state, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state.paths import PARAM_GROUPS, join, keys_below
+from shardopt.state.param_groups import ALGORITHM, other_algorithm
+from shardopt.state.paths import PARAM_GROUPS, Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
 
 
@@ -33,7 +34,8 @@ class _Change:
         make: names to make state for; None for all of an optimizer that knows of no names.
         drop: names whose state was never stepped on this rank.
         keep: names whose state was, of which the checkpoint knows nothing.
-        forget: name → parameter whose state was, and which had none when it was saved.
+        forget: name → parameter whose state was, and which had none, or of another form, when it was saved.
+        entries: name → the names of what is stored of it, where it gets the stored options.
         forgotten: parameter → its state until then.
     """
 
@@ -42,6 +44,7 @@ class _Change:
     drop: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     forget: dict[str, Tensor] = field(default_factory=dict)
+    entries: Mapping[str, Sequence[str]] = field(default_factory=dict)
     forgotten: dict[Tensor, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -126,6 +129,8 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
             change.optimizer.drop_state([*change.drop, *change.forget])
         if change.make:
             change.optimizer.init_state(names=change.make)
+            if change.entries and hasattr(change.optimizer, "init_entries"):
+                change.optimizer.init_entries(change.entries)
 
 
 def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: bool) -> Iterator[tuple[str, _Change]]:
@@ -144,7 +149,9 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
             live = set(_live_names(each, flat, here, chosen))
             since = live - torchs.stored.keys() if takes_back else set()
             forget = _known_without_state(key, since, torchs.parameters, flat, manifest)
-            yield key, _Change(torchs, sorted(torchs.stored.keys() - live), forget=forget)
+            if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
+                forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
+            yield key, _Change(torchs, sorted(torchs.stored.keys() - (live - forget.keys())), forget=forget)
             continue
         if not hasattr(optimizer, "init_state"):
             continue
@@ -157,12 +164,38 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
             unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
             since = surplus - unstepped if takes_back else set()
             forget = _known_without_state(key, since, getattr(optimizer, "params", {}), flat, manifest)
-            kept = sorted(surplus - unstepped - forget.keys())
-            yield key, _Change(optimizer, sorted(saved - live), sorted(unstepped), kept, forget)
+            kept, make = sorted(surplus - unstepped - forget.keys()), sorted(saved - live)
+            entries = stored_state(each, own, manifest, name_here) if make else {}
+            entries = {name: entries.get(flat.tied.get(name, name), {}) for name in make}
+            yield (
+                key,
+                _Change(
+                    optimizer, make, sorted(unstepped), kept, forget, _known_entries(each, entries, flat, manifest)
+                ),
+            )
         elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(
             name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
         ):
             yield key, _Change(optimizer, None)
+
+
+def _known_entries(
+    target: RestoreTarget, stored: Mapping[str, Mapping[Path, Any]], flat: FlatState, manifest: Manifest
+) -> dict[str, list[str]]:
+    """Returns name → its stored entries, of parameters that get stored options of the algorithm that they have here.
+
+    Args:
+        stored: name → path within its state → what is stored there.
+    """
+    known = {}
+    for name, entries in stored.items():
+        key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
+        options = manifest.values.get(key, ((), None))[1]
+        if key not in flat.leaves or not isinstance(options, Mapping):
+            continue
+        if not other_algorithm(options, str(flat.leaves[key].value.get(ALGORITHM) or "")):
+            known[name] = [str(path[0]) for path in entries if len(path) == 1]
+    return known
 
 
 def _known_without_state(

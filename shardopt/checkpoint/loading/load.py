@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
 from shardopt.checkpoint.hosts.served import is_on_hosts
-from shardopt.checkpoint.loading.growing import own_places, warn_of_gone
+from shardopt.checkpoint.loading.growing import agreed_growth, growth_here, warn_of_gone
 from shardopt.checkpoint.loading.hand_back import (
     CHANGED_NOTHING,
     MAY_HAVE_CHANGED,
@@ -106,10 +106,10 @@ def load(
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, from any ranks, meshes and placements that saved it. Collective.
 
-    Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app`; objects get their
-    state by `load_state_dict`. What does not fit is found before a byte is changed. A container or value of `app` is
-    replaced whole if it has no tensor, object or `PerRank` in it on any rank. So an empty dict gets the records that
-    were added later, with tensors on the CPU in the stored dtype and shape.
+    Tensors, dicts, lists and sets of `app` are filled in place; other plain values are replaced. Objects get their
+    state by `load_state_dict`. What does not fit is found before a byte is changed. Without a tensor, object or
+    `PerRank` in it on any rank a container gets what is stored, also if it was empty: entries by key as text ("10"
+    before "9"), those of single ranks on these; CPU tensors, also for arrays; lists for tuples that have some.
 
     Args:
         url: of a committed checkpoint.
@@ -310,7 +310,7 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
         return [what.removeprefix("loading "), *plan.report()]
 
     def plan_here(
-        reader: CheckpointReader, flat: FlatState, names: Names, grow: Sequence[str] | None = None
+        reader: CheckpointReader, flat: FlatState, names: Names, grow: Mapping[str, Any] | None = None
     ) -> RankPlan:
         with writer_told(reader.manifest):
             return plan_rank(reader, flat, names, ranks, strictness, select, share_reads, grow, options.reads)
@@ -331,15 +331,15 @@ def refuse_differences(ranks: Ranks, what: str, plan: RankPlan, found: dict[str,
         refuse_nothing(plan.reader.manifest, plan.flat, options.select)
 
 
-def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> list[str]:
-    """Returns the keys of plain containers under which no rank has places of another kind. Collective."""
+def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns which plain containers get what is stored, and on which ranks (`agreed_growth`). Collective."""
     plan.reader.close()
-    growing: list[str]
+    growing: dict[str, Any]
     _, growing = ranks.agree(
         what,
-        work=lambda: own_places(plan.flat, keys),
+        work=lambda: growth_here(plan.flat, plan.names, keys),
         report=list,
-        decide=lambda reports: [key for key in keys if not any(key in own for own in reports)],
+        decide=partial(agreed_growth, keys),
     )
     return growing
 

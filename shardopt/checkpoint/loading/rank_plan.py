@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -114,18 +114,18 @@ def plan_rank(
     strictness: Strictness,
     select: str | None,
     share_reads: ShareReads,
-    grow: Collection[str] | None = None,
+    grow: Mapping[str, Any] | None = None,
     reads: bool = True,
 ) -> RankPlan:
     """Plans what this rank loads. Refuses what does not fit, or notes it, to be reconciled with other ranks.
 
     Args:
         select, share_reads: as for `load`.
-        grow: the keys of containers that are to get what is stored; None where that is not agreed yet.
+        grow: which containers are to get what is stored (`agreed_growth`); None where that is not agreed yet.
         reads: whether tensors are to be read. Otherwise they need no memory, and no file with tensors is opened.
     """
     growing: Sequence[Growing] = ()
-    if grow:
+    if grow is not None:
         flat, names, growing = with_places(flat, names, grow, strictness)
     tensors = {key: leaf.value for key, leaf in flat.leaves.items() if isinstance(leaf.value, Tensor)}
     members = ranks.job_numbers

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of
@@ -247,7 +248,8 @@ def regroup_values(flat: FlatState, values: Values, tensors: Iterable[StoredTens
     which has nothing of what others have there. An empty container within one of which other parts are stored stays
     as the app has it, for it has no parts that could be. Nor are entries by name put together for a list, or elements
     of a list for a dict: these are differences, as any. Nor is joined what will replace the container (`growing.py`),
-    with the stored tensors among it.
+    with the stored tensors among it, nor what belongs to state of an optimizer without any: without the tensors among
+    it, a list has no places.
 
     Args:
         tensors: that are stored.
@@ -257,9 +259,10 @@ def regroup_values(flat: FlatState, values: Values, tensors: Iterable[StoredTens
         for key, leaf in flat.leaves.items()
         if isinstance(leaf.value, Mapping | list) and leaf.value and key not in values
     }
-    grow = [path for path in whole if path in flat.plain]
+    filled = {*flat.plain, *(each.path for each in flat.targets if isinstance(each.object, Optimizer))}
+    grow = filled.intersection(whole)
     for path in grow and {tensor.path[:length] for tensor in tensors for length in range(1, len(tensor.path))}:
-        if path in flat.plain:
+        if path in filled:
             whole.pop(path, None)
     if not whole:
         return values

@@ -117,12 +117,12 @@ def _problems_of_groups(
 def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
     """Logs which options of torch's optimizers a load has taken from the checkpoint in contradiction to the code.
 
-    Not those that a schedule changes, where there is one.
+    Not those that a schedule changes, where there is one. Of another algorithm a load has taken none.
 
     Args:
         values: that were loaded, by key.
     """
-    lines: dict[str, None] = {}
+    lines, algorithms = dict[str, None](), dict[str, None]()
     for target in flat.targets:
         optimizer, numbered = target.object, target.numbered
         if numbered is None or not isinstance(optimizer, Optimizer):
@@ -133,6 +133,10 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
             here, stored = (flat.leaves[key].value, values.get(key)) if key in flat.leaves else ({}, None)
             if not isinstance(stored, Mapping):
                 continue
+            if other := other_algorithm(stored, numbered.algorithm):
+                told = f"saved by {other}; {numbered.algorithm} takes the state that fits, with its own options"
+                algorithms[f"{join(target.path)}: {told}"] = None
+                continue
             for option in sorted(optimizer.defaults.keys() - IMPLEMENTATION_OPTIONS - {*scheduled}):
                 if option in here and option in stored and not _is_same(here[option], stored[option]):
                     lines[f"{join(target.path)}: {option}: {here[option]} here, {stored[option]} stored"] = None
@@ -141,6 +145,10 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
             "options of the checkpoint replace those that an optimizer has [optimizer-state]:\n  %s\n"
             "to resume with other ones, set them in param_groups after loading",
             "\n  ".join(lines),
+        )
+    if algorithms:
+        _log.warning(
+            "loaded with strict=False from another algorithm [optimizer-state]:\n  %s", "\n  ".join(algorithms)
         )
 
 
@@ -211,11 +219,13 @@ class TorchsState:
     Args:
         parameters: by the names, or the numbers, under which their state is stored.
         stored: name → path within its state → what is stored there.
+        strange: names of those whose state another algorithm has saved: they get only what their own has.
     """
 
     optimizer: Optimizer
     parameters: Mapping[str, torch.Tensor]
     stored: Mapping[str, Mapping[Path, Any]]
+    strange: Collection[str] = ()
 
     @property
     def state(self) -> Any:
@@ -230,7 +240,8 @@ class TorchsState:
             group = groups[id(parameter)]
             made = lazy_state(self.optimizer, group, parameter) if makes_lazy_state_as_torch(self.optimizer) else {}
             on_device = bool(group.get("capturable") or group.get("fused"))
-            absent = {path: each for path, each in self.stored[name].items() if path[0] not in made}
+            stored = {} if name in self.strange else self.stored[name]
+            absent = {path: each for path, each in stored.items() if path[0] not in made}
             places = {path: _place_for(each, parameter, on_device) for path, each in absent.items()}
             self.optimizer.state[parameter] = {**made, **nest(places)}
 
@@ -255,13 +266,30 @@ def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest,
         positions = numbers_in(optimizer, target.state) if target.groups is None else None
         parameters = {str(number): each for number, each in enumerate(positions or ())}
     name_here = {tied.get(name, name): name for name in parameters}
-    stored = _stored_state(target, keys, manifest, name_here)
+    stored = stored_state(target, keys, manifest, name_here)
     return TorchsState(
-        optimizer, parameters, {name_here[name]: each for name, each in stored.items() if name in name_here}
+        optimizer,
+        parameters,
+        {name_here[name]: each for name, each in stored.items() if name in name_here},
+        of_other_algorithms(target, manifest, tied),
     )
 
 
-def _stored_state(
+def of_other_algorithms(target: RestoreTarget, manifest: Manifest, tied: Tied) -> list[str]:
+    """Returns the names of parameters, of one of torch's optimizers, that another algorithm has stepped."""
+    numbered, section = target.numbered, (*target.path, PARAM_GROUPS)
+    if numbered is None:
+        return []
+    keys = {name: join((*section, tied.get(name, name))) for name in numbered.names}
+    stored = {name: manifest.values.get(key, ((), None))[1] for name, key in keys.items()}
+    return [
+        name
+        for name, options in stored.items()
+        if isinstance(options, Mapping) and other_algorithm(options, numbered.algorithm)
+    ]
+
+
+def stored_state(
     target: RestoreTarget, keys: Iterable[str], manifest: Manifest, known: Collection[str]
 ) -> dict[str, dict[Path, Any]]:
     """Returns the stored state of an optimizer: name → path within → tensor or value.

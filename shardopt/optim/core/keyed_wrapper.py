@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,8 +14,10 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.communicating import AlgorithmOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE
+from shardopt.algorithms.initial_state import made_of
 from shardopt.algorithms.low_precision.conversion import CannotConvert, converted
 from shardopt.algorithms.low_precision.options import as_texts
+from shardopt.algorithms.registry import Kind
 from shardopt.errors import Problem
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
@@ -113,6 +116,20 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             chosen = [self._params[name] for name in self._params if name in names]
             self._local.state.make(dict.fromkeys(chosen), frozen_too=True)
             self._local.state.make_global(names)
+
+    def init_entries(self, entries: Mapping[str, Collection[str]]) -> None:
+        """Makes entries of state, as the base does; of a group's parameters all or none lack one."""
+        spec = self._local.spec
+        known = () if spec is None else [entry for entry in spec.state if entry.kind is Kind.PARAMETER]
+        names = {self._params[name]: name for name in entries if name in self._params}
+        for group in self.param_groups:
+            for parameter in filter(names.__contains__, group[PARAMS]):
+                wanted, state = entries[names[parameter]], self.state.get(parameter, {})
+                absent = [entry for entry in known if entry.name in wanted and entry.name not in state]
+                if not absent:
+                    break
+                made = {entry.name: made_of(entry, group, parameter) for entry in absent}
+                self.state[parameter] = {**state, **made}
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
         """Returns the names whose state equals what `init_state` would make; makes one of each to compare.
@@ -213,10 +230,12 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         made.saved[GIVEN] = next((dict(given) for each, given in self._given if each is group), {})
         if local.state.saves_untouched:
             made.saved[UNTOUCHED] = [each for each in names if local.state.is_untouched(self._params[each], group)]
-        later = frozenset() if local.spec is None else local.spec.later_options
+        if local.spec is not None and local.spec.later_options:
+            arguments = inspect.signature(local.spec.optimizer).parameters
+            made = replace(made, later={name: arguments[name].default for name in local.spec.later_options})
         if isinstance(local.optimizer, AlgorithmOptimizer):
             made = replace(made, unlike=partial(local.optimizer.unlike, group, kept=self._kept_options))
-        return replace(made, later=later)
+        return made
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         groups = offered.get(PARAM_GROUPS, ()) if self._save_param_groups else ()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from shardopt.errors import Problem, StateError
 from shardopt.optim.gradients.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.optim.state_dict.groups import refuse_unknown
-from shardopt.optim.state_dict.offered import with_key
+from shardopt.optim.state_dict.offered import put_state, with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
@@ -199,6 +199,15 @@ class Node(Optimizer):
             own = [name for name in part.params if with_key(name, key) in sparse]
             part._init_named(own, None if chosen is None else _seen_as(key, part, chosen))
 
+    def init_entries(self, entries: Mapping[str, Collection[str]]) -> None:
+        """Makes entries of the algorithm's state that the options here leave out: a load brings options that have them.
+
+        Args:
+            entries: name, as for `init_state` → names of entries; the algorithm's others are passed over.
+        """
+        for key, part in self._parts:
+            part.init_entries({inner: entries[name] for inner, name in _seen_as(key, part, set(entries)).items()})
+
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
         """Returns the names whose state equals what `init_state` makes, and so can be made again.
 
@@ -270,9 +279,9 @@ class Node(Optimizer):
                 groups = [renamed_group(group, seen_from_here) for group in of_part[PARAM_GROUPS]]
                 gathered.setdefault(PARAM_GROUPS, []).extend(groups)
             seen_as = {with_key(name, key): entries for name, entries in of_part[STATE].items()}
-            _put(gathered[STATE], seen_as, "two optimizers")
+            put_state(gathered[STATE], seen_as, "two optimizers")
         own = {name: as_saved(entries) for name, entries in self._own_state().items()}
-        _put(gathered[STATE], own, f"{type(self).__name__} and of what it wraps")
+        put_state(gathered[STATE], own, f"{type(self).__name__} and of what it wraps")
         own_groups = self._own_groups()
         if own_groups is not None:
             gathered[PARAM_GROUPS] = [group.saved for group in own_groups]
@@ -389,12 +398,3 @@ def _seen_as(key: str, part: Node, names: Collection[str]) -> dict[str, str]:
     """Returns those of the names that belong to a part: name in the part → name in the whole."""
     pairs = ((inner, with_key(inner, key)) for inner in part._state_names())
     return {inner: name for inner, name in pairs if name in names}
-
-
-def _put(state: dict[str, Any], more: Mapping[str, Any], owners: str) -> None:
-    """Adds state under new names. Raises StateError if one is taken."""
-    taken = sorted(more.keys() & state.keys())
-    if taken:
-        problems = [Problem(name, f"state of {owners}", "of one of them", "give it another name") for name in taken]
-        raise StateError("two optimizers keep state under one name", problems)
-    state.update(more)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shardopt.errors import Problem, StateError
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.state.names import before_all, plain_name
 from shardopt.state.param_groups import ELSEWHERE, NAMES_OF_TORCH, PARAMS, are_named, members_only, renamed_group
@@ -25,6 +26,15 @@ def with_key(name: str, key: str) -> str:
 def without_key(name: str, key: str) -> str:
     """Strips a part's key from a name; a name without that prefix stays."""
     return name.removeprefix(f"{key}.") if key else name
+
+
+def put_state(state: dict[str, Any], more: Mapping[str, Any], owners: str) -> None:
+    """Adds state under new names. Raises StateError if one is taken."""
+    taken = sorted(more.keys() & state.keys())
+    if taken:
+        problems = [Problem(name, f"state of {owners}", "of one of them", "give it another name") for name in taken]
+        raise StateError("two optimizers keep state under one name", problems)
+    state.update(more)
 
 
 def begins(name: str, key: str) -> bool:

@@ -11,7 +11,7 @@ the options that all of its parameters have, in whatever groups they were saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +59,7 @@ class KeyedGroup:
         saved: "params", the options as they are, and further entries that are saved.
         kept: the options that a load leaves as they are here.
         has: whether a parameter of another rank is of this group, as far as its pattern tells.
-        later: options that the algorithm did not always have, and that are None where a saved form has none.
+        later: options that the algorithm did not always have, each with its default, which a saved form without it has.
         unlike: those of a saved group's options under which the state here would lie otherwise: name, stored, own.
     """
 
@@ -67,7 +67,7 @@ class KeyedGroup:
     saved: dict[str, Any]
     kept: frozenset[str]
     has: Callable[[str], bool]
-    later: frozenset[str] = frozenset()
+    later: Mapping[str, Any] = field(default_factory=dict)
     unlike: Callable[[Mapping[str, Any]], Iterable[tuple[str, Any, Any]]] = lambda options: ()
 
     def where(self, section: str, position: int) -> str:
@@ -188,7 +188,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
         for each in variants:
             differing = overridden(where, given, options, each.get(GIVEN) or {})
             plan.overridden += [override for override in differing if override not in plan.overridden]
-    left_out |= {name for name in group.later - options.keys() if saved.get(name) is None}
+    left_out |= {name for name, before in group.later.items() if name not in options and saved.get(name) == before}
     into = {name: value for name, value in saved.items() if name not in left_out}
     plan.mapping(where, into, options, _REMEDY)
     plan.then(lambda: saved.update(into))

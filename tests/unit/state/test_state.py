@@ -237,6 +237,27 @@ def test_a_class_with_state_is_not_an_object_with_state():
         checkpoint.save("memory://shardopt-tests/class", {"a": nn.Linear})
 
 
+class Raising(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Returning(dict):
+    __getattr__ = dict.get
+
+
+@pytest.mark.parametrize("kind", [Raising, Returning])
+def test_entries_of_a_dict_that_are_its_attributes_are_entries(tmp_path, kind):
+    def app_of(value):
+        return {"config": kind(lr=value, step=kind(state_dict=value)), "weights": torch.full((2,), value)}
+
+    checkpoint.save(tmp_path / "c", app_of(2.0))
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        manager.save(1, app_of(2.0))
+    app = app_of(0.0)
+    checkpoint.load(tmp_path / "c", app)
+    assert app["config"] == app_of(2.0)["config"] and type(app["config"]) is kind
+
+
 # Whose memory is whose.
 
 

@@ -351,7 +351,7 @@ def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
 
 
 def _differs(key: str, difference: str) -> Problem:
-    remedy = "make it the same, give it another key on each rank, or wrap what is meant to differ in PerRank"
+    remedy = "wrap what is meant to differ in PerRank; or make it the same, or give it another key on each rank"
     return Problem(key, difference, "the same on every rank that has the key", remedy)
 
 

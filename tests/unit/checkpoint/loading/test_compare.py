@@ -286,3 +286,15 @@ def test_a_mismatch_names_rename_first_and_weights_first_in_twenty_lines_and_a_c
     )
     rename = {r"layer": "block"}
     checkpoint.load(tmp_path / "c", {"optimizer": optimizer, "model": model}, rename=rename)
+
+
+@pytest.mark.parametrize(
+    ("begun", "saved"), [(float("inf"), torch.tensor(0.5)), (torch.tensor(torch.inf), 0.5)], ids=repr
+)
+def test_none_takes_what_has_become_of_another_kind(tmp_path, begun, saved):
+    checkpoint.save(tmp_path / "c", {"best": saved, "step": 1})
+    with pytest.raises(MismatchError, match=r"best: .* or None, which takes any"):
+        checkpoint.load(tmp_path / "c", {"best": begun, "step": 0})
+    app = {"best": None, "step": 0}
+    checkpoint.load(tmp_path / "c", app)
+    assert repr(app) == repr({"best": saved, "step": 1})

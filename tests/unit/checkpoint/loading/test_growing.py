@@ -166,3 +166,36 @@ def _on_ranks(root):
 
 def test_ranks_have_what_is_stored_each_for_itself(tmp_path):
     run_ranks(2, _on_ranks, str(tmp_path))
+
+
+def _with_keys_of_ranks(root):
+    rank = torch.distributed.get_rank()
+    name = f"rank{rank}"
+
+    def app_of(tokens, times, best):
+        return {"tokens": tokens, "nested": {"times": times, "best": best}}
+
+    checkpoint.save(f"{root}/c", app_of({name: rank, "all": 2}, {name: {"a": rank, "b": torch.ones(1)}}, {"x": 1}))
+    # What a rank has, begun or filled, goes to it; what none has goes to all.
+    app = app_of({name: 0}, {name: {}}, {"x": 0} if rank else {})
+    checkpoint.load(f"{root}/c", app)
+    expected = {name: rank, "all": 2}, {name: {"a": rank, "b": torch.ones(1)}}, {"x": 1} if rank else {}
+    assert same(app, app_of(*expected))
+    checkpoint.save(f"{root}/d", app)
+    app = app_of({name: 0}, {name: {"a": 0}}, None)
+    checkpoint.load(f"{root}/c", app)
+    assert same(app, app_of(*expected[:2], {"x": 1}))
+    checkpoint.load(f"{root}/c", app)
+    assert same(app, app_of(*expected[:2], {"x": 1}))
+    app = app_of({}, {}, {})
+    checkpoint.load(f"{root}/c", app)
+    times = {f"rank{each}": {"a": each, "b": torch.ones(1)} for each in (0, 1)}
+    assert same(app, app_of({"rank0": 0, "rank1": 1, "all": 2}, times, {"x": 1}))
+    app = app_of({name: 0, "mine": 3, **({"rank1": 4} if rank else {})}, {"rank1": {}}, {})
+    checkpoint.load(f"{root}/c", app, strict=Strictness(missing="ignore"))
+    assert same(app["tokens"], {name: rank, "mine": 3, "all": 2})
+    assert same(app["nested"]["times"], {"rank1": times["rank1"], "rank0": times["rank0"]})
+
+
+def test_what_some_ranks_have_is_for_these_alone(tmp_path):
+    run_ranks(2, _with_keys_of_ranks, str(tmp_path))
