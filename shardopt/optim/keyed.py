@@ -60,8 +60,9 @@ def keyed(
         groups: `{"match": regex, option: value, ...}`. Each parameter goes to the first group whose regex matches its
             name, or else to a last group with the defaults. Groups keep their places where they are empty, so that
             schedules fit on all ranks. Keys that are no options, such as "name" or "lr_scale", are kept, saved and
-            loaded with the group. A key that looks like a misspelt option is refused. A group with an "algorithm" of
-            its own (class or name) starts from that algorithm's defaults, not from those given here.
+            loaded with the group; one that the training loop adds must be there before a load, too. A key that looks
+            like a misspelt option is refused. A group with an "algorithm" of its own (class or name) starts from that
+            algorithm's defaults, not from those given here.
         process_group: the ranks that train these parameters, where they are not all of the job: a process group, or a
             device mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
         tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only:

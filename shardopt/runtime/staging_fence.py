@@ -1,6 +1,7 @@
 """The fence between background copies of live state and code that changes it in place.
 
-Whoever is to change state in place, other than an optimizer by its step, calls `wait_for_copies` first.
+Whoever is to change state in place calls `wait_for_copies` first: a keyed optimizer before each step, too, as a save
+holds back only the optimizers that are in its app.
 """
 
 from __future__ import annotations

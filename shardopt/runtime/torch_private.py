@@ -86,6 +86,13 @@ def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
     return args, kwargs
 
 
+def remove_step_hooks(optimizer: Optimizer, *hooks: Callable[..., Any]) -> None:
+    """Removes step hooks from an optimizer, as often as they were registered; passes over the others."""
+    for registered in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for number in [number for number, hook in registered.items() if hook in hooks]:
+            del registered[number]
+
+
 def is_torchs(attribute: str) -> bool:
     """Whether an attribute of an optimizer is torch's: hooks, and what schedules put around `step`.
 

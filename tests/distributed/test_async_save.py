@@ -77,14 +77,16 @@ def hold(gate):
 
 
 def save_beside_training(root):
-    """While the copies of a lazy save are held the program saves, loads, trains and communicates in the foreground."""
-    app = sharded_job()
+    """While the copies of a lazy save are held the program saves, runs models and communicates in the foreground."""
+    app, fresh = sharded_job(), sharded_job()
     gate = threading.Event()
     hold(gate)
     expected = whole(app)
     pending = checkpoint.async_save(f"{root}/lazy", app, stage="lazy", deadline_seconds=20)
     checkpoint.save(f"{root}/beside", app)
-    fresh = sharded_job()
+    fresh["model"](
+        torch.randn(8, fresh["model"][0].in_features)
+    ).sum().backward()  # a step of any keyed optimizer would wait
     app["mine"].value.append("later")
     app["seen"] += 1
     app["step"] = 2

@@ -1,5 +1,7 @@
 """Keyed optimizers on real ranks: what autograd and `fully_shard` hand them, and gradients that must be moved."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +77,29 @@ def step_with_a_gradient_placed(placement):
 def test_a_gradient_with_another_placement_is_moved_not_misread(placement):
     for result in run_ranks(2, step_with_a_gradient_placed, placement):
         assert torch.equal(result, 1 - torch.arange(6.0).view(3, 2))
+
+
+def train_groups_in_order(algorithms, turned):
+    """Groups by layer, which rank 1 gives in the opposite order, if `turned`."""
+    torch.manual_seed(5)
+    sizes = (8, 16, 16, 16, 8)
+    net = torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    weights = [*net.named_parameters()]
+    groups = [
+        {"params": weights[2 * place :][:2], "lr": 0.01 * (place + 1), "algorithm": algorithm}
+        for place, algorithm in enumerate(algorithms)
+    ]
+    optimizer = shardopt.keyed(algorithms[0], groups[::-1] if turned and dist.get_rank() == 1 else groups)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    return {name: whole(parameter) for name, parameter in weights}
+
+
+@pytest.mark.parametrize("algorithms", [("soap", "soap"), ("shampoo", "shampoo"), ("lamb", "lars"), ("muon", "lamb")])
+def test_ranks_may_give_groups_in_different_orders(algorithms):
+    wanted, _ = run_ranks(2, train_groups_in_order, algorithms, False)
+    for result in run_ranks(2, train_groups_in_order, algorithms, True):
+        assert all(torch.equal(value, wanted[name]) for name, value in result.items())

@@ -213,7 +213,7 @@ def test_options_that_a_schedule_adds_are_attached_left_out_or_passed_over(url):
     remedy = (
         "a schedule adds some: attach the same one first, or leave the schedule out of the app and load with Strictness"
         '(unexpected="ignore") for what another one had added, or Strictness(missing="ignore") for what the new one '
-        "adds; or pass strict=False"
+        "adds; set a key of your own in param_groups before the load; or pass strict=False"
     )
     before = app_of(steps=2)
     schedule = one_cycle(before)
@@ -231,6 +231,33 @@ def test_options_that_a_schedule_adds_are_attached_left_out_or_passed_over(url):
     loaded(url.parent / "d", new, strict=Strictness(missing="ignore"))
     assert moments_of(new) == moments_of(plain) and new["optimizer"].param_groups[0]["max_lr"] == 0.5
     assert schedule
+
+
+def test_an_own_key_of_the_training_loop_is_set_before_the_load(url):
+    before = app_of(steps=2)
+    before["optimizer"].param_groups[0]["progress"] = 0.5
+    saved(url, before)
+    refused("set a key of your own in param_groups before the load", checkpoint.load, url, app_of(), init_state=True)
+    with_key = app_of()
+    with_key["optimizer"].param_groups[0]["progress"] = 0.0
+    assert loaded(url, with_key)["optimizer"].param_groups[0]["progress"] == 0.5
+
+
+def test_state_by_position_is_loaded_by_position_or_saved_with_names():
+    before, into = app_of("torch", steps=2), app_of()
+    remedy = (
+        "optimizer.as_torch().load_state_dict(...) takes parameters in the order of the groups here; or save from a "
+        "torch optimizer made of model.named_parameters()"
+    )
+    refused(remedy, into["optimizer"].load_state_dict, before["optimizer"].state_dict())
+    into["optimizer"].as_torch().load_state_dict(before["optimizer"].state_dict())
+    assert sorted(moments_of(into)) == sorted(moments_of(before))
+    with_names = torch.optim.AdamW(before["model"].named_parameters(), lr=0.125)
+    with_names.load_state_dict(before["optimizer"].state_dict())
+    into = app_of()
+    into["optimizer"].init_state()
+    into["optimizer"].load_state_dict(with_names.state_dict())
+    assert sorted(moments_of(into)) == sorted(moments_of(before))
 
 
 def test_state_of_another_form_is_resumed_or_converted(url):

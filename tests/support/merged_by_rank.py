@@ -8,6 +8,7 @@ from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.values import Values, decode_path, encode_path, unpack
 from shardopt.checkpoint.saving.planning.describe import Description, Geometry
+from shardopt.checkpoint.saving.planning.merge import value_differs
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
@@ -110,8 +111,7 @@ def values_by_rank(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry
         if key in geometry.members or key in geometry.per_rank:
             problems.append(_differs(key, "tensors on some ranks, plain values on others"))
         elif other is not None:
-            difference = f"{_short(first)} on rank {first_rank}, {_short(by_rank[other][1])} on rank {other}"
-            problems.append(_differs(key, difference))
+            problems.append(value_differs(key, {first_rank: first, other: by_rank[other][1]}))
         wires = [value for _, value in by_rank.values()]
         merged[key] = (path, first if other is not None or all(wire == first for wire in wires) else united(wires))
     if problems:

@@ -9,7 +9,7 @@ So a block's update is the same bits on any mesh. Exchanges, rounds and checks o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
@@ -104,17 +104,6 @@ class BlockOptimizer(GatheringOptimizer):
     """
 
     step_type = _BlockStep
-
-    @property
-    def names(self) -> Mapping[Tensor, str]:
-        """Parameter → its name, for errors and for the order of parameters; a keyed optimizer sets it."""
-        names: Mapping[Tensor, str] = self.__dict__.get("_names_of", {})
-        return names
-
-    @names.setter
-    def names(self, names: Mapping[Tensor, str]) -> None:
-        self.__dict__["_names_of"] = names
-        self._assign()
 
     # --- the equations ---
 
@@ -212,7 +201,8 @@ class BlockOptimizer(GatheringOptimizer):
     def _assign(self) -> None:
         """Gives owners to the blocks of parameters without owners: the ranks that hold their state, if there is state.
 
-        The same on all ranks of a parameter: it depends on what these have in common alone.
+        The same on all ranks of a parameter: it depends only on what these have in common. So it waits until state is
+        needed: ranks may have added the same groups in different orders.
         """
         found: dict[tuple[int, ...], dict[str, tuple[Tensor, Options]]] = {}
         loads: dict[tuple[int, ...], dict[int, int]] = {}

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.torchs_own import TorchsState, stored_state, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
+from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import ALGORITHM, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
@@ -73,12 +75,16 @@ def init_unstepped(
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
         MismatchError: the rules of `rename` do not work.
+        LayoutError: a parameter is lazy: it has no shape yet.
         ShardoptError: an optimizer cannot make its state.
     """
 
     def compare() -> dict[str, _Change]:
         _, flat, names = look()
-        return dict(_changes(flat, names.manifest, names.chosen, takes_back))
+        changes = dict(_changes(flat, names.manifest, names.chosen, takes_back))
+        if any(each.is_due for each in changes.values()):
+            _refuse_lazy(flat, names.chosen)
+        return changes
 
     def merge(reports: list[Any]) -> dict[str, Any]:
         stepped: dict[str, set[str]] = {}
@@ -115,6 +121,13 @@ def init_unstepped(
                 change.optimizer.state[parameter] = state
 
     return undo
+
+
+def _refuse_lazy(flat: FlatState, chosen: Set[str]) -> None:
+    """Raises LayoutError for a parameter without a shape, for which no state can be made."""
+    for key, tensor in flat.tensors().items():
+        if key in chosen and is_lazy(tensor):
+            view_of(tensor, key)
 
 
 def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]]) -> None:

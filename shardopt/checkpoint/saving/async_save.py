@@ -313,12 +313,12 @@ def async_save(
     Args:
         url, app: as for `save`.
         stage: "now" copies everything in the call. "lazy" leaves to the thread what only an optimizer's step changes:
-            parameters and state of the optimizers in `app`, except those that update within backward. These optimizers
-            wait before their next step until the copy is made. Until `.staged` of the result, such a tensor must not be
-            changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
-            wait. Other changes make the save fail with the tensor's name, as far as torch counts them. It does not
-            count changes by fused kernels, through `.data`, or by steps replayed from a CUDA graph, which call no
-            hooks.
+            parameters and state of the optimizers in `app`, except those that update within backward. These optimizers,
+            and all keyed ones, wait before their next step until the copy is made. Until `.staged` of the result, such
+            a tensor must not be changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and
+            `swap` of averages wait. Other changes make the save fail with the tensor's name, as far as torch counts
+            them. It does not count changes by fused kernels, through `.data`, or by steps replayed from a CUDA graph,
+            which call no hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
         durable, deadline_seconds, process_group, tied, base, select, storage_options: as for `save`.

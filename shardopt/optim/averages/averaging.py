@@ -27,7 +27,7 @@ from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.runtime.torch_private import out_of_inference_mode, remove_step_hooks
 from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
@@ -42,9 +42,9 @@ MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]
 class Averaging:
     """Averages of a model's weights by name; the base of `EMA` and `SWA`.
 
-    The first update copies the weights, later ones move the averages towards them. A tensor that is not
-    floating or complex (counters, masks, positions) has no average: its last value stands for it. What is made of codes
-    and scales (a frozen NF4 weight) is left out.
+    The first update copies the weights, later ones move the averages towards them. A tensor that is not floating or
+    complex (counters, masks, positions) has no average: its last value stands for it. What is made of codes and scales
+    (a frozen NF4 weight) is left out.
 
     Everything here is local to the rank; ranks stay together because they update at the same steps.
 
@@ -89,8 +89,8 @@ class Averaging:
             problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
             raise StateError("averages cannot be made", [problem], code="averages")
         if not isinstance(model, nn.Module):
-            current = f"a {type(model).__name__}"
-            problem = Problem("model", current, "a module, whose parameters have names", "pass the model itself")
+            required, remedy = "a module, whose parameters have names", "pass the model itself"
+            problem = Problem("model", f"a {type(model).__name__}", required, remedy)
             raise StateError("averages cannot be made", [problem], code="averages")
         self._model = model
         self._use_buffers = use_buffers
@@ -213,21 +213,25 @@ class Averaging:
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Updates after each step of `optimizer`, which then refuses to step while the model holds the averages.
 
-        Steps that a GradScaler skips do not count. A copy of the optimizer is not attached.
+        Steps that a GradScaler skips do not count. Attached twice is once. A copy of the optimizer is not attached.
 
         Returns:
             A function that ends this.
         """
-        before = optimizer.register_step_pre_hook(
-            lambda *unused: self._refuse_swapped("a step would train the averages, and be lost")
-        )
-        after = optimizer.register_step_post_hook(lambda *unused: self.update())
 
         def detach() -> None:
-            before.remove()
-            after.remove()
+            remove_step_hooks(optimizer, self._before_step, self._after_step)
 
+        detach()
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
         return detach
+
+    def _before_step(self, *unused: Any) -> None:
+        self._refuse_swapped("a step would train the averages, and be lost")
+
+    def _after_step(self, *unused: Any) -> None:
+        self.update()
 
     @is_part_of(CHANGING)
     def swap(self) -> Swapped:
@@ -386,14 +390,11 @@ class Averaging:
     def _refuse_replaced(self, now: Mapping[str, Tensor]) -> None:
         replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
         if replaced:
-            remedy = "make the averages again when parameters are replaced by others"
-            current, required = "another parameter in the model, or none", "the one that is averaged"
-            problems = [Problem(name, current, required, remedy) for name in replaced]
-            raise StateError("a model has changed", problems, code="averages")
+            texts = "another parameter in the model, or none", "the one that is averaged", "make the averages again"
+            raise StateError("a model has changed", [Problem(name, *texts) for name in replaced], code="averages")
 
     def _refuse_swapped(self, why: str) -> None:
         if self.swapped:
-            problem = Problem(
-                type(self).__name__, "averages in the model", "its own weights", "call swap() to put them back"
-            )
+            remedy = "call swap() to put them back"
+            problem = Problem(type(self).__name__, "averages in the model", "its own weights", remedy)
             raise StateError(why, [problem], code="averages")

@@ -26,7 +26,8 @@ class CombinedOptimizer(CompositeOptimizer):
     children's own, not copies.
 
     Args:
-        optims: the children, each alone or as (key, optimizer), stepped in this order.
+        optims: the children, each alone or as (key, optimizer). They are stepped by the names of their algorithms,
+            those of one algorithm in this order.
 
     Raises:
         StateError: there is no child, one is not a keyed optimizer, two names are equal, or one tensor is a parameter
@@ -136,6 +137,11 @@ class CombinedOptimizer(CompositeOptimizer):
         index = candidates.pop()
         inner = {without_key(name, self._keys[index]): tensor for name, tensor in params.items()}
         self._children[index].add_param_group({**param_group, PARAMS: inner})
+
+    @property
+    def _stepped(self) -> tuple[KeyedOptimizer, ...]:
+        # Those that communicate: in one order on all ranks, even if the groups of `keyed` are in different orders.
+        return tuple(sorted(self._children, key=lambda child: child.algorithm))
 
     def __repr__(self) -> str:
         children = [f"({key!r}, {optimizer!r})" if key else f"{optimizer!r}" for key, optimizer in self.optimizers]

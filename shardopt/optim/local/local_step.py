@@ -35,6 +35,7 @@ from shardopt.optim.local.state import Group, LocalState
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
+from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import free_unsharded_parameters
 from shardopt.runtime.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.sharding.gradients import zero_gradients
@@ -195,6 +196,7 @@ class LocalOptimizer:
         """Takes one step of the algorithm without hooks; returns the closure's loss."""
         if self.evaluating:
             raise refusal_to_step(type(self.optimizer).__name__)
+        wait_for_copies()  # a save in the background knows only the optimizers of its app
         refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group["params"] for group in self.param_groups))
         if self.spec is None or not self.spec.elementwise:
             self._check_groups()
@@ -220,6 +222,7 @@ class LocalOptimizer:
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
+        wait_for_copies()
         group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
         here = group["params"][place : place + 1]
         if shards is None or not here or here[0] is not parameter or all(group is not e for e in self.param_groups):

@@ -136,7 +136,7 @@ def _compare(reports: Mapping[Alike, Any]) -> list[tuple[str, str, str, str]]:
             )
     for name, by_kind in numbers.items():
         for entry, difference in _differing(by_kind):
-            remedy = "step and load all ranks together; load the last checkpoint to bring them together again"
+            remedy = "step and load all ranks together, with gradients of the same parameters; load the last checkpoint"
             key = f"state.{name}.{entry}"
             problems.setdefault(f"entry {entry}", (key, difference, "the same on every rank that has it", remedy))
     return list(problems.values())

@@ -74,7 +74,7 @@ class LoadPlan:
 
     def seen_as(self, name: str) -> str:
         """Returns a parameter's name in the whole, or the name of another key under "state" or "param_groups"."""
-        return f"{self.opt_key}.{name}" if self.opt_key else name
+        return f"{self.opt_key}.{name}" if self.opt_key else str(name)
 
     def section(self, key: str) -> str:
         """Returns the key of the whole section "state" or "param_groups" in the whole."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardopt.errors import Problem, StateError
+from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.state.names import before_all, plain_name
 from shardopt.state.param_groups import ELSEWHERE, NAMES_OF_TORCH, PARAMS, are_named, members_only, renamed_group
@@ -129,10 +129,20 @@ def with_named_groups(offered: Mapping[str, Any]) -> Mapping[str, Any]:
     Taken are groups as a list, or as a mapping by the least name in each (earlier versions), with names under "params",
     or with positions under "params" and names under "param_names" (torch's optimizers). Those are without what
     wrappers put into them, as the names of keyed optimizers.
+
+    Raises:
+        MismatchError: parameters go by position and have no names.
     """
     groups = offered.get(PARAM_GROUPS)
     if isinstance(groups, Mapping):
         return {**offered, PARAM_GROUPS: [*groups.values()]}
+    if _are_nameless(groups):
+        remedy = (
+            "optimizer.as_torch().load_state_dict(...) takes parameters in the order of the groups here; or save from "
+            "a torch optimizer made of model.named_parameters()"
+        )
+        problem = Problem(PARAM_GROUPS, "parameters by position, without names", "parameters by name", remedy)
+        raise MismatchError("the state goes by position; nothing was changed", [problem], code="by-position")
     if not isinstance(groups, list) or not all(map(_has_positions, groups)):
         return offered
     names = [plain_name(name) for group in groups for name in group[NAMES_OF_TORCH]]
@@ -150,6 +160,13 @@ def with_named_groups(offered: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(state, Mapping):
         offered = {**offered, STATE: {by_position.get(key, key): entries for key, entries in state.items()}}
     return {**offered, PARAM_GROUPS: named}
+
+
+def _are_nameless(groups: Any) -> bool:
+    """Whether these are groups of a torch optimizer that was made of parameters without names."""
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    return any(type(each) is int for group in groups if NAMES_OF_TORCH not in group for each in group.get(PARAMS, ()))
 
 
 def _has_positions(group: Any) -> bool:

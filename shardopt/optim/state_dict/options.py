@@ -14,6 +14,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -136,7 +137,7 @@ def replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
     Args:
         filled: the value put into each tensor so far, by identity, in this load: groups may share one.
     """
-    if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex):
+    if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex | np.number):
         if not is_equal_option(filled.setdefault(id(here), value), value):
             here = here.clone()  # a group that shares it has got another value
         with torch.no_grad():
@@ -268,7 +269,7 @@ def _storable(value: Any) -> bool:
         return all(isinstance(name, str | int) and _storable(inner) for name, inner in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_storable, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes | Tensor)
+    return value is None or isinstance(value, bool | int | float | str | bytes | np.number | np.bool_ | Tensor)
 
 
 def _kind_wanted(default: Any) -> str:

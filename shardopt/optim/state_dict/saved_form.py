@@ -39,7 +39,7 @@ _REMEDY = (
     "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "
     "changed; a schedule adds some: attach the same one first, or leave the schedule out of the app and load with "
     'Strictness(unexpected="ignore") for what another one had added, or Strictness(missing="ignore") for what the new '
-    "one adds; or pass strict=False"
+    "one adds; set a key of your own in param_groups before the load; or pass strict=False"
 )
 _STATE_REMEDY = (
     "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "

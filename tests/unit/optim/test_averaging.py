@@ -208,6 +208,20 @@ def test_weights_come_back_when_an_evaluation_fails():
     assert_equal(values(net), own)
 
 
+def test_attached_again_they_are_updated_once_in_a_step():
+    net = model()
+    optimizer, ema = sgd(net), shardopt.EMA(net)
+    detach, again = ema.attach(optimizer), ema.attach(optimizer)
+    copied = copy.deepcopy(ema)  # which is attached to nothing
+    copied.attach(optimizer)
+    train(net, optimizer, [0, 1])
+    assert ema.n_averaged == copied.n_averaged == 2
+    detach()
+    again()
+    train(net, optimizer, [2])
+    assert (ema.n_averaged, copied.n_averaged) == (2, 3)
+
+
 def test_while_swapped_nothing_is_trained_saved_or_loaded(tmp_path):
     net = model()
     ema, optimizer = shardopt.EMA(net), sgd(net)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,10 +12,10 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt import KeyedOptimizer
+from shardopt import KeyedOptimizer, checkpoint
 from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, register, registry
 from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
-from shardopt.optim import KeyedOptimizerWrapper
+from shardopt.optim import CombinedOptimizer, KeyedOptimizerWrapper
 from shardopt.sharding.view import local_tensors
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
@@ -234,7 +235,7 @@ MISMATCHES = {
     no_values: r"state\.layer\.b\.exp_avg: found a tensor on the meta device",
     no_state: r"state: found no state; required state of layer.w, layer.b; .*init_state\(\)",
     drop_groups: r"param_groups: found nothing",
-    torchs_groups: r"param_groups: found a list; required a list of groups with names",
+    torchs_groups: r"param_groups: found parameters by position, without names",
     other_members: r"param_groups\.layer\.w: found nothing",
     other_group_key: r"param_groups\.layer\.a: found a value",
     drop_option: r"param_groups\.layer\.b\.eps: found nothing",
@@ -279,6 +280,39 @@ def test_state_for_an_optimizer_that_has_none_names_init_state():
     into.init_state()
     into.load_state_dict(adam(steps=2).state_dict())
     assert into.state_dict()["state"]["layer.w"]["step"] == 2
+
+
+@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_by_position_is_refused_with_the_way_to_load_it(combined, steps):
+    theirs = torch.optim.Adam(parameters().values(), lr=0.25)
+    for parameter in theirs.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    ours = adam(steps=steps)
+    optimizer = CombinedOptimizer([("dense", ours)]) if combined else ours
+    for options in ({}, {"strict": False}):
+        with pytest.raises(MismatchError, match=r"by position, without names.*as_torch\(\)\.load_state_dict"):
+            optimizer.load_state_dict(theirs.state_dict(), **options)
+    with pytest.raises(MismatchError, match="state of 0, 1" if not steps else "state.0"):
+        ours.load_state_dict({"state": theirs.state_dict()["state"]})
+    ours.as_torch().load_state_dict(theirs.state_dict())
+    (group,), state = ours.param_groups, ours.state_dict()["state"]
+    assert group["lr"] == 0.25
+    assert torch.equal(state["layer.w"]["exp_avg"], theirs.state_dict()["state"][0]["exp_avg"])
+
+
+def test_a_number_of_numpy_is_an_option_like_any_other(tmp_path):
+    optimizer = adam()
+    optimizer.param_groups[0]["lr"] = np.float32(0.1)
+    checkpoint.save(tmp_path / "one", {"optimizer": optimizer})
+    resumed = adam()
+    checkpoint.load(tmp_path / "one", {"optimizer": resumed})
+    (lr,) = (group["lr"] for group in resumed.param_groups)
+    assert lr == np.float32(0.1) and type(lr) is np.float32
+    resumed = adam(lr=torch.tensor(0.5))
+    checkpoint.load(tmp_path / "one", {"optimizer": resumed})
+    assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.1))
 
 
 def test_descriptions_are_checked_without_values():

@@ -19,6 +19,16 @@ from shardopt.ranks import Call, Ranks
 _told: set[str] = set()  # keys of buffers that differ, on rank 0
 _log = logging.getLogger("shardopt.checkpoint")
 
+_REMEDY = (
+    "make them the same, or say that they are not: wrap the value in PerRank, make the tensor a DTensor of its shards, "
+    "or give each rank a key of its own; buffers of a module may differ where it is in the app itself, and not its "
+    'state_dict(); check_replicas="none" does not ask'
+)
+_OF_COUNTER = (
+    "it counts steps with a gradient: in some step a rank had none, or did not step; give the parameter one on all "
+    "ranks, zeros where it is not used, and load the last checkpoint that they agreed on"
+)
+
 _PARTS = 16  # that a range is cut into
 _MOST_RANGES = 1 << 16  # that are followed, over all ranks
 _LEAST_RANGES = 32
@@ -135,11 +145,7 @@ def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
             other, expected = first.setdefault(number, (rank, digest))
             if digest != expected and number not in problems:
                 difference = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
-                remedy = (
-                    "make them the same, or say that they are not: wrap the value in PerRank, make the tensor a "
-                    "DTensor of its shards, or give each rank a key of its own; buffers of a module may differ where "
-                    'it is in the app itself, and not its state_dict(); check_replicas="none" does not ask'
-                )
+                remedy = _OF_COUNTER if ".state." in key and key.endswith(".step") else _REMEDY
                 problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
     if problems:
         raise StateError(

@@ -28,6 +28,11 @@ from shardopt.state.paths import Path, kinds_differ, tell_path
 from shardopt.state.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"
+_MAKE_ALIKE = "wrap what is meant to differ in PerRank; or make it the same, or give it another key on each rank"
+_STEP_ALIKE = (
+    "use shardopt.optim.ReduceLROnPlateau, which takes the mean of all ranks, or pass each rank the same metric"
+)
+_ABSENT = {"absent": None}
 _EMPTY: list[Any] = [encode_value({}), encode_value([]), encode_value(())]
 
 
@@ -191,8 +196,7 @@ def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geomet
         if key in geometry.members or key in geometry.per_rank or key in geometry.tied:
             problems.append(_differs(key, "tensors on some ranks, plain values on others"))
         elif other is not None:
-            difference = f"{_short(first)} on rank {first_rank}, {_short(unlike[other])} on rank {other}"
-            problems.append(_differs(key, difference))
+            problems.append(value_differs(key, {first_rank: first, other: unlike[other]}))
         else:
             texts = tuple(dict.fromkeys([text, *map(text_of, unlike.values())]))
             if texts not in united_of:
@@ -350,11 +354,34 @@ def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
     return []
 
 
-def _differs(key: str, difference: str) -> Problem:
-    remedy = "wrap what is meant to differ in PerRank; or make it the same, or give it another key on each rank"
+def value_differs(key: str, by_rank: Mapping[int, Any]) -> Problem:
+    """Describes the first entry in which the values of two ranks, as encoded, differ."""
+    one, other = by_rank.values()
+    remedy = _STEP_ALIKE if "num_bad_epochs" in _entries(one)[1] else _MAKE_ALIKE
+    while True:
+        (kind, first), (other_kind, second) = _entries(one), _entries(other)
+        if kind != other_kind or not first or not second:
+            break
+        at = next(
+            at for at in {**first, **second} if canonical(first.get(at, _ABSENT)) != canonical(second.get(at, _ABSENT))
+        )
+        key, one, other = f"{key}.{at}", first.get(at, _ABSENT), second.get(at, _ABSENT)
+    difference = ", ".join(f"{_short(wire)} on rank {rank}" for rank, wire in zip(by_rank, (one, other), strict=True))
+    return _differs(key, difference, remedy)
+
+
+def _entries(wire: Any) -> tuple[str, dict[Any, Any]]:
+    """Returns the kind of an encoded value, and its entries by key or position; none of what is no container."""
+    ((kind, body),) = wire.items() if isinstance(wire, dict) else [(type(wire).__name__, wire)]
+    if kind in ("dict", "counter"):
+        return kind, {decode_value(key): value for key, value in body}
+    return kind, dict(enumerate(body)) if kind in ("list", "tuple") else {}
+
+
+def _differs(key: str, difference: str, remedy: str = _MAKE_ALIKE) -> Problem:
     return Problem(key, difference, "the same on every rank that has the key", remedy)
 
 
 def _short(wire: Any) -> str:
-    text = repr(decode_value(wire))
+    text = "nothing" if wire is _ABSENT else repr(decode_value(wire))
     return text if len(text) <= 80 else text[:77] + "..."

@@ -8,7 +8,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
-from shardopt.errors import CorruptionError, MismatchError, OptionError, PartialLoadError
+from shardopt.errors import CorruptionError, LayoutError, MismatchError, OptionError, PartialLoadError
 
 
 def model_and_optimizer(init=True):
@@ -18,6 +18,10 @@ def model_and_optimizer(init=True):
     if init:
         optimizer.init_state()
     return model, optimizer
+
+
+def torchs_adam(model):
+    return torch.optim.Adam(model.parameters())
 
 
 def train(model, optimizer):
@@ -66,6 +70,19 @@ def test_no_state_into_an_optimizer_with_state_is_one_error(tmp_path):
     with pytest.raises(MismatchError, match="init_state") as caught:
         checkpoint.load(tmp_path / "c", app)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("optimizer_of", [lambda net: shardopt.keyed("adam", net.named_parameters()), torchs_adam])
+def test_a_lazy_module_is_refused_by_name_before_state_is_made_for_it(tmp_path, optimizer_of):
+    net = torch.nn.LazyLinear(2)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer = optimizer_of(net)
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", app_of(net, optimizer))
+    lazy = torch.nn.LazyLinear(2)
+    app = app_of(lazy, optimizer_of(lazy))
+    with pytest.raises(LayoutError, match=r"weight: found a lazy parameter.*run the module once before"):
+        checkpoint.load(tmp_path / "c", app, init_state=True)
 
 
 @pytest.mark.parametrize("stepped", [True, False])

@@ -20,6 +20,7 @@ from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing import staging
 from shardopt.checkpoint.saving.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
+from shardopt.optim import CombinedOptimizer
 from shardopt.state.flatten import flatten
 from shardopt.state.values import decode_value, encode_value
 
@@ -249,6 +250,50 @@ def test_a_step_waits_but_nothing_before_it(gate, saver, tmp_path):
     train.join(30)
     assert pending.staged and not train.is_alive() and not torch.equal(model.last.weight, before)
     assert pending.result(30).stall_seconds >= HELD_SECONDS / 2
+
+
+@pytest.mark.parametrize("make", [lambda model: adam(model), lambda model: adam(model, state_dtype=torch.bfloat16)])
+def test_a_step_of_an_optimizer_that_was_made_after_the_save_waits_too(make, gate, saver, tmp_path):
+    model = Net()
+    app = {"model": model, "optimizer": adam(model)}
+    train_step(model, app["optimizer"])
+    stored = {f"model.{name}": parameter.detach().clone() for name, parameter in trained(model)}
+    pending = saver.save(tmp_path / "one", app, stage="lazy")
+    opens_soon(gate)
+    train_step(model, make(model))
+    assert pending.staged and not torch.equal(model.last.weight, stored["model.last.weight"])
+    pending.result(30)
+    assert_stored(tmp_path / "one", stored)
+
+
+def test_updates_in_backward_wait_too(gate, saver, tmp_path):
+    model = Net()
+    app = {"model": model, "optimizer": adam(model)}
+    train_step(model, app["optimizer"])
+    model.zero_grad()
+    stored = {f"model.{name}": parameter.detach().clone() for name, parameter in trained(model)}
+    pending = saver.save(tmp_path / "one", app, stage="lazy")
+    shardopt.in_backward(model.last, "adamw", lr=0.1)
+    opens_soon(gate)
+    backward(model)
+    assert pending.staged and not torch.equal(model.last.weight, stored["model.last.weight"])
+    pending.result(30)
+    assert_stored(tmp_path / "one", stored)
+
+
+def test_a_step_of_a_part_waits_too(gate, saver, tmp_path):
+    model = Net()
+    first = shardopt.keyed("adamw", model.first.named_parameters(prefix="first"), lr=0.1)
+    last = shardopt.keyed("muon", {"last.weight": model.last.weight}, lr=0.1)
+    app = {"model": model, "optimizer": CombinedOptimizer([first, last])}
+    train_step(model, app["optimizer"])
+    expected = snapshot(app)
+    pending = saver.save(tmp_path / "one", app, stage="lazy")
+    opens_soon(gate)
+    train_step(model, last)
+    assert pending.staged and not torch.equal(model.last.weight, expected["model.last.weight"])
+    pending.result(30)
+    assert_stored(tmp_path / "one", {key: expected[key] for key in expected if key.startswith("optimizer.state.last")})
 
 
 def test_changing_a_lazy_tensor_by_hand_fails_the_save_by_its_name(gate, saver, tmp_path):

@@ -53,6 +53,15 @@ def test_each_replica_that_differs_is_named_with_its_ranks(tmp_path):
     assert largest < 4 << 10  # where the hashes of all are 50 KiB
 
 
+def test_of_a_counter_that_differs_the_cause_is_named(tmp_path):
+    def refuse(ranks):
+        groups = {"g": [("optimizer.state.w.step", "[]", f"{ranks.rank:016}")]}
+        drift.refuse_drifted(ranks, as_call("saving"), groups, ["g"])
+
+    for outcome in together(Job("hash", tmp_path).start(2), refuse):
+        assert "in some step a rank had none" in str(outcome)
+
+
 def test_ranks_that_do_not_hold_a_group_say_nothing_of_it(tmp_path):
     problems, _ = refused_on(tmp_path, {(2, 1)}, (("a", 40), ("b", 3)), without={(0, "b"), (1, "a")})
     assert [(each.key, each.found) for each in problems] == [

@@ -12,7 +12,13 @@ from shardopt.checkpoint.format.assign import check_covers
 from shardopt.checkpoint.format.constants import DTYPES, file_name
 from shardopt.checkpoint.saving.commit import make_manifest
 from shardopt.checkpoint.saving.planning.describe import Description
-from shardopt.checkpoint.saving.planning.merge import merge_geometry, merge_values, read_section, sections_of
+from shardopt.checkpoint.saving.planning.merge import (
+    merge_geometry,
+    merge_values,
+    read_section,
+    sections_of,
+    value_differs,
+)
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import LayoutError, StateError
 from shardopt.ranks.kinds import compress, decompress, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
@@ -257,6 +263,27 @@ def test_values_that_python_calls_equal_are_not(one, other):
     nothing = merge_geometry([(0, 1)], [Description({}, {}, {}, {}, {}, {}, "none", {}).geometry_json()]).geometry
     with pytest.raises(StateError, match=r"on rank 0, .* on rank 1"):
         merge_values(wires, nothing)
+
+
+LONG = {f"option{number}": number for number in range(20)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        ({**LONG, "lr_scale": 1.0}, {**LONG, "lr_scale": 2.0}, "v.lr_scale: found 1.0 on rank 0, 2.0 on rank 1"),
+        (LONG, {**LONG, "own": 1}, "v.own: found nothing on rank 0, 1 on rank 1"),
+        ({"a": [1, (2, {3: 4})]}, {"a": [1, (2, {3: 5})]}, "v.a.1.1.3: found 4 on rank 0, 5 on rank 1"),
+        ([1, 2], [1], "v.1: found 2 on rank 0, nothing on rank 1"),
+        ([1, 2], [1, {}], "v.1: found 2 on rank 0, {} on rank 1"),
+        ([1], (1,), r"v: found [1] on rank 0, (1,) on rank 1"),
+        ({}, LONG, "v: found {} on rank 0, {'option0'"),
+        ({"best": 1.0, "num_bad_epochs": 0}, {"best": 2.0, "num_bad_epochs": 0}, "optim.ReduceLROnPlateau"),
+    ],
+)
+def test_the_entry_that_differs_is_named(one, other, told):
+    problem = value_differs("v", {rank: encode_value(value) for rank, value in enumerate([one, other])})
+    assert told in str(problem)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
