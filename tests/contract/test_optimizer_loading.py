@@ -149,7 +149,7 @@ def add_section(saved):
 def groups_are_torchs(saved):
     for group in saved["param_groups"]:
         group["params"] = [*range(len(group["params"]))]
-    return "param_groups: found a list; required a list of groups with names"
+    return "param_groups: found parameters by position, without names; required parameters by name"
 
 
 def drop_group(saved):
