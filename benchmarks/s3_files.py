@@ -45,9 +45,10 @@ class Rate:
 
 
 class Upload:
-    """Parts of one file, written to their places as they come: all are as long as the first one, but for the last.
+    """Parts of one file, written as they come to the places that they have if all are as long as the first one.
 
-    So completing an upload costs the same for any number of bytes, as in a store.
+    So completing an upload costs the same for any number of bytes, as in a store. Of a client with parts of several
+    lengths (DCP's) it writes them again.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,31 +56,34 @@ class Upload:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self._descriptor = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR, 0o644)  # no name until complete
         self._lock = threading.Lock()
-        self._part_bytes: int | None = None
-        self._nbytes = 0
-        self._early: dict[int, memoryview] = {}  # parts that came before the first one
+        self._parts: dict[int, memoryview] = {}
 
     def put(self, number: int, data: memoryview) -> None:
         with self._lock:
-            self._early[number] = data
-            self._nbytes += data.nbytes
-            if number == 1:
-                self._part_bytes = data.nbytes
-            placed, self._early = ({}, self._early) if self._part_bytes is None else (self._early, {})
-        for each, view in placed.items():
-            assert self._part_bytes is not None
-            place = (each - 1) * self._part_bytes
-            while view.nbytes:
-                written = os.pwrite(self._descriptor, view, place)
-                place, view = place + written, view[written:]
+            self._parts[number] = data
+            first = self._parts.get(1)
+            placed = dict(self._parts) if number == 1 else {number: data}
+        if first is not None:  # else it writes those that came before it
+            for each, part in placed.items():
+                self._write(part, (each - 1) * first.nbytes)
 
     def complete(self) -> None:
-        assert os.fstat(self._descriptor).st_size == self._nbytes
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        if len({part.nbytes for part in parts[:-1]}) > 1:
+            ends = itertools.accumulate(part.nbytes for part in parts)
+            for part, end in zip(parts, ends, strict=True):
+                self._write(part, end - part.nbytes)
+            os.ftruncate(self._descriptor, sum(part.nbytes for part in parts))
         with suppress(FileNotFoundError):
             os.unlink(self._path)
         # By linkat, which os.link takes where it gets a directory: link would make another link to the link in /proc.
         os.link(f"/proc/self/fd/{self._descriptor}", self._path, src_dir_fd=self._descriptor)
         os.close(self._descriptor)
+
+    def _write(self, part: memoryview, place: int) -> None:
+        while part.nbytes:
+            written = os.pwrite(self._descriptor, part, place)
+            place, part = place + written, part[written:]
 
 
 class Handler(BaseHTTPRequestHandler):
