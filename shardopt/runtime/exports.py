@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 # The first of all modules: so that what it does at a program's end comes after the program's own exit handlers.
-import shardopt.runtime.program_end  # noqa: F401
+import shardopt.runtime.program_end  # noqa: F401  # for what it registers
 
 
 def exported(module: ModuleType) -> list[str]:
