@@ -39,24 +39,26 @@ def s3_bucket(name: str, options: Options) -> Bucket:
         )
     ]
     style = options.take("config_kwargs.s3.addressing_style")
+    kinds = {kind: options.take(f"config_kwargs.use_{kind}_endpoint") for kind in ("fips", "dualstack")}
+    scheme = "https" if options.is_on("use_ssl", True) else "http"
     with _named_errors():
         session = _botocore_session(options.take("profile"))
         profile = {} if session is None else session.get_scoped_config()
         if session is not None and (region := session.get_config_variable("region")):
             config.setdefault("region", region)
+        kinds = {kind: _is_wanted(kind, given, session) for kind, given in kinds.items()}
         if options.is_on("anon"):
             config["skip_signature"] = True
         elif any(keys):
             config["credential_provider"] = _given_keys(*keys)
         elif session is not None:
             config["credential_provider"] = _found_keys(session)
-    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoint = endpoint or next(filter(None, map(os.environ.get, variables)), None) or _endpoint_of(session, profile)
+    endpoint = endpoint or _first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = endpoint or _endpoint_of(session, profile)
     style = style or (profile.get("s3") or {}).get("addressing_style")
-    if not options.is_on("use_ssl", True) and endpoint is None:
-        endpoint = "http://s3.amazonaws.com"
-    if endpoint is None and str(config.get("region", "")).startswith("cn-"):
-        endpoint = f"https://s3.{config['region']}.amazonaws.com.cn"
+    endpoint = endpoint or _amazons_endpoint(
+        scheme, config.get("region") or _first("AWS_REGION", "AWS_DEFAULT_REGION"), **kinds
+    )
     if endpoint is not None:
         endpoint = checked_endpoint(endpoint)
         scheme, _, host = endpoint.partition("://")
@@ -68,6 +70,32 @@ def s3_bucket(name: str, options: Options) -> Bucket:
     config["disable_bulk_delete"] = True  # of one file at a time, which not all compatible stores have
     is_amazon = endpoint is None or ".amazonaws.com" in endpoint
     return Bucket(S3Store, name, config, client_of(options, endpoint, "AWS_CA_BUNDLE"), not is_amazon)
+
+
+def _first(*variables: str) -> str | None:
+    """Returns the first of some variables of the environment that is not empty."""
+    return next(filter(None, map(os.environ.get, variables)), None)
+
+
+def _is_wanted(kind: str, given: object, session: Any) -> bool:
+    """Whether a kind of Amazon's endpoints is asked for: by an option, in the environment, or by a profile."""
+    if given is None and session is not None:
+        given = session.get_config_variable(f"use_{kind}_endpoint")
+    found = os.environ.get(f"AWS_USE_{kind.upper()}_ENDPOINT") if given is None else given
+    return str(found).lower() == "true"
+
+
+def _amazons_endpoint(scheme: str, region: str | None, fips: bool, dualstack: bool) -> str | None:
+    """Returns Amazon's endpoint of some kind; None for the one that obstore takes by itself. Raises OptionError."""
+    is_in_china = region is not None and region.startswith("cn-")
+    if scheme == "https" and not (fips or dualstack or is_in_china):
+        return None
+    if region is None and (fips or dualstack):
+        remedy = 'set AWS_DEFAULT_REGION, or give storage_options={"client_kwargs": {"region_name": "…"}}'
+        problem = Problem("a FIPS or dual-stack endpoint of S3", "no region", "the bucket's region", remedy)
+        raise OptionError("invalid arguments", [problem])
+    host = "s3" + "-fips" * fips + ".dualstack" * dualstack + (f".{region}" if region else "")
+    return f"{scheme}://{host}.amazonaws.com" + ".cn" * is_in_china
 
 
 def _endpoint_of(session: Any, profile: Mapping[str, Any]) -> str | None:

@@ -25,6 +25,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 PARTS_AT_ONCE = 8  # no more of a file are on their way
 _SLOWEST_BYTES_PER_SECOND = 1 << 20  # of one part among several
 _GIVE_UP_SECONDS = 2.0
+_STRAY_KEY = "Encountered object with invalid path"  # such as "run//a"; obstore then lists nothing of its folder
 _ATTEMPTS_OF_PART_SECONDS = 180.0  # its signature is valid for 5 minutes
 
 
@@ -76,7 +77,15 @@ class ObjectStore:
         """Does nothing, as `makedirs`."""
 
     def ls(self, path: str, detail: bool) -> list[str]:
-        found = translated(lambda: self._once.list_with_delimiter(_key(path) or None))
+        try:
+            found = translated(lambda: self._once.list_with_delimiter(_key(path) or None))
+        except OSError as error:
+            if _STRAY_KEY not in str(error):
+                raise
+            required = "keys whose parts have names, with one slash between them"
+            remedy = "remove or rename that object with the store's own tools: its folder cannot be listed beside it"
+            problem = Problem(self.unstrip_protocol(path), str(error), required, remedy)
+            raise CheckpointError(f"cannot list {self.unstrip_protocol(path)}", [problem]) from None
         names = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         marker = _key(path)  # consoles make an object in the place of a directory
         return [f"{path}/{name.rpartition('/')[2]}" for name in names if name != marker]

@@ -15,6 +15,7 @@ from typing import ClassVar
 import fsspec
 import obstore
 import pytest
+from botocore.session import Session
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
 
 from shardopt import checkpoint
@@ -109,6 +110,45 @@ def test_options_of_s3fs(options, config, client):
     assert found.config == config
     assert found.client == {"allow_http": False, **client}
     assert found.may_lack_conditions == ("endpoint" in config and ".amazonaws.com" not in config["endpoint"])
+
+
+@pytest.mark.parametrize(
+    ("region", "wanted", "endpoint"),
+    [
+        ("us-gov-west-1", {"fips"}, "https://s3-fips.us-gov-west-1.amazonaws.com"),
+        ("us-east-1", {"fips", "dualstack"}, "https://s3-fips.dualstack.us-east-1.amazonaws.com"),
+        ("eu-west-3", {"dualstack"}, "https://s3.dualstack.eu-west-3.amazonaws.com"),
+        ("cn-north-1", {"dualstack"}, "https://s3.dualstack.cn-north-1.amazonaws.com.cn"),
+    ],
+)
+@pytest.mark.parametrize("by", ["option", "environment", "environment without boto3", "profile"])
+def test_kinds_of_amazons_endpoints(region, wanted, endpoint, by, tmp_path, monkeypatch):
+    given = {}
+    for kind in wanted:
+        if by == "option":
+            given[f"use_{kind}_endpoint"] = True
+        elif by == "profile":
+            with (tmp_path / "config").open("a") as file:
+                file.write("[default]\n" * (file.tell() == 0) + f"use_{kind}_endpoint = true\n")
+        else:
+            monkeypatch.setenv(f"AWS_USE_{kind.upper()}_ENDPOINT", "true")
+    if by.endswith("without boto3"):
+        monkeypatch.setattr(s3, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="no region"):
+        translate("s3", **KEYS, config_kwargs=given)
+    monkeypatch.setenv("AWS_REGION", region)
+    assert translate("s3", **KEYS, config_kwargs=given).config["endpoint"] == endpoint
+    assert translate("s3", **KEYS, endpoint_url="http://h:1", config_kwargs=given).config["endpoint"] == "http://h:1"
+    plain = translate("s3", **KEYS, use_ssl=False, config_kwargs=given)
+    assert plain.config["endpoint"] == endpoint.replace("https", "http")
+
+
+def test_a_kind_of_endpoint_may_be_declined(monkeypatch):
+    monkeypatch.setenv("AWS_USE_FIPS_ENDPOINT", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    assert "endpoint" not in translate("s3", **KEYS, config_kwargs={"use_fips_endpoint": False}).config
+    monkeypatch.setenv("AWS_USE_FIPS_ENDPOINT", "false")
+    assert "endpoint" not in translate("s3", **KEYS).config
 
 
 def test_timeouts_are_the_clients():
@@ -620,3 +660,18 @@ def test_pages_of_a_listing_are_all_read():
         for name in names:
             storage.write(name, [memoryview(b"1")])
         assert storage.names() == names
+
+
+def test_a_key_with_an_empty_part_is_named_where_it_hides_a_listing():
+    with object_server("s3") as server, server.reached():
+        root, keys = server.new_root(), {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
+        storage_of(root).write("a", [memoryview(b"1")])
+        client = Session().create_client("s3", endpoint_url=server.endpoint, region_name="us-east-1", **keys)
+        bucket, _, prefix = root.removeprefix("s3://").partition("/")
+        client.put_object(Bucket=bucket, Key=f"{prefix}//stray", Body=b"1")
+        with pytest.raises(
+            CheckpointError, match=r'run//" contained empty path segment.*; remove or rename'
+        ):
+            storage_of(root).names()
+        client.delete_object(Bucket=bucket, Key=f"{prefix}//stray")
+        assert storage_of(root).names() == ["a"]
