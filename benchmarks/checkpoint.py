@@ -108,6 +108,8 @@ def time_saves(
     peers = save_peers(state, folder, repeated, durable)
     if make is large:
         peers |= raw_io.writers(f"{folder}/raw-{dist.get_rank()}", _memories(state), durable)
+    elif make is small_plain:
+        peers |= raw_io.safetensors_writer(f"{folder}/raw", state)
     return interleaved(peers, repetitions, prepare=clear)
 
 
@@ -121,6 +123,9 @@ def time_loads(
         memories = _memories(whole)
         begin = 16 * ROWS * COLUMNS * 4 * dist.get_rank() // dist.get_world_size()
         peers |= raw_io.readers(sorted(glob.glob(f"{folder}/ours-saved/*.safetensors")), begin, memories)
+    elif make is small_plain:
+        (path,) = glob.glob(f"{folder}/ours-saved/*.safetensors")
+        peers |= raw_io.safetensors_reader(path, state)
     times = interleaved(peers, repetitions)
     report = checkpoint.load(f"{folder}/ours-saved", state)
     return times | {"read": report.bytes_read, "wanted": report.bytes_wanted}
@@ -285,7 +290,8 @@ def main() -> None:
         notes = (
             "Medians of interleaved repetitions, the slowest rank counts; checksums are on. Targets are of DCP / ours, "
             "and of the fraction of a raw write or cached read of the same bytes: the fastest way of "
-            "`benchmarks/raw_io.py`."
+            "`benchmarks/raw_io.py`; for small tensors on one rank, safetensors' own `save_file` and `load_file`, "
+            "without checksums."
         )
         write_table("checkpoint", "Checkpoints against torch.distributed.checkpoint", header, rows, notes)
         plot(rows)

@@ -12,6 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from benchmarks.peers import calling
 
 REQUEST_MIB = (1, 8, 64)
@@ -52,6 +55,28 @@ def writers(path: str, memories: Sequence[memoryview], durable: bool) -> dict[st
             _write_directly(path, aligned)
             peers[f"{PREFIX}direct"] = calling(partial(_write_directly, path, aligned))
     return peers
+
+
+def safetensors_writer(path: str, state: Mapping[str, Tensor]) -> dict[str, Callable[[int], Any]]:
+    """A peer that writes tensors by safetensors itself, durably."""
+
+    def save(_: int) -> None:
+        save_file(dict(state), path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    return {f"{PREFIX}safetensors": save}
+
+
+def safetensors_reader(path: str, state: Mapping[str, Tensor]) -> dict[str, Callable[[int], Any]]:
+    """A peer that reads tensors by safetensors itself, and copies them to where they belong."""
+
+    def load(_: int) -> None:
+        loaded = load_file(path)
+        for key, tensor in state.items():
+            tensor.copy_(loaded[key])
+
+    return {f"{PREFIX}safetensors": load}
 
 
 def write(path: str, memories: Sequence[memoryview], request_bytes: int, durable: bool) -> None:
