@@ -669,9 +669,7 @@ def test_a_key_with_an_empty_part_is_named_where_it_hides_a_listing():
         client = Session().create_client("s3", endpoint_url=server.endpoint, region_name="us-east-1", **keys)
         bucket, _, prefix = root.removeprefix("s3://").partition("/")
         client.put_object(Bucket=bucket, Key=f"{prefix}//stray", Body=b"1")
-        with pytest.raises(
-            CheckpointError, match=r'run//" contained empty path segment.*; remove or rename'
-        ):
+        with pytest.raises(CheckpointError, match=r'run//" contained empty path segment.*; remove or rename'):
             storage_of(root).names()
         client.delete_object(Bucket=bucket, Key=f"{prefix}//stray")
         assert storage_of(root).names() == ["a"]
