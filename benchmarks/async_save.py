@@ -10,6 +10,7 @@ import ctypes
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
-from benchmarks import dcp
+from benchmarks import dcp, raw_io
 from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.saving.async_save import AsyncSaver
 from shardopt.checkpoint.saving.options import SaveTerms
@@ -86,8 +87,8 @@ class Job:
         return [each.to_local() if isinstance(each, DTensor) else each for each in flatten(self.app).tensors().values()]
 
 
-def peers_of(job: Job) -> dict[str, Callable[[str], Begun]]:
-    """Name → begins a save to a path."""
+def peers_of(job: Job, folder: str) -> dict[str, Callable[[str], Begun]]:
+    """Name → begins a save to a path, or to a file of its own in the folder."""
     block = torch.zeros(sum(tensor.nbytes for tensor in job.local_tensors()), dtype=torch.uint8)
     savers = {terms: AsyncSaver() for terms in (("now", False), ("lazy", False), ("now", True))}
     group = dist.new_group(backend="gloo")
@@ -99,6 +100,20 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Begun]]:
             ctypes.memmove(begin, tensor.data_ptr(), tensor.nbytes)
             begin += tensor.nbytes
         return Begun(lambda: True, lambda: 0.0)
+
+    raw = raw_io.writers(f"{folder}/raw-{dist.get_rank()}", [block.numpy().data], durable=True)
+    write = raw.get(raw_io.DIRECT) or raw[f"{raw_io.PREFIX}8 MiB"]
+
+    def memcpy_then_write(path: str) -> Begun:
+        memcpy(path)
+        writing = threading.Thread(target=write, args=(0,))
+        writing.start()
+
+        def wait() -> float:
+            writing.join()
+            return 0.0
+
+        return Begun(lambda: not writing.is_alive(), wait)
 
     def ours(stage: Any, durable: bool = False) -> Callable[[str], Begun]:
         def begin(path: str) -> Begun:
@@ -127,6 +142,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Begun]]:
         'async_save, stage="lazy"': ours("lazy"),
         "DCP, default": by_dcp(None),
         "DCP, kept stager": by_dcp(kept),
+        "memcpy, then a raw write, durable": memcpy_then_write,
         'async_save, stage="now", durable': ours("now", durable=True),
         "DCP, kept stager, durable": by_dcp(kept, durable=True),
     }
@@ -137,7 +153,7 @@ def measure(megabytes: int, repetitions: int, folder: str) -> dict[str, Any]:
     save, with training beside it until its end.
     """
     job = Job(megabytes)
-    begins = peers_of(job)
+    begins = peers_of(job, folder)
     stalls: defaultdict[str, list[float]] = defaultdict(list)
     steps: defaultdict[str, list[float]] = defaultdict(list)
     wholes: defaultdict[str, list[float]] = defaultdict(list)
@@ -218,7 +234,8 @@ def main() -> None:
         f"{results['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
         f"written without fsync but where it says durable; a step without a save takes {1000 * quiet:.0f} ms. The "
         "stall is the call and what steps waited for. *Whole* is from the call to the end of the step in which the "
-        "save ended, with training beside it. "
+        "save ended, with training beside it. The raw write is by one thread past the page cache, where the file "
+        "system can: what a durable write of these bytes costs on this machine. "
         "The next step begins right after the call; its time is divided by that of a step without a save, with "
         f"{arguments.ranks} ranks, and with one rank, which leaves the other cores free. DCP saves with a process "
         "group of its own. Medians of interleaved saves, of the slowest rank each."

@@ -19,6 +19,7 @@ from benchmarks.peers import calling
 
 REQUEST_MIB = (1, 8, 64)
 PREFIX = "raw "
+DIRECT = f"{PREFIX}direct"
 _DIRECT_BYTES = 8 << 20
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -53,7 +54,7 @@ def writers(path: str, memories: Sequence[memoryview], durable: bool) -> dict[st
             aligned[begin] = 1  # so that the memory is there
         with suppress(OSError):
             _write_directly(path, aligned)
-            peers[f"{PREFIX}direct"] = calling(partial(_write_directly, path, aligned))
+            peers[DIRECT] = calling(partial(_write_directly, path, aligned))
     return peers
 
 
