@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.box import Box, whole, with_ones
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.mesh import Mesh, Split, boxes_of, differ_unseen, in_order, mesh_layout, runs_of
+from shardopt.sharding.mesh import Mesh, Split, boxes_of, descent, differ_unseen, in_order, mesh_layout, runs_of
 from shardopt.sharding.pieces import Piece, View, empty_piece, narrowed, refusal
 
 _MOST_PLACES = 4096
@@ -86,6 +86,7 @@ def view_of_dtensor(tensor: DTensor, memory: Tensor, key: str) -> View:
     place = here.places.get(key_of_place) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
     if place is None:
         refuse_placements(tensor, key)
+        _refuse_order(tensor, here.mesh, key)
         place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
         if place is None:
             raise refusal(
@@ -130,6 +131,19 @@ def refuse_placements(tensor: DTensor, key: str) -> None:
         else:
             continue
         raise refusal(key, f"placement {placement!r} in {tensor._spec.placements}", required, remedy)
+
+
+def _refuse_order(tensor: DTensor, mesh: Mesh, key: str) -> None:
+    """Raises LayoutError for shards over ranks that do not ascend.
+
+    torch disagrees with itself there. Its collectives, and so `fully_shard`, `distribute_tensor` and `full_tensor`, go
+    by the order in a group, whose ranks it sorts; what a rank cuts alone, as in `redistribute`, goes by its place.
+    """
+    for dim, placement in enumerate(tensor._spec.placements):
+        if not isinstance(placement, Replicate) and (ranks := descent(mesh, dim)) is not None:
+            actual = f"{placement} over a mesh on which rank {ranks[1]} follows rank {ranks[0]} along dimension {dim}"
+            required = "ranks that ascend along it; otherwise torch's own calls differ in the order of the shards"
+            raise refusal(key, actual, required, "make the mesh anew with its ranks sorted along that dimension")
 
 
 def _place(

@@ -54,6 +54,15 @@ class Mesh:
 
 
 @lru_cache(maxsize=4096)
+def descent(mesh: Mesh, dim: int) -> tuple[int, int] | None:
+    """Returns two ranks that follow one another along a mesh dimension and descend; None where all ascend."""
+    stride = prod(mesh.shape[dim + 1 :])
+    firsts = (i for i in range(len(mesh.ranks)) if i // stride % mesh.shape[dim] < mesh.shape[dim] - 1)
+    pairs = ((mesh.ranks[i], mesh.ranks[i + stride]) for i in firsts)
+    return next((pair for pair in pairs if pair[0] > pair[1]), None)
+
+
+@lru_cache(maxsize=4096)
 def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -> Layout:
     """Computes the layout of a tensor of this global shape after `splits`, in that order.
 

@@ -112,7 +112,7 @@ def has_two_readings(shape, mesh_shape, placements):
 @given(cases(mesh_dims=2, most_ranks=6), st.randoms())
 def test_ranks_outside_of_the_mesh_hold_nothing_and_know_the_layout(case, random):
     shape, mesh_shape, placements = case
-    ranks = torch.tensor(random.sample(range(8), prod(mesh_shape))).reshape(mesh_shape)
+    ranks = torch.tensor(sorted(random.sample(range(8), prod(mesh_shape)))).reshape(mesh_shape)
     world = counting(shape)
     views = views_on_all_ranks(lambda mesh: redistributed(world, mesh, *placements), mesh_shape, 8, ranks)
     check_views(views, world)
@@ -387,15 +387,34 @@ def test_equal_placements_and_shapes_share_one_layout():
         assert other.layout != views[0].layout
 
 
+def test_shards_over_ranks_that_do_not_ascend_are_refused():
+    """As torch's collectives take them in another order than what a rank cuts by itself."""
+    whole = torch.zeros(8, 8)
+    for ranks, shards, replicas in (
+        ([1, 0], [[Shard(0)]], [[Replicate()]]),
+        ([[2, 0], [3, 1]], [[Replicate(), Shard(0)], [Shard(1), Shard(0)]], [[Shard(0), Replicate()]]),
+        ([[0, 3], [2, 1]], [[Shard(0), Replicate()], [Replicate(), Shard(0)]], [[Replicate(), Replicate()]]),
+    ):
+        with as_rank(0, 4):
+            mesh = DeviceMesh("cpu", ranks)
+            for placements in replicas:
+                view_of(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+            for placements in shards:
+                with pytest.raises(
+                    LayoutError, match=r"follows rank \d along dimension [01]; required ranks that ascend"
+                ):
+                    view_of(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+
 def test_a_mesh_is_not_kept_alive():
     with as_rank(0, 7):
-        mesh = DeviceMesh("cpu", [5, 0, 3])  # equal to no mesh of another test, which might be known already
+        mesh = DeviceMesh("cpu", [0, 3, 5])  # equal to no mesh of another test, which might be known already
         view = view_of(distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None))
         gone = weakref.ref(mesh)
         del mesh
         gc.collect()
     # Its process groups would outlive destroy_process_group, and some backends abort the process over that.
-    assert gone() is None and view.layout.holders == ((5,), (0,))
+    assert gone() is None and view.layout.holders == ((0,), (3,))
 
 
 def test_meshes_that_compare_equal_are_told_apart_by_rank():
