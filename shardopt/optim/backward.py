@@ -24,7 +24,13 @@ from shardopt.optim.keyed import build
 from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.ranks import Group
 from shardopt.runtime.accelerator import module_in_use
-from shardopt.runtime.torch_gradients import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
+from shardopt.runtime.torch_gradients import (
+    backward_under_way,
+    gradient_hooks,
+    in_forward_of_ddp,
+    in_pipeline_schedule,
+    reduced_by_ddp,
+)
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import local_tensors
 from shardopt.state.param_groups import PARAMS
@@ -73,7 +79,8 @@ def in_backward(
         StateError: the module, or a parameter, is in DistributedDataParallel or FullyShardedDataParallel, which hand
             out gradients in their own ways. Or a parameter is there twice, or is updated in backward already, such as
             by a module's fused optimizer. Or a pattern matches nothing. A module that is wrapped in
-            DistributedDataParallel later is refused by the first backward, before anything is changed.
+            DistributedDataParallel later is refused by the first backward, before anything is changed. So is a
+            schedule of torch.distributed.pipelining, whose backwards are those of micro-batches.
     """
     groups = groups or ()
     _refuse_algorithm(spec_of(algorithm), groups)
@@ -215,6 +222,8 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             if backward != self._now.backward:
                 if self._now.backward == _NONE:
                     self._refuse_reduced()
+                if in_pipeline_schedule():
+                    raise _by_micro_batch()
                 self._before_backward()
                 self._now.backward, self._now.updated = backward, set()
             if parameter in self._now.updated:
@@ -327,6 +336,16 @@ def _refuse_fused(module: nn.Module) -> None:
     ]
     if problems:
         raise StateError("a parameter would have two optimizers", problems, code="step-in-backward")
+
+
+def _by_micro_batch() -> StateError:
+    problem = Problem(
+        key="backward",
+        found="a schedule of torch.distributed.pipelining, which runs one backward for each micro-batch",
+        required="one backward for each step",
+        remedy="use shardopt.keyed, and step after the schedule: it loads the same checkpoints",
+    )
+    return StateError("each micro-batch would be a step", [problem], code="step-in-backward")
 
 
 def _came_twice(name: str) -> StateError:

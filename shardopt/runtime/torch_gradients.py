@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,21 @@ def is_flattened(parameter: Tensor) -> bool:
 def in_forward_of_ddp() -> bool:
     """Whether DistributedDataParallel is running the forward of a module."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def in_pipeline_schedule() -> bool:
+    """Whether a schedule of torch.distributed.pipelining is running.
+
+    It looks at the stacks of all threads, as on accelerators backward has threads of its own.
+    """
+    package = "torch.distributed.pipelining"
+    for frame in sys._current_frames().values() if package in sys.modules else ():
+        caller: FrameType | None = frame
+        while caller is not None:
+            if str(caller.f_globals.get("__name__")).startswith(f"{package}."):
+                return True
+            caller = caller.f_back
+    return False
 
 
 def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _DDP = "module."
-"""The attribute of DistributedDataParallel; a user's own module may have the same name."""
+"""The attribute of DistributedDataParallel and DataParallel; a user's own module may have the same name."""
+_ANY_DDP = re.compile(r"(?<![^.])module\.")
 _MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
 
 
@@ -47,15 +48,15 @@ def may_have_wrappers(names: Collection[str]) -> bool:
 def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
     """Maps names in a module's state to plain names, if they differ.
 
-    It also strips DistributedDataParallel's "module.", which only the types of modules can tell from a module's own
-    name.
+    It also strips the "module." of DistributedDataParallel and DataParallel, which only the types of modules can tell
+    from a module's own name.
     """
     if not may_have_wrappers(names):
         return {}
     replicated = [
         f"{path}.{_DDP}" if path else _DDP
         for path, each in module.named_modules(remove_duplicate=False)
-        if isinstance(each, DistributedDataParallel)
+        if isinstance(each, DistributedDataParallel | DataParallel)
     ]
     replicated.sort(key=len, reverse=True)  # inner ones first: what stands before them stays as it is
     plain = {}
@@ -96,6 +97,28 @@ def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[
         if candidate is not None and candidate not in stored:
             matches.setdefault(candidate, []).append(name)
     return {names[0]: candidate for candidate, names in matches.items() if len(names) == 1}
+
+
+def names_alike(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Maps stored names of parameters to own ones, where they differ only in "module." and wrappers' parts.
+
+    Optimizers are given names without the modules that would tell whose a "module." is, each rank its own ones. Names
+    that are two on one side without it are mapped to none.
+
+    Args:
+        stored: all names of one object, as they were stored.
+        own: all names that it has on this rank.
+    """
+    here, there = _by_short_name(own), _by_short_name(stored)
+    pairs = ((there[short], here[short]) for short in there.keys() & here.keys())
+    return {old[0]: new[0] for old, new in pairs if len(old) == len(new) == 1 and old != new}
+
+
+def _by_short_name(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_ANY_DDP.sub("", plain_name(name)), []).append(name)
+    return found
 
 
 def _shorter(segments: Sequence[str], following: Mapping[str, set[str]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 from itertools import product
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -343,3 +345,32 @@ def live_shards():
 def test_no_sharded_gradient_outlives_its_update():
     for most in run_ranks(2, live_shards):
         assert most["in backward"] == 0 < most["after backward"]
+
+
+def under_schedule(schedule, way):
+    """Trains a stage by a schedule of torch's; returns its weights and numbers of steps, or the error's code."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 6)
+    if way == "after the schedule":
+        optimizer = shardopt.keyed("adamw", layer.named_parameters(), lr=0.1)
+    else:
+        optimizer = shardopt.in_backward(layer, "adamw", lr=0.1)
+    stage = PipelineStage(layer, 0, 1, torch.device("cpu"))
+    train = schedule(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+    before = layer.weight.clone()
+    try:
+        with optimizer.accumulate() if way == "accumulate" else nullcontext():
+            train.step(torch.ones(8, 6), target=torch.zeros(8, 6))
+    except RuntimeError as error:
+        assert torch.equal(layer.weight, before)
+        return error.__cause__.code
+    optimizer.step()
+    return layer.weight.tolist(), [each["step"].item() for each in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleGPipe])
+def test_schedules_of_pipelines_take_one_step_for_all_micro_batches(schedule):
+    (after,) = run_ranks(1, under_schedule, schedule, "after the schedule")
+    assert after[1] == [1, 1]
+    assert run_ranks(1, under_schedule, schedule, "accumulate") == [after]
+    assert run_ranks(1, under_schedule, schedule, "in backward") == ["step-in-backward"]

@@ -191,7 +191,10 @@ def test_parameters_on_one_side_only_are_renamed_or_passed_over(url):
         return {"model": model, "optimizer": shardopt.keyed("adamw", model.named_parameters())}
 
     assert_same(loaded(url, other(), rename={r"^(model|optimizer\.\w+)\.": r"\1.new."}), before)
-    remedy = "load what was saved from the same parameters, or pass strict=False"
+    remedy = (
+        "load what was saved from the same parameters, by checkpoint.load(..., rename={...}) where names have changed, "
+        "or pass strict=False, which leaves their state as it is"
+    )
     fewer = shardopt.keyed("adamw", {"weight": before["model"].weight})
     fewer.init_state()
     state = before["optimizer"].state_dict()

@@ -135,15 +135,15 @@ def load(
             which begins a run with new optimizers, makes what is missing.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
-        process_group, storage_options: as for `save`; it need not be the group that saved.
+        process_group, storage_options, base_root: as for `save` and `open`; it need not be the group that saved.
         tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
-        base_root: as for `open`.
 
     Raises:
         OptionError: this rank is not in `process_group`; or a regex of `Strictness(missing=)` is found in no key.
         CheckpointNotFoundError, FormatError: there is nothing here to load.
         MismatchError: the checkpoint does not fit, or has numbers that a cast would lose. All of it is listed.
-        StateError: averages stand in a tensor that would be loaded (`EMA.swap`). Nothing was changed by these two.
+        StateError: averages are in the model (`EMA.swap`), or ranks with the same keys would load different ones.
+            Nothing was changed by these two.
         CorruptionError: stored bytes are not what was written. The message says whether anything was changed by then:
             if so, the optimizers of `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.

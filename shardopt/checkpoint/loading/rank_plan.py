@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.loading.compare import Match, compare
@@ -23,12 +24,13 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
-from shardopt.errors import MismatchError, OptionError, Problem
+from shardopt.errors import MismatchError, OptionError, Problem, StateError
 from shardopt.ranks import Ranks
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import refuse_unmatched
+from shardopt.state.paths import join, keys_below
 from shardopt.state.state import FlatState
 
 
@@ -103,7 +105,28 @@ class RankPlan:
             bool(match.tensors or match.values or match.per_rank) or is_met(self.flat, self.names),
             self.may_grow,
             [asdict(problem) for problem in self.unmatched],
+            self._loaded_of_objects(),
         ]
+
+    def _loaded_of_objects(self) -> dict[str, list[str]]:
+        """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.
+
+        State of optimizers is left out: which they have may follow from what is loaded (`init_state`).
+        """
+        if self.match.problems or self.may_grow:
+            return {}
+        targets, match = self.flat.targets, self.match
+        states = tuple(f"{each.state_key}." for each in targets if each.groups is not None)
+        paths = {key: leaf.path for key, leaf in self.flat.leaves.items() if not key.startswith(states)}
+        own = keys_below(paths, [each.path for each in targets])
+        loaded = match.tensors.keys() | match.values.keys() | {*match.per_rank}
+        return {
+            join(path): [_hash(sorted(keys)), _hash(sorted(loaded.intersection(keys)))] for path, keys in own.items()
+        }
+
+
+def _hash(keys: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest("\n".join(keys).encode())
 
 
 def plan_rank(
@@ -228,10 +251,11 @@ def compare_plans(reports: list[list[Any]]) -> dict[str, Any]:
     Raises:
         CheckpointError: ranks would load from different checkpoints.
         StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
+            Or ranks that have the same keys of an object load others of them: its shards would not fit each other.
         OptionError: a regex of keys that may be missing is found in no key on any rank.
     """
     columns = zip(*reports, strict=True)
-    urls, digests, fingerprints, differences, casts, unmatched, tied, met, may_grow, lacking = columns
+    urls, digests, fingerprints, differences, casts, unmatched, tied, met, may_grow, lacking, loaded = columns
     if all(unmatched):
         refuse_unmatched(unmatched)
     if all(lacking):
@@ -242,6 +266,7 @@ def compare_plans(reports: list[list[Any]]) -> dict[str, Any]:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise_for_other_checkpoint(urls, other)
+    _refuse_other_parts(loaded)
     return {
         "alike": len(set(fingerprints)) == 1,
         "with_differences": compare_differences(differences) if any(differences) else {},
@@ -249,3 +274,22 @@ def compare_plans(reports: list[list[Any]]) -> dict[str, Any]:
         "is_met": any(met),
         "may_grow": [*dict.fromkeys(chain.from_iterable(may_grow))],
     }
+
+
+def _refuse_other_parts(loaded: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Raises StateError for objects of which some ranks would load other keys than others that have the same ones.
+
+    Args:
+        loaded: of each rank, key of each object → hashes of its keys, and of those that are loaded.
+    """
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    problems: dict[str, Problem] = {}
+    for rank, objects in enumerate(loaded):
+        for key, (own, here) in objects.items():
+            other, there = first.setdefault((key, own), (rank, here))
+            if here != there:
+                found = f"rank {rank} would load other keys of it than rank {other}, which has the same"
+                remedy = "pass the same select, skip, rename, rearrange and strict on these ranks"
+                problems.setdefault(key, Problem(key, found, "the same keys on both", remedy))
+    if problems:
+        raise StateError("ranks load different parts of an object", [*problems.values()], code="ranks-differ")

@@ -21,9 +21,9 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTe
 from shardopt.checkpoint.loading.names import Names, owner_of
 from shardopt.checkpoint.loading.positional_params import names_in
 from shardopt.errors import MismatchError, Problem
-from shardopt.state.names import may_have_wrappers, names_under_wrappers
+from shardopt.state.names import may_have_wrappers, names_alike, names_under_wrappers
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, is_below, join, nest
-from shardopt.state.state import FlatState
+from shardopt.state.state import FlatState, RestoreTarget
 
 T = TypeVar("T")
 Values = Mapping[str, tuple[Path, Any]]
@@ -175,19 +175,46 @@ def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Ren
 
 
 def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, str]:
-    """Maps stored keys that contain names of wrappers to the app's keys without them.
+    """Maps stored keys to the app's keys, where they differ by wrappers that have come or gone.
 
-    Names in a module's state are plain when they are saved (`shardopt.names`); early checkpoints have all.
+    Names in a module's state are plain when they are saved (`shardopt.state.names`); early checkpoints have all.
     """
-    if not may_have_wrappers([key for key in keys if key not in flat.leaves]):
-        return {}
+    strange = [key for key in keys if key not in flat.leaves]
     unwrapped: dict[str, str] = {}
     for target in flat.targets:
-        if isinstance(target.object, Module):
-            root = f"{join(target.path)}."
+        root = f"{join(target.path)}."
+        if isinstance(target.object, Module) and may_have_wrappers(strange):
             own = {key.removeprefix(root) for key in flat.leaves if key.startswith(root)}
             stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
             unwrapped |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
+        elif target.groups is not None or hasattr(target.object, "names_of_averaged_model"):
+            unwrapped |= _keys_of_parameters(keys, strange, target, flat)
+    return unwrapped
+
+
+def _keys_of_parameters(
+    keys: Collection[str], strange: Collection[str], target: RestoreTarget, flat: FlatState
+) -> dict[str, str]:
+    """Maps stored keys of an optimizer, or of averages, to the app's keys, by names of parameters that are alike."""
+    state, groups = (f"{join((*target.path, section))}." for section in (STATE, PARAM_GROUPS))
+    if target.groups is not None:
+        section, own = groups, {*names_in(target.groups)}
+        stored = {key.removeprefix(groups) for key in keys if key.startswith(groups)}
+    else:  # of averages one entry each
+        section = state
+        own, stored = (
+            {key.removeprefix(state).rpartition(".")[0] for key in each if key.startswith(state)}
+            for each in (flat.leaves, keys)
+        )
+    if own <= stored or not may_have_wrappers([*own, *stored]):
+        return {}
+    new = names_alike(stored, own)
+    unwrapped = {}
+    for key in strange if new else ():
+        before = next((each for each in (section, state) if key.startswith(each)), None)
+        name, entry = owner_of(key.removeprefix(before), new) if before is not None else ("", "")
+        if name:
+            unwrapped[key] = join((f"{before}{new[name]}", entry)) if entry else f"{before}{new[name]}"
     return unwrapped
 
 

@@ -21,7 +21,15 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.averages.swapping import AveragesInModel, Swapped, reshard
-from shardopt.optim.averages.tensors import Pair, buckets, by_plain_name, copied, is_inexact, refuse_other_shapes
+from shardopt.optim.averages.tensors import (
+    Pair,
+    buckets,
+    by_plain_name,
+    copied,
+    is_inexact,
+    names_of_averages,
+    refuse_other_shapes,
+)
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
@@ -31,7 +39,6 @@ from shardopt.runtime.torch_private import out_of_inference_mode, remove_step_ho
 from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from shardopt.state.names import before_all, plain_name
 from shardopt.state.param_groups import AVERAGING, N_AVERAGED
 from shardopt.state.paths import STATE
 
@@ -97,7 +104,7 @@ class Averaging:
         self._device = None if device is None else torch.device(device)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         reshard(model)
-        self._params = by_plain_name(model.named_parameters())
+        self._params = by_plain_name(model, model.named_parameters())
         refuse_flattened(self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses a tensor that could not be saved
@@ -278,19 +285,12 @@ class Averaging:
     def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
         """Maps names in the state of torch's `AveragedModel` over such a model to the names and entries used here.
 
-        Everything beside the averages there is a copy of the model's own. That is buffers, unless they are averaged
-        here, and further names of tied weights.
-
+        The rest is a copy of the model's: buffers, unless they are averaged here, and further names of tied weights.
         Args:
             names: as in its `state_dict()`, "n_averaged" and "module.…".
         """
-        plain = {name: plain_name(name.removeprefix("module.")) for name in names if name != N_AVERAGED}
-        before = before_all(plain.values())
-        in_model = [plain_name(name) for name in self._model.state_dict(keep_vars=True)]
-        left_out = {name.removeprefix(before_all(in_model)) for name in in_model} - self._averages.keys()
-        own = {name: short.removeprefix(before) for name, short in plain.items()}
-        mapped = {name: (short, self._entry) for name, short in own.items() if short not in left_out}
-        return {**mapped, N_AVERAGED: (AVERAGING, N_AVERAGED)}
+        own = names_of_averages(self._model, names, self._averages.keys()).items()
+        return {N_AVERAGED: (AVERAGING, N_AVERAGED), **{name: (short, self._entry) for name, short in own}}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
@@ -361,7 +361,7 @@ class Averaging:
         return self._whole_model() if self._use_buffers else self._params
 
     def _whole_model(self) -> dict[str, Tensor]:
-        return {**self._params, **by_plain_name(self._model.named_buffers())}
+        return {**self._params, **by_plain_name(self._model, self._model.named_buffers())}
 
     def _pairs(self) -> Iterator[Pair]:
         """Yields each average with its local tensor. Averages follow weights that moved to another device."""
@@ -378,7 +378,7 @@ class Averaging:
         """Swaps averages into the model, or its own weights back; `lose` as for `AveragesInModel`."""
         reshard(self._model)
         wait_for_copies()  # a save in the background may still be taking the weights
-        now = by_plain_name(self._model.named_parameters())
+        now = by_plain_name(self._model, self._model.named_parameters())
         with torch.no_grad():
             if self._in_model is None:
                 self._refuse_replaced(now)

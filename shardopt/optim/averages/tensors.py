@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.gradients import is_added_up
-from shardopt.state.names import before_all, plain_name
+from shardopt.state.names import before_all, names_alike, plain_name, plain_names_in
+from shardopt.state.param_groups import N_AVERAGED
 
 SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 
 Pair = tuple[Tensor, Tensor]
 
 
-def by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns tensors by plain names, without wrappers' names; skips frozen ones made of codes and scales."""
-    by_name = {plain_name(name): tensor for name, tensor in named if is_added_up(tensor)}
-    before = before_all(by_name)
-    return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
+def by_plain_name(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns tensors of a model by plain names; skips frozen ones made of codes and scales."""
+    by_name = {name: tensor for name, tensor in named if is_added_up(tensor)}
+    return {plain: by_name[name] for name, plain in _plain_names(model, by_name).items()}
+
+
+def names_of_averages(model: nn.Module, names: Iterable[str], averaged: Collection[str]) -> dict[str, str]:
+    """Maps names in torch's `AveragedModel` over such a model to plain ones, of what is averaged or not in the model.
+
+    Args:
+        names: as in its `state_dict()`, "n_averaged" and "module.…".
+        averaged: the plain names of what is averaged.
+    """
+    own = {name: plain_name(name.removeprefix("module.")) for name in names if name != N_AVERAGED}
+    in_model = {*_plain_names(model, model.state_dict(keep_vars=True)).values()}
+    alike = names_alike(own.values(), in_model)
+    own = {name: alike.get(short, short) for name, short in own.items()}
+    return {name: short for name, short in own.items() if short in averaged or short not in in_model}
+
+
+def _plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Maps names in a model to those without wrappers' parts, and without a "module." that all begin with."""
+    plain = plain_names_in(model, names)
+    before = before_all([plain.get(name, name) for name in names])
+    return {name: plain.get(name, name).removeprefix(before) for name in names}
 
 
 def copied(local: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:

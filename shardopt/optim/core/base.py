@@ -170,7 +170,7 @@ class KeyedOptimizer(Node):
         plan.check()
 
     def keep_options(self, *names: str) -> None:
-        """Makes loads keep these options of all groups as the code gives them.
+        """Makes loads keep these options of all groups as the code gives them. Local: call it on every rank.
 
         With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
         ("base_lrs"), and sets them again. So leave it out of the app, load with `Strictness(unexpected="ignore")`, and

@@ -45,9 +45,10 @@ _STATE_REMEDY = (
     "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "
     "changed, with init_state=True where some have not stepped, or pass strict=False"
 )
-
-
-_GROUPS_REMEDY = "load what was saved from the same parameters, or pass strict=False"
+_GROUPS_REMEDY = (
+    "load what was saved from the same parameters, by checkpoint.load(..., rename={...}) where names have changed, or "
+    "pass strict=False, which leaves their state as it is"
+)
 
 
 @dataclass(frozen=True, slots=True)

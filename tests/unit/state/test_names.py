@@ -1,17 +1,20 @@
 """Models are saved and loaded by the names of their parameters, whatever wrappers they are in at the time."""
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
+import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, StateError
 from shardopt.state.flatten import flatten
-from shardopt.state.names import names_under_wrappers, plain_name, plain_names_in
+from shardopt.state.names import names_alike, names_under_wrappers, plain_name, plain_names_in
 from tests.harness import run_ranks
 
 
@@ -212,6 +215,113 @@ def test_names_of_other_things_stay(tmp_path):
 )
 def test_stored_names(stored, own, expected):
     assert names_under_wrappers(stored, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "expected"),
+    [
+        (["e.module.a", "b"], ["e.a", "b"], {"e.module.a": "e.a"}),
+        (["e.a", "b"], ["e.module.a", "b"], {"e.a": "e.module.a"}),
+        (["a", "b"], ["module.a"], {"a": "module.a"}),  # of a rank with a stage that is called "module"
+        (["module.a", "b"], ["a"], {"module.a": "a"}),
+        (["e.module.f.a"], ["e.f.module.a"], {"e.module.f.a": "e.f.module.a"}),
+        (["e.module._orig_mod.a"], ["e.a"], {"e.module._orig_mod.a": "e.a"}),
+        (["module.a", "a"], ["module.a"], {}),  # two parameters
+        (["e.a"], ["e.module.a", "e.a"], {}),
+        (["a.module", "remodule.b"], ["a", "b"], {}),
+    ],
+)
+def test_names_of_parameters_that_are_alike(stored, own, expected):
+    assert names_alike(stored, own) == expected
+
+
+def stepped(model, factory):
+    """Returns an app whose optimizer and averages have the same state for a parameter in any wrapper."""
+    if factory == "torch":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    else:
+        optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.5)
+    ema = shardopt.EMA(model, 0.5)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 2
+    optimizer.step()
+    ema.update()
+    return {"model": model, "optimizer": optimizer, "ema": ema}
+
+
+def state_in(app):
+    """Returns the state and the average of each parameter of a model, in order."""
+    state, averages = app["optimizer"].state, app["ema"].state_dict()["state"].values()
+    moments = [{name: each.tolist() for name, each in state[key].items()} for key in app["model"].parameters()]
+    return [(each, average["ema"].tolist()) for each, average in zip(moments, averages, strict=False)]
+
+
+def encoder_and_head(number):
+    torch.manual_seed(number)
+    return nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 3)})
+
+
+def encoder_in(wrapper):
+    def wrapped(model):
+        model["encoder"] = wrapper(model["encoder"])
+        return model
+
+    return wrapped
+
+
+WRAPPERS = [lambda model: model, encoder_in(DistributedDataParallel), encoder_in(nn.DataParallel), nn.DataParallel]
+
+
+def through_inner_wrappers(path):
+    for factory in ("torch", "keyed"):
+        for number, before in enumerate(WRAPPERS):
+            app = stepped(before(encoder_and_head(0)), factory)
+            checkpoint.save(f"{path}/{factory}{number}", app)
+            with checkpoint.open(f"{path}/{factory}{number}") as reader:
+                assert {"model.encoder.weight", "ema.state.encoder.weight.ema"} <= {*reader.keys()}
+            for after in WRAPPERS:
+                other = stepped(after(encoder_and_head(1)), factory)
+                assert state_in(other) != state_in(app)
+                checkpoint.load(f"{path}/{factory}{number}", other)
+                assert state_in(other) == state_in(app)
+                new = after(encoder_and_head(1))
+                other = {"model": new, "optimizer": shardopt.keyed("adamw", new.named_parameters(), lr=0.5)}
+                checkpoint.load(f"{path}/{factory}{number}", other, select="^(model|optimizer)", init_state=True)
+                assert state_in(other | {"ema": app["ema"]}) == state_in(app)
+
+
+def test_optimizers_and_averages_resume_when_wrappers_come_and_go(tmp_path):
+    run_ranks(2, through_inner_wrappers, str(tmp_path))
+
+
+def test_averages_that_were_saved_with_the_names_of_wrappers_load(tmp_path):
+    state = stepped(encoder_and_head(0), "keyed")["ema"].state_dict()["state"]
+    early = {name.replace("encoder.", "encoder.module."): each for name, each in state.items()}
+    checkpoint.save(tmp_path / "c", {"ema": {"state": early}})
+    ema = shardopt.EMA(encoder_and_head(1), 0.5)
+    checkpoint.load(tmp_path / "c", {"ema": ema})
+    assert str(ema.state_dict()["state"]) == str(state)
+
+
+def in_stages(path, is_saved):
+    """Each rank has a stage; of one all parameters are under a module that is really called "module"."""
+    torch.manual_seed(0 if is_saved else 1)
+    stages = [("module", nn.Linear(2, 2)), ("head", nn.Linear(2, 3))]
+    if dist.get_world_size() == 2:
+        stages = [stages[dist.get_rank()]]
+    app = stepped(nn.ModuleDict(dict(stages)), "keyed")
+    if is_saved:
+        checkpoint.save(path, app)
+    else:
+        checkpoint.load(path, app)
+    return state_in(app)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1), (2, 2)])
+def test_a_stage_whose_only_module_is_called_module(tmp_path, saving, loading):
+    saved = run_ranks(saving, in_stages, str(tmp_path / "c"), is_saved=True)
+    loaded = run_ranks(loading, in_stages, str(tmp_path / "c"), is_saved=False)
+    assert [*chain(*loaded)] == [*chain(*saved)]
 
 
 def test_a_look_at_names_without_wrappers_is_all_there_is():
