@@ -17,9 +17,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
+from shardopt.errors import OptionError, Problem
 from shardopt.redaction import redacted
 
 Listener = Callable[[str, Any], object]
@@ -146,7 +148,13 @@ def add_listener(listener: Listener) -> Callable[[], None]:
         listener: called with the event ("save", "load", …) and its report when the work is done, by the thread that did
             it: for `async_save` and uploads one in the background. An exception that it raises is logged, and does no
             harm to the work.
+
+    Raises:
+        OptionError: it cannot be called.
     """
+    if not callable(listener):
+        problem = Problem("listener", repr(listener), "a function of an event and a report", "give one")
+        raise OptionError("invalid arguments", [problem])
     _listeners.append(listener)
 
     def remove() -> None:
@@ -178,6 +186,16 @@ def emit_report(event: str, report: Any, for_all: bool = True) -> None:
     Args:
         for_all: whether this rank has the line for people, as rank 0 has; the figures are logged by each.
     """
+    log: Listener = partial(_log_report, for_all=for_all)
+    for listener in (log, *_listeners):
+        try:
+            listener(event, report)
+        except Exception:  # of somebody else's code, as a handler of the log is, and no reason to lose a checkpoint
+            with suppress(Exception):
+                _log.exception("a listener failed with the report of a %s", event)
+
+
+def _log_report(event: str, report: Any, for_all: bool) -> None:
     if for_all and _log.isEnabledFor(logging.INFO):
         _log.info(_line_of(event, report))
     if _log.isEnabledFor(logging.DEBUG):
@@ -186,11 +204,6 @@ def emit_report(event: str, report: Any, for_all: bool = True) -> None:
         numbers = report_metrics(report).items()
         words += [f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in numbers]
         _log.debug("%s %s", event, " ".join(words))
-    for listener in tuple(_listeners):
-        try:
-            listener(event, report)
-        except Exception:  # of somebody else's code, which is no reason to lose a checkpoint
-            _log.exception("a listener failed with the report of a %s", event)
 
 
 def _line_of(event: str, report: Any) -> str:

@@ -57,14 +57,32 @@ def kinds_differ(one: Path, other: Path) -> bool:
     return False
 
 
+def lists_differ(one: Path, other: Path) -> bool:
+    """Whether two paths with equal parts differ in which of them are positions in lists.
+
+    That a dict's key is 0 in one, and "0" in the other, is no difference: DCP stores no other keys than texts.
+    """
+    return kinds_differ(one, other) and [type(part) is Index for part in one] != [type(part) is Index for part in other]
+
+
 def tell_path(path: Path) -> str:
     """Formats a path for errors, with the kind of its end: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
     kind = "of a list" if path and isinstance(path[-1], Index) else "a dict's key"
     return f"app{''.join(f'[{part!r}]' for part in path)} ({kind})"
 
 
+def lists_with_gaps(paths: Iterable[Path]) -> dict[Path, list[int]]:
+    """Returns the path of each list that lacks elements before its last → the elements that these paths have."""
+    there: dict[Path, set[int]] = {}
+    for path in paths:
+        for i, part in enumerate(path):
+            if isinstance(part, Index):
+                there.setdefault(path[:i], set()).add(part)
+    return {path: sorted(each) for path, each in there.items() if each != {*range(len(each))}}
+
+
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """Nests leaves by path: makes dicts, and lists where a path has an `Index`."""
+    """Nests leaves by path: makes dicts, and lists where a path has an `Index`; these have no gaps."""
     if () in leaves:
         return leaves[()]
     branches: dict[str | int, dict[Path, Any]] = {}

@@ -135,7 +135,8 @@ class RestoreTarget:
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
     what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks. `numbered` is there
-    where the object's own state has numbers in place of the names that `state` has.
+    where the object's own state has numbers in place of the names that `state` has. `unnamed` says why numbers that a
+    checkpoint has are not known to be which of the names.
     """
 
     path: Path
@@ -146,6 +147,7 @@ class RestoreTarget:
     options: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     elsewhere: OptionsByMember = field(default_factory=dict)
     numbered: Numbered | None = None
+    unnamed: Problem | None = None
 
     def held_names(self) -> Collection[str] | None:
         """Returns the names whose state belongs on this rank; None if unknown.

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import shardopt
 from shardopt import checkpoint
@@ -209,6 +210,36 @@ def test_what_is_not_known_is_skipped(tmp_path):
     refused("leave it out with skip=..., a regex of keys", checkpoint.load, tmp_path / "a.pt", app)
     checkpoint.load(tmp_path / "a.pt", app, skip="^args")
     assert app["weight"].all()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_lazily_conjugated_tensor_is_skipped_or_saved_resolved(tmp_path):
+    lazy = torch.tensor([1j]).conj()
+    dcp.save({"weight": torch.ones(2), "x": lazy}, checkpoint_id=tmp_path / "a", no_dist=True)
+    app = {"weight": torch.zeros(2), "x": torch.zeros(1, dtype=torch.complex64)}
+    remedy = "leave it out with skip=..., or save tensor.resolve_conj().resolve_neg()"
+    refused(remedy, checkpoint.load, tmp_path / "a", app)
+    checkpoint.load(tmp_path / "a", {"weight": app["weight"]}, skip="^x")
+    assert app["weight"].all()
+    dcp.save({"weight": torch.ones(2), "x": lazy.resolve_conj().resolve_neg()}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load(tmp_path, app)
+    assert torch.equal(app["x"], lazy)
+
+
+def test_a_list_with_gaps_is_not_selected(url):
+    saved(url, {"weight": torch.ones(2), "list": [1, torch.ones(1), 3]}, select=r"^(?!list\.0)")
+    app = {"weight": torch.zeros(2), "list": []}
+    remedy = 'load the rest with select=r"^(?!…(\\.|$))"'
+    problem = refused(remedy, checkpoint.load, url, app)
+    checkpoint.load(url, app, select=problem.remedy.split('"')[1])
+    assert app["weight"].all() and app["list"] == []
+
+
+def test_a_box_is_read_by_offsets_and_sizes(url):
+    saved(url, {"weight": torch.ones(2, 3)})
+    with checkpoint.open(url) as reader:
+        refused("give a Box(offsets, sizes) within it", reader.read, "weight", (slice(0, 1), slice(0, 3)))
+        assert reader.read("weight", checkpoint.Box((0, 0), (1, 3))).shape == (1, 3)
 
 
 def test_a_module_in_a_file_is_saved_by_its_state_dict(tmp_path):

@@ -183,6 +183,25 @@ def test_numbers_get_names_by_the_rules_that_the_error_writes(tmp_path):
     assert weights_of(alone) == weights_of(doubtful)
 
 
+def test_groups_by_number_are_given_in_the_order_of_the_checkpoint(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))
+    weights = [each for each in model.parameters() if each.dim() > 1]
+    saved = torch.optim.AdamW([{"params": weights, "weight_decay": 0.5}, {"params": [model[0].bias]}], lr=0.25)
+    torch.save({"optimizer": saved.state_dict()}, tmp_path / "a.pt")
+
+    def load(match):
+        optimizer = shardopt.keyed("adamw", model.named_parameters(), groups=[{"match": match}])
+        checkpoint.load(tmp_path / "a.pt", {"optimizer": optimizer})
+        return [group["weight_decay"] for group in optimizer.param_groups]
+
+    remedy = (
+        "give the app groups of as many parameters, in the checkpoint's order: in keyed(groups=[...]) the listed ones "
+        "come first"
+    )
+    refused(remedy, load, "bias")
+    assert load("weight") == [0.5, 0.01]
+
+
 def test_parameters_on_one_side_only_are_renamed_or_passed_over(url):
     before = saved(url, app_of(steps=2))
 

@@ -10,7 +10,7 @@ import torch
 
 from shardopt.errors import MismatchError, Problem
 from shardopt.state.param_groups import PARAMS, OptionsByMember, groups_of
-from shardopt.state.paths import PARAM_GROUPS, Index, Path, join, nest
+from shardopt.state.paths import PARAM_GROUPS, Path, join, lists_with_gaps, nest
 from shardopt.state.values import canonical, encode_value
 
 Values = Mapping[str, tuple[Path, Any]]
@@ -76,15 +76,9 @@ def nested(leaves: Mapping[Path, Any]) -> Any:
         for path in leaves
         if path in inner
     ]
-    positions: dict[Path, set[int]] = {}
-    for path in leaves:
-        for i, part in enumerate(path):
-            if isinstance(part, Index):
-                positions.setdefault(path[:i], set()).add(part)
     problems += [
-        Problem(join(path), f"elements {sorted(those)} of a list", "all of them", "take or leave the whole list")
-        for path, those in positions.items()
-        if those != set(range(len(those)))
+        Problem(join(path), f"elements {those} of a list", "all of them", "take or leave the whole list")
+        for path, those in lists_with_gaps(leaves).items()
     ]
     if problems:
         raise MismatchError("what was chosen cannot be nested", problems, code="cannot-convert")

@@ -147,6 +147,8 @@ def _archive_of_value(value: Any, key: str) -> ZipArchive:
 def _flattened(choice: Choice) -> dict[Path, Any]:
     """Returns plain values by path as torch flattens them: it descends dicts, and lists that hold dicts or tensors.
 
+    An element of a list that has only empty dicts stays, which torch leaves out: the others would move up.
+
     Raises:
         MismatchError: two values get one key.
     """
@@ -164,6 +166,10 @@ def _flattened(choice: Choice) -> dict[Path, Any]:
         groups = dict(_leaves((*root, PARAM_GROUPS), groups_of_equal(by_member, choice.tensors)))
         # A parameter may be called as the number of a group is; what goes by names goes before.
         flat |= by_name | {path: value for path, value in groups.items() if join(path) not in names}
+    empty = {path for path, value in flat.items() if isinstance(value, Mapping) and not value}
+    others_than_empty = (*(flat.keys() - empty), *(tensor.path for tensor in choice.tensors.values()))
+    filled = {element for path in others_than_empty for element in _elements(path)}
+    flat = {path: value for path, value in flat.items() if path not in empty or filled.isdisjoint(_elements(path)[-1:])}
     uses = Counter([*map(join, flat), *choice.tensors])
     problems = [
         Problem(key, "two values, or a value and a tensor", "one of a key", "rename or skip one of them")
@@ -176,7 +182,7 @@ def _flattened(choice: Choice) -> dict[Path, Any]:
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and (value or not any(isinstance(part, Index) for part in path)):
         for name, each in value.items():
             yield from _leaves((*path, str(name)), each)
     elif isinstance(value, list) and _has_branches(value):
@@ -184,6 +190,11 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, Index(i)), each)
     else:
         yield path, value
+
+
+def _elements(path: Path) -> list[Path]:
+    """Returns the paths of the elements of lists that a path is at or within, from the outermost on."""
+    return [path[: i + 1] for i, part in enumerate(path) if isinstance(part, Index)]
 
 
 def _has_branches(value: Any) -> bool:

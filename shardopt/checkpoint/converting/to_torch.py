@@ -19,7 +19,7 @@ from shardopt.checkpoint.converting.zip_bytes import Take, ZipArchive, torch_mem
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import whole
-from shardopt.state.paths import PARAM_GROUPS, Path
+from shardopt.state.paths import PARAM_GROUPS, Path, join
 
 
 def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
@@ -76,6 +76,8 @@ class TorchFile(OutFile):
         lists = {
             (*root, PARAM_GROUPS): groups_of_equal(by_member, choice.tensors) for root, by_member in options.items()
         }
+        for path, value in {**others, **lists}.items():  # refused under its own key, as skip= knows it
+            pickle_of(value, join(path), lambda _: "")
         data_pkl = pickle_of(nested({**leaves, **others, **lists}), name, keep)
         self._archive = ZipArchive(torch_members(data_pkl, records))
         streamed = zip(self._archive.members, self._archive.begins, strict=True)

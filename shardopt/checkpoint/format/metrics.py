@@ -24,7 +24,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
             if not isinstance(name, str) or isinstance(value, str | bytes):
                 raise TypeError
             numbers[name] = float(value.item() if hasattr(value, "item") else value)  # float() of a loss warns
-        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several elements
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor of several elements
             text = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
             problems.append(Problem(f"metrics.{name}", text, "a number under a name", "give one, or leave it out"))
     if problems:

@@ -23,7 +23,7 @@ from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
-from shardopt.state.paths import Path, is_below, keys_below, kinds_differ, tell_path
+from shardopt.state.paths import Path, is_below, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
 _MISSING = (
@@ -98,7 +98,7 @@ def compare(
         if path is None or key not in chosen or (reported and is_reported(leaf.path)):
             continue
         view, tensor = views.get(key), tensors.get(key)
-        if (path != leaf.path or {*map(type, path)} != _NAMES_ALONE) and kinds_differ(path, leaf.path):
+        if (path != leaf.path or {*map(type, path)} != _NAMES_ALONE) and lists_differ(path, leaf.path):
             remedy = "nest it in the app as it was when it was saved"
             found: Problem | None = Problem(key, tell_path(path), tell_path(leaf.path), remedy)
         elif view is None or tensor is None:
@@ -131,7 +131,12 @@ def _match_objects(
     there = keys_below(stored, roots)
     reported: set[Path] = set()
     for target in flat.targets:
-        path = target.path
+        path, unnamed = target.path, target.unnamed
+        choices = () if unnamed is None else (strictness.choice_for_missing(unnamed.key), strictness.unexpected)
+        if unnamed and "raise" in choices and not names.chosen.isdisjoint(here[path]):
+            match.problems.append(unnamed)
+            reported.add(path)
+            continue
         state = StateOfObject(target, flat, names, stored, here[path], there[path])
         one_sided = state.one_sided()
         # Another algorithm may have saved nothing that this one has: then it is the difference, or passes.

@@ -23,7 +23,8 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.state.paths import Path, is_below, join, keys_below, kinds_differ, nest
+from shardopt.errors import Problem
+from shardopt.state.paths import Path, is_below, join, keys_below, lists_differ, lists_with_gaps, nest
 from shardopt.state.state import FlatState, Leaf
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -37,11 +38,13 @@ class Growing:
         replace: puts a value in its place, or into it.
         parts: of what takes its place, by path within it.
         gone: the keys of what the app has there that will be gone.
+        problems: lists in it of which elements are not stored or not chosen: those that follow would move up.
     """
 
     replace: Callable[[Any], None]
     parts: dict[Path, Any]
     gone: Sequence[str]
+    problems: Sequence[Problem]
 
     def put(self) -> None:
         """Puts the loaded value into the app."""
@@ -66,7 +69,7 @@ def growing_in(flat: FlatState, names: Names, select: str | None) -> list[str]:
         for root in roots
         if there[root]
         and not (set(there[root]) == set(here[root]) and _fit(there[root], flat, manifest))
-        and not any(key in manifest.per_rank or kinds_differ(stored[key][: len(root)], root) for key in there[root])
+        and not any(key in manifest.per_rank or lists_differ(stored[key][: len(root)], root) for key in there[root])
         and _is_one_tree({key: stored[key][len(root) :] for key in there[root]}, manifest.values)
     ]
 
@@ -148,7 +151,13 @@ def with_places(
                 parts[path] = torch.empty(tensor.layout.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
             leaves[key] = Leaf(stored[key], parts.get(path), partial(parts.__setitem__, path))
             chosen.add(key)
-        growing.append(Growing(flat.plain[root][1], parts, [key for key in gone if key not in leaves]))
+        remedy = f'load the rest with select=r"^(?!{re.escape(join(root))}(\\.|$))"'
+        problems = [
+            Problem(join((*root, *path)), f"elements {those} of a list", "all of them", remedy)
+            for path, those in lists_with_gaps([*parts, *there.values()]).items()
+        ]
+        gone = [key for key in gone if key not in leaves]
+        growing.append(Growing(flat.plain[root][1], parts, gone, problems))
     return replace(flat, leaves=leaves), replace(names, chosen=frozenset(chosen)), growing
 
 

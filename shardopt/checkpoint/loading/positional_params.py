@@ -16,7 +16,7 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.view import view_of
 from shardopt.state.names import names_under_wrappers
 from shardopt.state.param_groups import NAMES_OF_TORCH, PARAMS, Groups
-from shardopt.state.paths import join
+from shardopt.state.paths import PARAM_GROUPS, join
 from shardopt.state.state import FlatState, RestoreTarget
 
 _MOST_NAMES = 6
@@ -71,7 +71,8 @@ def _names_by_order(
     """Returns the names by the order of the app's parameters, in its groups and in its modules."""
     orders = []
     own = [group for group in _own_order(target) if group]
-    if [len(group[PARAMS]) for group in stored.groups if group[PARAMS]] == [len(group) for group in own]:
+    counts, own_counts = [len(group[PARAMS]) for group in stored.groups if group[PARAMS]], [*map(len, own)]
+    if counts == own_counts:
         orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
     known = frozenset(names_in(target.groups))
     # An average of the model has the same names: once is enough.
@@ -91,7 +92,18 @@ def _names_by_order(
     if orders and len(stored.groups) > 1:
         text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
         _log.warning(text, join(target.path))
+    target.unnamed = None if orders else _other_groups(join(target.path), counts, own_counts)
     return orders[0] if orders else {}
+
+
+def _other_groups(key: str, counts: Sequence[int], own: Sequence[int]) -> Problem:
+    """Returns the problem of groups that have other numbers of parameters than the app's."""
+    found, required = (f"groups of {', '.join(map(str, each)) or 'no'} parameters" for each in (counts, own))
+    remedy = (
+        "give the app groups of as many parameters, in the checkpoint's order: in keyed(groups=[...]) the listed ones "
+        "come first"
+    )
+    return Problem(f"{key}.{PARAM_GROUPS}", f"{found}, without names", f"{required}, as in the app", remedy)
 
 
 def _names_by_shape(stored: NumberedState, target: RestoreTarget) -> dict[Any, str]:

@@ -159,6 +159,7 @@ def plan_rank(
         refuse_untied(flat, views)
     compare_here = partial(compare, flat, views, strictness=strictness, world_size=ranks.size, needs_memory=reads)
     match = compare_here(names)
+    match.problems += chain.from_iterable(each.problems for each in growing)
     if match.problems:
         reader, names, match = _with_row_state(reader, views, names, strictness, match, compare_here)
     differs = match.problems or match.missing or match.unexpected

@@ -22,7 +22,7 @@ from shardopt.checkpoint.loading.names import Names, owner_of
 from shardopt.checkpoint.loading.positional_params import names_in
 from shardopt.errors import MismatchError, Problem
 from shardopt.state.names import may_have_wrappers, names_alike, names_under_wrappers
-from shardopt.state.paths import PARAM_GROUPS, STATE, Path, is_below, join, nest
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, is_below, join, lists_with_gaps, nest
 from shardopt.state.state import FlatState, RestoreTarget
 
 T = TypeVar("T")
@@ -304,7 +304,7 @@ def regroup_values(flat: FlatState, values: Values, tensors: Iterable[StoredTens
             del left[key]
     for key, within in parts.items():
         here, nested = flat.leaves[key], nest(within)
-        if _is_of_kinds(here.value, nested):
+        if not lists_with_gaps(within) and _is_of_kinds(here.value, nested):
             left[key] = here.path, _like(here.value, nested)
         else:
             left |= {name: each for name, each in values.items() if name not in left and is_below(each[0], here.path)}

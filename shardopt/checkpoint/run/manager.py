@@ -117,7 +117,7 @@ class Manager:
                 use_options(url, of_url)
         rules, preemption = retention_of(keep), preemption_of(stop_on)
         copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
-        check_run_options(root, copies, every, stage, preemption is not None, options)
+        check_run_options(root, copies, export, every, stage, preemption is not None, options)
         roots = [storage_of(url) for url, _ in given]
         refuse_unfit_tiers(tiers, roots, incremental)
         terms = SaveTerms(

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardopt.checkpoint.arguments import count_problem, is_count, optional_count_problem, refuse
+from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.storage import is_in_archive, storage_of
 from shardopt.errors import Problem
@@ -20,16 +21,23 @@ _REMEDY = "pass it as in stop_on=signal.SIGTERM"
 
 
 def check_run_options(
-    root: Any, mirror: tuple[str, Any] | None, every: Any, stage: Any, stops: bool, options: Any
+    root: Any, mirror: tuple[str, Any] | None, export: Any, every: Any, stage: Any, stops: bool, options: Any
 ) -> None:
     """Checks those arguments of the constructor that do not check themselves. Raises OptionError.
 
     Args:
         mirror: the name of that argument, and its URL.
+        export: an `Export`, or None.
         stops: whether there are signals to listen for.
         options: of saves, a `SaveOptions`.
     """
-    problems = _root_problems(root, mirror)
+    places = [("root", root), *(() if mirror is None else (mirror,))]
+    problems = []
+    if isinstance(export, Export):
+        places.append(("export.url", export.url))
+    elif export is not None:
+        problems.append(Problem("export", repr(export), "an Export", "give it as in Export(url)"))
+    problems += _place_problems(places)
     if not is_count(every, 1) and not (isinstance(every, timedelta) and every > timedelta(0)):
         required = "at least 1, as an int, or a timedelta of more than 0"
         problems.append(Problem("every", repr(every), required, "give a number of steps, or a time"))
@@ -82,11 +90,11 @@ def _is_no_directory(path: str) -> bool:
         return False
 
 
-def _root_problems(root: Any, mirror: tuple[str, Any] | None) -> list[Problem]:
-    """Returns the problems with the two roots."""
+def _place_problems(places: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Returns the problems with the places that a run writes to, by argument: each needs one of its own."""
     problems = []
-    urls = {}
-    for name, path in (("root", root), *(() if mirror is None else (mirror,))):
+    taken: dict[str, str] = {}
+    for name, path in places:
         if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
             problems.append(Problem(name, repr(path), "a path or a URL", "give where the checkpoints are to be"))
             continue
@@ -95,12 +103,12 @@ def _root_problems(root: Any, mirror: tuple[str, Any] | None) -> list[Problem]:
             problems.append(Problem(name, found, "a place to save to", "unpack it, or load from it by URL"))
             continue
         storage = storage_of(path)
-        urls[name] = storage.url if storage.is_remote else os.path.realpath(storage.url)
+        url = storage.url if storage.is_remote else os.path.realpath(storage.url)
         if not storage.is_remote and _is_no_directory(storage.url):
             problems.append(Problem(name, f"{storage.url}, which is no directory", "a directory", "give another path"))
-    if mirror is not None and "root" in urls and urls["root"] == urls.get(mirror[0]):
-        remedy = "give the copies a place of their own"
-        problems.append(Problem(mirror[0], f"{urls['root']}, which is the root too", "another place", remedy))
+        if (other := taken.setdefault(url, name)) != name:
+            found = f"{url}, which is {'the root' if other == 'root' else other} too"
+            problems.append(Problem(name, found, "another place", "give it a place of its own"))
     return problems
 
 

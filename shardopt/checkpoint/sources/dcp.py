@@ -19,11 +19,12 @@ from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import path_of, with_options_by_member
 from shardopt.checkpoint.sources.leaves import HeldArrays, holds_tensors, is_array, leaves_of
 from shardopt.checkpoint.sources.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
+from shardopt.checkpoint.sources.pickled.stand_ins import Unknown
 from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
 from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
-from shardopt.errors import FormatError
+from shardopt.errors import FormatError, Problem
 from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 
@@ -42,6 +43,10 @@ class _Chunks(ArchivedTensors):
         tensor, chunk = self._chunks[key]
         with self.reading():
             record = read_archive(self.read_bytes, chunk.offset, chunk.offset + chunk.length, f"{self.where}: {key}")
+        if isinstance(record, Unknown):
+            remedy = "leave it out with skip=..., or save tensor.resolve_conj().resolve_neg()"
+            problem = Problem(f"{self.where}: {key}", f"an object of {record.name}", "a tensor", remedy)
+            raise FormatError("a tensor is stored in a way that is not read", [problem])
         if not isinstance(record, TensorRecord):
             raise damaged(f"{self.where}: {key}", f"a {type(record).__name__} where a tensor was written")
         if (record.dtype, record.sizes) != (tensor.dtype, chunk.box.sizes):

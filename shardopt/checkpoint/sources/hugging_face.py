@@ -131,7 +131,7 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
 
     Raises:
         CorruptionError: the index is malformed, or a file is missing that it names, or that a numbered set has.
-        FormatError: there are several indices, or several sets of files without one.
+        FormatError: there are several indices, or several sets of files without one, or one file beside such a set.
         CheckpointNotFoundError: a conversion of ours was not finished.
     """
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -141,7 +141,7 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
     if len(indices) > 1:
         raise ambiguous(storage, f"{len(indices)} indices ({', '.join(indices[:3])})")
     if indices:
-        return dict(_read_index(storage, indices[0], set(names)))
+        return _indexed(storage, indices[0], set(names))
     if JOURNAL_NAME in names:
         remedy = "give another path, or call convert again, which resumes it"
         problem = Problem(storage.url, "a conversion that was not finished", "a whole checkpoint", remedy)
@@ -166,7 +166,22 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
     return dict.fromkeys(files)
 
 
-def _read_index(storage: Storage, name: str, names: set[str]) -> dict[str, list[str]]:
+def _indexed(storage: Storage, index: str, names: set[str]) -> dict[str, list[str] | None]:
+    """Returns the files of an index; the one file of all that transformers prefers, if files of the index are gone."""
+    files = _read_index(storage, index)
+    missing, one = sorted(files.keys() - names), index.removesuffix(INDEX_SUFFIX) + DATA_SUFFIX
+    if one in names and one not in files:  # transformers leaves the index when it saves one file over several
+        if not missing:
+            raise ambiguous(
+                storage, f"{one}, and {len(files)} files in {index}", f"give the path of {one}, or remove it"
+            )
+        return {one: None}
+    if missing:
+        raise damaged(f"{storage.url}/{missing[0]}", "no such file")
+    return dict(files)
+
+
+def _read_index(storage: Storage, name: str) -> dict[str, list[str]]:
     where = f"{storage.url}/{name}"
     if storage.size(name) > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"an index of more than {MANIFEST_LIMIT_BYTES} bytes")
@@ -178,9 +193,6 @@ def _read_index(storage: Storage, name: str, names: set[str]) -> dict[str, list[
         if type(file) is not str or "/" in file or not file.endswith(DATA_SUFFIX):
             raise damaged(where, f"{str(file)[:80]!r} as the file of {key!r}")
         keys[file].append(key)
-    missing = sorted(keys.keys() - names)
-    if missing:
-        raise damaged(f"{storage.url}/{missing[0]}", "no such file")
     return keys
 
 

@@ -23,32 +23,34 @@ from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadCh
 from shardopt.checkpoint.storage import ReadInto, Span, Storage
 from shardopt.errors import Problem
 from shardopt.sharding.box import whole
-from shardopt.state.paths import PARAM_GROUPS, Index, Path, join
+from shardopt.state.paths import PARAM_GROUPS, Index, Path
 
 
 def leaves_of(state: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:
     """Yields path and value of each leaf of nested state: descends dicts, and lists and tuples that hold tensors.
 
     A tensor is a `TensorRecord` or a NumPy array that torch can have; arrays among the options of groups are values.
+    An entry of a dict whose key is neither str nor int is yielded as a dict of that key alone, which has no plain form.
 
     Raises:
-        CorruptionError: it is nested without end, or a dict has a key that is neither str nor int.
+        CorruptionError: it is nested without end.
     """
     try:
-        yield from _descend(state, path, where, True)
+        yield from _descend(state, path, True)
     except RecursionError:
         raise damaged(where, "containers nested without end") from None
 
 
-def _descend(node: Any, path: Path, where: str, is_root: bool = False) -> Iterator[tuple[Path, Any]]:
+def _descend(node: Any, path: Path, is_root: bool = False) -> Iterator[tuple[Path, Any]]:
     if isinstance(node, dict) and (node or is_root):
         for part, child in node.items():
             if type(part) not in (str, int):
-                raise damaged(where, f"a dict key of type {type(part).__name__} in {join(path) or 'the file'}")
-            yield from _descend(child, (*path, part), where)
+                yield (*path, ascii(part)), {part: None}
+            else:
+                yield from _descend(child, (*path, part))
     elif is_container(node) and holds_tensors(node, PARAM_GROUPS not in path):
         for i, child in enumerate(node):
-            yield from _descend(child, (*path, Index(i)), where)
+            yield from _descend(child, (*path, Index(i)))
     else:
         yield path, node
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
+from operator import add, index
 from typing import Any, NamedTuple
 
 import torch
@@ -153,15 +153,17 @@ class CheckpointReader(CheckpointContents):
         everything = whole(self.info(key).shape)
         if box is None:
             return everything
-        offsets, sizes = box
-        box = Box(tuple(offsets), tuple(sizes))
-        fits = len(box.offsets) == len(box.sizes) == len(everything.sizes)
-        if not fits or not everything.contains(box) or min(box.sizes, default=0) < 0:
+        try:
+            box = Box(*(tuple(map(index, each)) for each in box))
+            fits = len(box.offsets) == len(box.sizes) == len(everything.sizes)
             given = f"the offsets {list(box.offsets)} and sizes {list(box.sizes)}"
+        except TypeError:  # slices, or one of the two alone
+            fits, given = False, f"{box!r}, which is no box"
+        if not fits or not everything.contains(box) or min(box.sizes, default=0) < 0:
             required = f"a box within {list(everything.sizes)}"
             raise MismatchError(
                 "the tensor has no such box",
-                [Problem(key, given, required, "give one within it")],
+                [Problem(key, given, required, "give a Box(offsets, sizes) within it")],
                 code="cannot-read-tensor",
             )
         return box

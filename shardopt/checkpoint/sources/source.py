@@ -51,7 +51,7 @@ class Source(ABC):
         return {}
 
 
-def ambiguous(storage: Storage, contents: str) -> FormatError:
+def ambiguous(storage: Storage, contents: str, remedy: str = "give the path of one of the files") -> FormatError:
     """Returns the error for a directory with more than one thing that could be read."""
-    problem = Problem(storage.url, contents, "one checkpoint", "give the path of one of the files")
+    problem = Problem(storage.url, contents, "one checkpoint", remedy)
     return FormatError("which checkpoint is meant is not clear", [problem], code="no-checkpoint")

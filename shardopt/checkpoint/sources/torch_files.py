@@ -59,9 +59,9 @@ def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
         FormatError: there are several that do not belong together.
     """
     files = [name for name in names if name.endswith(TORCH_SUFFIXES) and is_torch_file(storage, name)]
-    if len(files) <= 1:
-        return files or None
     numbered = [_NUMBERED.fullmatch(name) for name in files]
+    if len(files) <= 1 and not any(numbered):
+        return files or None
     sets = {(found["stem"], found["of"], found["suffix"]) for found in numbered if found}
     if len(sets) != 1 or not all(numbered):
         raise ambiguous(storage, f"several files of torch.save ({', '.join(files[:4])})")

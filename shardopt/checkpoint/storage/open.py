@@ -36,9 +36,11 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     What begins with no protocol is a local path, whatever else is in it: "out/lr::1e-4" is a directory of that name.
 
     Raises:
-        OptionError: it is a URL that has been a `pathlib.Path`, which drops a slash.
+        OptionError: it is a URL that has been a `pathlib.Path`, which drops a slash; or it has a NUL character.
     """
     text = os.fspath(url)
+    if "\0" in text:
+        raise OptionError("invalid arguments", [Problem("url", repr(text), "no NUL character", "give another path")])
     local = _LOCAL.match(text)
     if local is None and _URL.match(text):
         *links, last = LINK.split(text)

@@ -129,7 +129,7 @@ class Follower:
         refuse(problems)
         if isinstance(root, str | os.PathLike) and not follow_at(os.fspath(root), storage_options):
             use_options(root, storage_options)
-        check_run_options(root, None, 1, None, False, SaveOptions())
+        check_run_options(root, None, None, 1, None, False, SaveOptions())
         weights_of(app, "app")
         self._root, self._app = Root(storage_of(root)), app
         self._memory_bytes, self._silence_seconds = memory_bytes, silence_seconds

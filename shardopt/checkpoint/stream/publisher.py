@@ -96,7 +96,7 @@ class Publisher:
         terms = SaveTerms(
             durable=durable, deadline_seconds=deadline_seconds, process_group=process_group, base_required=False
         )
-        check_run_options(root, None, 1, "now", False, terms)
+        check_run_options(root, None, None, 1, "now", False, terms)
         self._rename, self._dtypes = dict(rename or {}), Dtypes(dtype)
         self._arranged = Arranged(rearrange) if rearrange else None
         self._run = Run(

@@ -58,3 +58,16 @@ class StandIn(Unknown):
 def settled(value: Any) -> Any:
     """Returns what a stand-in stands for, once it is complete; any other value as it is."""
     return value.settled() if isinstance(value, StandIn) else value
+
+
+def text_of(data: bytes) -> str | Unknown:
+    """Returns a str; an unknown object for one with lone surrogates, which Python pickles and no encoding has.
+
+    Raises:
+        UnicodeDecodeError: the bytes are no str at all.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        data.decode("utf-8", "surrogatepass")
+        return Unknown("builtins.str that is not valid Unicode")

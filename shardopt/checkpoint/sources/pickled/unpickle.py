@@ -17,7 +17,7 @@ from typing import Any
 from shardopt.checkpoint.format.constants import damaged
 from shardopt.checkpoint.sources.pickled import opcodes
 from shardopt.checkpoint.sources.pickled.bounds import Keys, check_result
-from shardopt.checkpoint.sources.pickled.stand_ins import ByteArray, Known, StandIn, Unknown, settled
+from shardopt.checkpoint.sources.pickled.stand_ins import ByteArray, Known, StandIn, Unknown, settled, text_of
 from shardopt.errors import FormatError, Problem, ShardoptError
 from shardopt.runtime.gc_pause import gc_paused
 
@@ -232,13 +232,13 @@ class _Machine:
         self.stack.append(struct.unpack(">d", self.take(8))[0])
 
     def op_short_binunicode(self) -> None:
-        self.stack.append(self.take(self.number_1()).decode())
+        self.stack.append(text_of(self.take(self.number_1())))
 
     def op_binunicode(self) -> None:
-        self.stack.append(self.take(self.number_4()).decode())
+        self.stack.append(text_of(self.take(self.number_4())))
 
     def op_binunicode8(self) -> None:
-        self.stack.append(self.take(self.number_8()).decode())
+        self.stack.append(text_of(self.take(self.number_8())))
 
     def op_short_binbytes(self) -> None:
         self.stack.append(self.take(self.number_1()))

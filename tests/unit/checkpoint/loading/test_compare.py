@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -298,3 +299,22 @@ def test_none_takes_what_has_become_of_another_kind(tmp_path, begun, saved):
     app = {"best": None, "step": 0}
     checkpoint.load(tmp_path / "c", app)
     assert repr(app) == repr({"best": saved, "step": 1})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_int_keys_of_dicts_are_those_of_the_app_where_dcp_made_texts_of_them(tmp_path):
+    def app_of(key, fill):
+        return {"seen": {key(0): fill, key(1): fill}, "buffers": {key(0): torch.full((2,), fill)}}
+
+    checkpoint.save(tmp_path / "ints", app_of(int, 3.0))
+    dcp.save(app_of(int, 3.0), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "own")
+    checkpoint.reshard(tmp_path / "dcp", tmp_path / "own2", world_size=2)
+    for url in ("ints", "dcp", "own", "own2"):
+        for key in (int, str):
+            app = app_of(key, 0.0)
+            checkpoint.load(tmp_path / url, app)
+            assert repr(app) == repr(app_of(key, 3.0))
+    for url in ("ints", "own"):
+        problems = refused(tmp_path / url, app_of(int, 0.0) | {"buffers": [torch.zeros(2)]})
+        assert {each.key for each in problems.values()} == {"buffers.0"}

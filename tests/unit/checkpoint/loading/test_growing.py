@@ -1,11 +1,13 @@
 """Containers of the app's own that are empty when a program begins, and are filled as it goes."""
 
+import copy
 import importlib
 import logging
 from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Manager, PerRank, Strictness
@@ -121,6 +123,45 @@ def test_containers_that_grow_are_chosen_and_renamed_as_any_key(tmp_path):
     assert same(app["records"]["old"], {key: filled()[key] for key in ("best", "note")})
 
 
+@pytest.mark.parametrize("here", [[], None, [5.0]], ids=repr)
+def test_a_list_of_which_elements_are_not_stored_does_not_close_its_gaps(tmp_path, here):
+    losses = [torch.ones(1), 2.0, {"x": torch.ones(2)}]
+    checkpoint.save(tmp_path / "whole", app_of({"losses": losses}))
+    checkpoint.save(tmp_path / "c", app_of({"losses": losses}), select=r"^(?!records\.losses\.1$)")
+    app = app_of({"losses": here})
+    for load in (
+        lambda: checkpoint.load(tmp_path / "c", app),
+        lambda: checkpoint.load(tmp_path / "whole", app, skip=r"losses\.1"),
+        lambda: checkpoint.load(tmp_path / "whole", app, skip=r"losses\.1", strict=False),
+    ):
+        with pytest.raises(
+            MismatchError, match=r"records\.losses: found elements \[0, 2\] of a list; .* all"
+        ) as refused:
+            load()
+        assert app["records"]["losses"] is here
+    remedy = refused.value.problems[0].remedy
+    checkpoint.load(tmp_path / "c", app, select=remedy.split('"')[1])
+    assert app["records"]["losses"] is here
+    app["records"]["losses"] = []
+    checkpoint.load(tmp_path / "whole", app, skip=r"losses\.2")  # there is no gap before the last one
+    assert same(app["records"]["losses"], losses[:2])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_list_without_the_empty_dicts_that_dcp_leaves_out_is_refused(tmp_path):
+    dcp.save({"w": torch.ones(1), "seen": [{}, {"x": 7}], "mixed": [1, {}, 3]}, checkpoint_id=tmp_path, no_dist=True)
+    for seen, mixed in (([{}, {"x": 0}], [0, {}, 0]), ([], [])):
+        app = {"w": torch.zeros(1), "seen": seen, "mixed": mixed}
+        before = copy.deepcopy(app)
+        with pytest.raises(MismatchError) as refused:
+            checkpoint.load(tmp_path, app)
+        assert {(each.key, each.found) for each in refused.value.problems} == {
+            ("seen", "elements [1] of a list"),
+            ("mixed", "elements [0, 2] of a list"),
+        }
+        assert same(app, before)
+
+
 def test_a_run_has_its_records_again(tmp_path, caplog):
     for begin, rename in ((0, None), (2, {"^model": "net"}), (4, {"^model": "net"})):
         records = {"best": None, "losses": []}
@@ -199,3 +240,26 @@ def _with_keys_of_ranks(root):
 
 def test_what_some_ranks_have_is_for_these_alone(tmp_path):
     run_ranks(2, _with_keys_of_ranks, str(tmp_path))
+
+
+def _with_lists_of_ranks(root):
+    rank = torch.distributed.get_rank()
+
+    def app_of(fill):  # each rank has one element filled, the other empty
+        return {"tables": [{f"of {each}": torch.full((2,), fill)} if each == rank else {} for each in (0, 1)]}
+
+    checkpoint.save(f"{root}/c", app_of(3.0))
+    app = app_of(0.0)
+    checkpoint.load(f"{root}/c", app)
+    assert same(app, app_of(3.0))
+    app = app_of(0.0)
+    app["tables"][rank]["more"] = 1
+    checkpoint.load(f"{root}/c", app, strict=Strictness(missing="ignore"))
+    assert len(app["tables"]) == 2 and app["tables"][rank][f"of {rank}"].tolist() == [3.0, 3.0]
+    for here in ([], None):
+        with pytest.raises(MismatchError, match=r"tables: found elements \[1\] of a list"):
+            checkpoint.load(f"{root}/c", {"tables": [] if rank else here}, skip=r"^tables\.0")
+
+
+def test_elements_of_lists_are_for_the_ranks_that_have_them(tmp_path):
+    run_ranks(2, _with_lists_of_ranks, str(tmp_path))

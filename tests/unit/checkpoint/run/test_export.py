@@ -106,3 +106,16 @@ def test_what_an_earlier_process_left_half_written_goes(tmp_path):
 def test_options_that_cannot_be_meant(tmp_path):
     with pytest.raises(OptionError, match="metric, mode"):
         checkpoint.Export(tmp_path, best=("loss", "least"))
+
+
+@pytest.mark.parametrize("taken", ["run", "copy", "run/../copy"])
+def test_an_export_needs_a_place_of_its_own(tmp_path, taken):
+    options = {"destinations": [checkpoint.Mirror(tmp_path / "copy")], "export": checkpoint.Export(tmp_path / taken)}
+    with pytest.raises(OptionError, match=r"export\.url: .*, which is (the root|destinations\[0\]\.url) too"):
+        checkpoint.Manager(tmp_path / "run", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_is_no_path(tmp_path):
+    with pytest.raises(OptionError, match=r"export: found 'hf'; required an Export; give it as in Export\(url\)"):
+        checkpoint.Manager(tmp_path / "run", export="hf")

@@ -458,7 +458,9 @@ def test_a_step_that_is_none(tmp_path, step):
 
 
 @pytest.mark.parametrize(
-    "metrics", [{"loss": "n/a"}, {"loss": None}, {"loss": torch.ones(2)}, {1: 2.0}, [("loss", 1.0)], 3.0], ids=repr
+    "metrics",
+    [{"loss": "n/a"}, {"loss": None}, {"loss": torch.ones(2)}, {"loss": 10**400}, {1: 2.0}, [("loss", 1.0)], 3.0],
+    ids=repr,
 )
 def test_metrics_that_are_none(tmp_path, metrics):
     manager = checkpoint.Manager(tmp_path)

@@ -13,6 +13,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import reports
+from shardopt.errors import OptionError
 from tests.harness import run_ranks
 
 
@@ -102,6 +103,23 @@ def test_a_listener_that_fails_does_no_harm(tmp_path, events, caplog):
     caplog.clear()
     checkpoint.save(tmp_path / "b", {"n": 1})
     assert caplog.text == "" and len(events) == 2
+
+
+def test_a_handler_of_the_log_that_fails_does_no_harm(tmp_path, events, monkeypatch, caplog):
+    class Failing(logging.Handler):
+        def emit(self, record):
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(logging.getLogger("shardopt"), "handlers", [Failing(logging.DEBUG)])
+    with caplog.at_level(logging.DEBUG, logger="shardopt"):
+        checkpoint.save(tmp_path / "a", {"n": 1})
+        checkpoint.load(tmp_path / "a", {"n": 0})
+    assert [event for event, _ in events] == ["save", "load"]
+
+
+def test_a_listener_is_a_function():
+    with pytest.raises(OptionError, match="listener: found None"):
+        checkpoint.add_listener(None)
 
 
 @pytest.mark.parametrize("to", ["local", "memory"])

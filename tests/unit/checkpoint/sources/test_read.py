@@ -493,8 +493,25 @@ def test_a_sharded_tensor_gets_its_own_shards(stored_matrix):
         (torch.zeros(3), Box((5,), (3,)), "required a box within"),
         (torch.zeros(3, 6), Box((5, 0), (-1, 6)), "required a box within"),
         (torch.zeros(3, 6), ((0, 0), (3,)), "required a box within"),
+        (torch.zeros(3, 6), (slice(0, 3), slice(0, 6)), r"found \(slice.*no box.*required a box within"),
+        (torch.zeros(3, 6), (slice(0, 3),), r"found \(slice.*no box.*required a box within"),
+        (torch.zeros(3, 6), (3, 6), r"found \(3, 6\), which is no box"),
+        (torch.zeros(3, 6), ((0, 0), (3, 6), (1, 1)), "which is no box"),
+        (torch.zeros(3, 6), 3, "found 3, which is no box"),
     ],
-    ids=["shape", "rank", "box's shape", "dtype", "meta", "expanded", "beyond", "dimensions", "negative", "uneven box"],
+    ids=[
+        "shape",
+        "rank",
+        "box's shape",
+        "dtype",
+        "meta",
+        "expanded",
+        "beyond",
+        "dimensions",
+        "negative",
+        "uneven box",
+        *("slices", "slice", "sizes", "strides", "int"),
+    ],
 )
 def test_memory_that_does_not_fit_is_refused(stored_matrix, tensor, box, said):
     with checkpoint.open(stored_matrix[0]) as reader, pytest.raises(MismatchError, match=said) as caught:

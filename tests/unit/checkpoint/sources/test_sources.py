@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import struct
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint import Strictness
 from shardopt.checkpoint.rearrange import Rule
 from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
@@ -134,6 +136,40 @@ def test_one_group_by_number_takes_the_order_of_the_model(tmp_path):
             checkpoint.load(tmp_path / "a.pt", each, init_state=True)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"init_state": True}, *({"strict": Strictness(**{each: "ignore"})} for each in ("missing", "unexpected"))],
+)
+def test_groups_by_number_in_another_order_are_told_with_their_sizes(tmp_path, options):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    decay = [each for each in model.parameters() if each.dim() > 1]
+    no_decay = [each for each in model.parameters() if each.dim() < 2]
+    saved = torch.optim.AdamW([{"params": decay}, {"params": no_decay, "weight_decay": 0.0}], weight_decay=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    saved.step()
+    torch.save({"model": model.state_dict(), "optimizer": saved.state_dict()}, tmp_path / "c.pt")
+
+    def load(match, weight_decay, **options):
+        groups = [{"match": match, "weight_decay": weight_decay}]
+        own = shardopt.keyed("adamw", model.named_parameters(), groups=groups, weight_decay=0.1 - weight_decay)
+        checkpoint.load(tmp_path / "c.pt", {"model": model, "optimizer": own}, **options)
+        return [(group["weight_decay"], len(group["params"])) for group in own.param_groups]
+
+    with pytest.raises(MismatchError) as refused:
+        load(r"bias|^1\.", 0.0, **options)
+    (problem,) = refused.value.problems
+    assert problem.key == "optimizer.param_groups" and "checkpoint's" in problem.remedy
+    assert (problem.found, problem.required) == (
+        "groups of 2, 4 parameters, without names",
+        "groups of 4, 2 parameters, as in the app",
+    )
+    assert load(r"bias|^1\.", 0.0, select="^model")
+    assert load(r"bias|^1\.", 0.0, strict=False)
+    passes = Strictness(missing=re.compile("^optimizer"), unexpected="ignore")
+    assert load(r"bias|^1\.", 0.0, strict=passes)
+    assert load(r"^[02]\.weight", 0.1, init_state=True) == [(0.1, 2), (0.0, 4)]
+
+
 @pytest.mark.parametrize("save", KINDS)
 def test_all_there_is_has_the_bytes_that_were_saved(tmp_path, trained, save):
     save(tmp_path / "saved.pt", *trained)
@@ -222,6 +258,29 @@ def test_hugging_face_with_an_index(tmp_path):
         checkpoint.open(tmp_path)
 
 
+def test_one_file_beside_an_index_is_read_if_files_of_the_index_are_gone(tmp_path):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.zeros(2)}, tmp_path / name)
+    index = {"weight_map": {f"w{number}": name for number, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({f"w{number}": torch.ones(2) for number in (0, 1)}, tmp_path / "model.safetensors")
+    app = {"w0": torch.full((2,), 5.0), "w1": torch.full((2,), 5.0)}
+    with pytest.raises(
+        FormatError, match=r"model\.safetensors, and 2 files in model\.safetensors\.index\.json; .* remove"
+    ):
+        checkpoint.load(tmp_path, app)
+    checkpoint.load(tmp_path / "model.safetensors", app)
+    for name in names:
+        app["w0"].zero_()
+        (tmp_path / name).unlink()
+        checkpoint.load(tmp_path, app)
+        assert app["w0"].all() and app["w1"].all()
+    index["weight_map"] = dict.fromkeys(("w0", "w1"), "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint.load(tmp_path, app)
+
+
 @pytest.mark.parametrize(("other", "key"), [("model.fp16", "w"), ("adapter_model", "lora_A.weight")])
 def test_several_files_of_hugging_face_that_do_not_belong_together(tmp_path, other, key):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -282,6 +341,42 @@ def test_what_is_not_known_is_listed_and_can_be_skipped(tmp_path):
         checkpoint.open(tmp_path / "whole.pt")
 
 
+@pytest.mark.parametrize("key", [0.5, (0, 1), None, True, b"a", "\ud800"], ids=ascii)
+def test_keys_of_dicts_that_are_no_names_are_listed_and_can_be_skipped(tmp_path, key):
+    torch.save({"x": torch.ones(3), "args": {"of": {key: 1, "big": torch.ones(5)}}, key: 2}, tmp_path / "a.pt")
+    assert checkpoint.verify(tmp_path / "a.pt").ok
+    app = {"x": torch.zeros(3), "args": {"of": {"big": torch.zeros(5)}}}
+    with pytest.raises(FormatError) as refused:
+        checkpoint.load(tmp_path / "a.pt", app)
+    problems = refused.value.problems
+    assert len(problems) == 2 and all("dict key of type" in each.found and "skip=" in each.remedy for each in problems)
+    checkpoint.load(tmp_path / "a.pt", app, skip="|".join(f"^{re.escape(each.key)}$" for each in problems))
+    assert app["x"].all() and app["args"]["of"]["big"].all()
+
+
+def test_texts_that_no_encoding_has_are_listed_and_can_be_skipped(tmp_path):
+    torch.save({"x": torch.ones(3), "name": "\ud800"}, tmp_path / "a.pt")
+    dcp.save({"x": torch.ones(3), "name": "\ud800"}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for path in ("a.pt", "dcp"):
+        app = {"x": torch.zeros(3)}
+        with pytest.raises(
+            FormatError, match=r"name: found an object of builtins.str that is not valid Unicode.*skip="
+        ):
+            checkpoint.load(tmp_path / path, app)
+        checkpoint.load(tmp_path / path, app, skip="name")
+        assert app["x"].all()
+
+
+def test_a_lazily_conjugated_tensor_of_dcp_is_no_damage(tmp_path):
+    dcp.save({"x": torch.ones(3), "y": torch.tensor([1j]).conj()}, checkpoint_id=tmp_path, no_dist=True)
+    app = {"x": torch.zeros(3), "y": torch.zeros(1, dtype=torch.complex64)}
+    with pytest.raises(FormatError, match=r"y: found .*conjugated.*; leave it out with skip=.*resolve_conj"):
+        checkpoint.load(tmp_path, app)
+    del app["y"]
+    checkpoint.load(tmp_path, app, skip="y")
+    assert app["x"].all()
+
+
 def test_skip_leaves_out_of_our_own_checkpoints_too(tmp_path):
     checkpoint.save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(2), "n": 1})
     app = {"a": torch.zeros(2)}
@@ -334,8 +429,13 @@ def test_files_that_do_not_belong_together(tmp_path):
     with pytest.raises(CorruptionError, match="x: found two entries of this name"):
         checkpoint.open(tmp_path)
     (tmp_path / "part-00002-of-00003.bin").unlink()
-    with pytest.raises(CorruptionError, match=r"part-00002-of-00003.bin: found no such file"):
-        checkpoint.open(tmp_path)
+    for left_over in ("part-00003-of-00003.bin", "part-00001-of-00003.bin"):
+        with pytest.raises(CorruptionError, match=r"part-00002-of-00003.bin: found no such file"):
+            checkpoint.open(tmp_path)
+        (tmp_path / left_over).rename(tmp_path / "elsewhere")
+        with pytest.raises(CorruptionError, match=r"part-0000[12]-of-00003.bin: found no such file"):
+            checkpoint.open(tmp_path)
+        (tmp_path / "elsewhere").rename(tmp_path / left_over)
 
 
 def test_data_files_of_a_dead_save_are_not_taken_for_those_of_others(tmp_path):

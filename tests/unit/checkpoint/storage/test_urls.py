@@ -120,6 +120,20 @@ def test_a_url_that_has_been_a_path_is_refused(here, path):
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize("call", [Manager, checkpoint.open, lambda url: checkpoint.save(url, app())])
+def test_a_path_with_a_nul_character_is_refused(here, call):
+    with pytest.raises(OptionError, match="required no NUL character"):
+        call("run\0s")
+
+
+def test_a_file_system_that_stands_only_before_others_is_refused(here):
+    with (
+        Manager(f"dir::file://{here}/run") as manager,
+        pytest.raises(CheckpointError, match="leave out its first part"),
+    ):
+        manager.save(1, app())
+
+
 def test_file_urls_may_name_this_host_or_a_home(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here / "home"))
     assert absolute_url(f"file://localhost{here}/run") == str(here / "run")
