@@ -13,9 +13,11 @@ or with all that a Manager does: `manager.restore(accelerator.app(step))`, `mana
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import accelerate
@@ -33,6 +35,7 @@ from shardopt.ranks import ranks_of
 
 __all__ = ["Accelerator"]
 
+_log = logging.getLogger("shardopt")
 _REMEDY = "give `prepare` one of torch.optim's that has not stepped, together with its model; it is keyed there"
 
 
@@ -187,8 +190,21 @@ class _State(FrameworkState):
                 "the schedule would not resume", [Problem("schedule", found, required, remedy)], code="framework"
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        if not self._owner.sync_gradients:
+            _tell_of_gradients()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._owner.step = self.value["step"]
         for loader, iteration in zip(self._owner._dataloaders, self.value["iterations"], strict=False):
             loader.iteration = iteration
+
+
+@cache
+def _tell_of_gradients() -> None:
+    _log.warning(
+        "a state of the Accelerator between the batches of one step: the gradients accumulated so far are not in it, "
+        "and a resume makes the step without them; save where accelerator.sync_gradients is True [framework]"
+    )

@@ -10,11 +10,24 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from shardopt.checkpoint import Manager
-from shardopt.integrations.lightning_state import LoaderStates, app_of, load_state, state_of, without_loaders
+from shardopt.integrations.lightning_state import (
+    METRICS,
+    LoaderStates,
+    app_of,
+    end_short_epoch,
+    is_epoch_over,
+    load_state,
+    progress_of,
+    state_of,
+    step_plateaus,
+    validates,
+    without_loaders,
+)
 from shardopt.integrations.run import FrameworkState, TrainingRun
 
 __all__ = ["ShardoptCheckpoint"]
@@ -41,6 +54,8 @@ class ShardoptCheckpoint(Checkpoint):
     def __init__(self, root: str | os.PathLike[str], *, every: int | timedelta = 1, **options: Any) -> None:
         self._run = TrainingRun(root, every=every, **options)
         self._loaders = LoaderStates()
+        self._metrics: dict[str, float] = {}  # restored
+        self._progress: dict[str, Any] | None = None  # after the last batch, while its step is not over
         self.restored = 0
 
     @property
@@ -50,27 +65,55 @@ class ShardoptCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores: strategy, optimizers and schedules exist by now, and no data was requested yet."""
-        framework, self._loaders = FrameworkState(), LoaderStates()
+        framework, self._loaders, self._progress = FrameworkState(), LoaderStates(), None
         self.restored = self._run.begin(app_of(trainer, framework, self._loaders))
         if self.restored:
             self._loaders.put_into(framework.value)
             load_state(trainer, framework.value)
+        self._metrics = framework.value.get(METRICS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning has put in a handler since, in which the rank that got the signal alone begins a collective.
         self._run.take_signal_back()
         self._loaders.load_positions(trainer.train_dataloader)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Saves if this batch has ended a due step; not after a batch that only accumulated gradients."""
-        self._run.after_step(trainer.global_step, lambda: self._app(trainer))
+        """Saves if this batch has ended a due step; not after a batch that only accumulated gradients.
+
+        What follows at this step belongs to it: a validation, and callbacks, schedules and hooks at the epoch's end. So
+        the save waits for them. A resume begins with the next batch, and does not repeat them: the loops' progress is
+        that of now, from which Lightning resumes so.
+        """
+        if trainer.is_last_batch:
+            end_short_epoch(trainer)
+        self._progress = None
+        if is_epoch_over(trainer) or validates(trainer):
+            self._progress = progress_of(trainer)
+        else:
+            self._after_step(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._progress is not None and not is_epoch_over(trainer):
+            self._after_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step_plateaus(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._progress is not None:  # schedules that go by a metric of the epoch are stepped by now
+            self._after_step(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._after_step(trainer)
         self._run.end(trainer.global_step, lambda: self._app(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._run.abort()
 
     def _app(self, trainer: Trainer) -> dict[str, Any]:
-        state, loaders = without_loaders(state_of(trainer))
+        state, loaders = without_loaders(state_of(trainer, self._progress or progress_of(trainer)))
         return app_of(trainer, FrameworkState(state), loaders)
+
+    def _after_step(self, trainer: Trainer) -> None:
+        self._run.after_step(trainer.global_step, lambda: self._app(trainer))

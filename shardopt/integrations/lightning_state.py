@@ -8,10 +8,15 @@ of what Lightning puts in a checkpoint of its own, under Lightning's names: the 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-from lightning.pytorch import Trainer, __version__
+from lightning.pytorch import LightningModule, Trainer, __version__, callbacks
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from shardopt.data.random_state import RandomState
 from shardopt.errors import Problem, StateError
@@ -20,6 +25,15 @@ from shardopt.integrations.run import FrameworkState, of_rank_0
 from shardopt.state.state import PerRank
 
 _KEYED = "return shardopt.keyed(torch.optim.AdamW, self.named_parameters(), lr=...) from configure_optimizers"
+_AVERAGED = (
+    "leave the callback out; make torch.optim.swa_utils.AveragedModel an attribute of the LightningModule, and update "
+    "it in `optimizer_step` (the page on Lightning has the lines)"
+)
+_AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
+_log = logging.getLogger("shardopt")
+METRICS = "metrics of schedules"  # the last values that ReduceLROnPlateau goes by; Lightning itself saves none
 _LOADERS = "combined_loader"  # Lightning's name for the states of data loaders, within those of the fit loop
 
 
@@ -27,8 +41,14 @@ def app_of(trainer: Trainer, framework: FrameworkState, loaders: LoaderStates) -
     """Returns the app of a trainer whose strategy is set up.
 
     Raises:
-        StateError: an optimizer is not keyed by parameter name.
+        StateError: an optimizer is not keyed by parameter name; or a callback averages weights, and keeps them outside
+            the module, or in the module's place.
     """
+    averaging = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _AVERAGING)]
+    if averaging:
+        found, required = "a callback whose averages cannot be resumed", "averages that the module has"
+        problems = [Problem(name, found, required, _AVERAGED) for name in averaging]
+        raise StateError("averages of weights that would be lost", problems, code="framework")
     optimizers = require_keyed(trainer.optimizers, _KEYED)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     app: dict[str, Any] = {"model": trainer.lightning_module, "random": RandomState(on_resize="keep")}
@@ -38,40 +58,80 @@ def app_of(trainer: Trainer, framework: FrameworkState, loaders: LoaderStates) -
     return app
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
+def progress_of(trainer: Trainer) -> dict[str, Any]:
+    """Returns how far the loops and the data loaders have come."""
+    loops = {"fit_loop": trainer.fit_loop.state_dict()}
+    return {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
+
+
+def state_of(trainer: Trainer, progress: dict[str, Any]) -> dict[str, Any]:
     """Returns Lightning's state beside model, optimizers and schedules. Collective: callbacks' state is rank 0's."""
-    checkpoint: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "pytorch-lightning_version": __version__,
-    }
+    checkpoint = {name: progress[name] for name in ("epoch", "global_step")}
+    checkpoint["pytorch-lightning_version"] = __version__
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
     precision, datamodule = trainer.precision_plugin, trainer.datamodule
     for owner in (precision, datamodule):
         if owner is not None and (state := owner.state_dict()):
             checkpoint[type(owner).__qualname__] = state
-    precision.on_save_checkpoint(checkpoint)
-    for callback in trainer.callbacks:
-        callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
-    trainer.lightning_module.on_save_checkpoint(checkpoint)
+    with _weights_in(checkpoint, trainer.lightning_module):
+        precision.on_save_checkpoint(checkpoint)
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        trainer.lightning_module.on_save_checkpoint(checkpoint)
     checkpoint = of_rank_0("the state of Lightning's callbacks", checkpoint)
-    return {**checkpoint, "loops": {"fit_loop": trainer.fit_loop.state_dict()}}
+    checkpoint["loops"] = progress["loops"]
+    known = trainer.callback_metrics
+    metrics = {name: float(known[name]) for name in sorted(_monitors(trainer) & known.keys())}
+    return {**checkpoint, METRICS: metrics} if metrics else checkpoint
 
 
 def load_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Hands back the state from `state_of`, as Lightning does when it resumes by itself."""
     precision, datamodule = trainer.precision_plugin, trainer.datamodule
-    trainer.lightning_module.on_load_checkpoint(checkpoint)
-    for callback in trainer.callbacks:
-        callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        if callback.state_key in checkpoint["callbacks"]:
-            callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
-    precision.on_load_checkpoint(checkpoint)
+    with _weights_in(checkpoint, trainer.lightning_module):
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+            if callback.state_key in checkpoint["callbacks"]:
+                callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+        precision.on_load_checkpoint(checkpoint)
     for owner in (precision, datamodule):
         if owner is not None and type(owner).__qualname__ in checkpoint:
             owner.load_state_dict(checkpoint[type(owner).__qualname__])
     trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+    # Lightning counts the validation that came before, and opens its loader for that, which draws a random number.
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    counting = isolate_rng()(validation.increment_progress_to_evaluation_end)
+    validation.increment_progress_to_evaluation_end = counting
+
+
+def is_epoch_over(trainer: Trainer) -> bool:
+    """Whether the epoch ends with the batch that has just ended: its last one, or that of the last step."""
+    return bool(trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step)
+
+
+def validates(trainer: Trainer) -> bool:
+    """Whether a validation follows this batch. One that goes by the time does so on no rank: their clocks differ."""
+    loop, by_batches = trainer.fit_loop, trainer.val_check_batch is not None
+    return by_batches and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def end_short_epoch(trainer: Trainer) -> None:
+    """Begins the next epoch of loaders whose own one is longer than Lightning's (`limit_train_batches`).
+
+    Such a loader would go on with the rest of it, in an epoch of the trainer that is too short.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        state: Any = loader.state_dict() if hasattr(loader, "load_state_dict") else None
+        if _is_shared(state) and len(loader) > trainer.num_training_batches:
+            loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "position": 0})
+
+
+def step_plateaus(trainer: Trainer) -> None:
+    """Has Lightning step `ReduceLROnPlateau` at the end of a resumed epoch too, which it leaves out by itself."""
+    if _monitors(trainer) <= trainer.callback_metrics.keys():
+        trainer.fit_loop._restarting = False
 
 
 def without_loaders(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], LoaderStates]:
@@ -119,6 +179,29 @@ class LoaderStates:
             for loader, state in zip(stateful, self.states, strict=False):
                 if _is_shared(state):
                     loader.load_state_dict(state)
+
+
+@contextmanager
+def _weights_in(checkpoint: dict[str, Any], module: LightningModule) -> Iterator[None]:
+    """Shows hooks the weights where Lightning's own checkpoints have them; they are saved and loaded in place."""
+    weights = module.state_dict()
+    checkpoint["state_dict"] = dict(weights)
+    yield
+    left = checkpoint.pop("state_dict", {})
+    if left.keys() != weights.keys() or any(left[name] is not weights[name] for name in weights):
+        _tell_of_changes()
+
+
+@cache
+def _tell_of_changes() -> None:
+    _log.warning(
+        'a hook has changed checkpoint["state_dict"], which has no effect: shardopt saves and loads all weights of the '
+        "module as they are [framework]"
+    )
+
+
+def _monitors(trainer: Trainer) -> set[str]:
+    return {str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
 
 
 def _is_shared(state: Any) -> bool:

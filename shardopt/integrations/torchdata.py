@@ -7,7 +7,7 @@ gives each rank samples of its own, and what of them another rank would have to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -74,7 +74,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of this epoch, from the position when the first batch is requested."""
-        yield from rest_of_epoch(super().__iter__(), self.positions)
+        yield from rest_of_epoch(_Opened(super().__iter__), self.positions)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the whole job: the same on every rank, for any number of ranks."""
@@ -109,6 +109,16 @@ class RankPosition:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader.load_state_dict(state_dict["position"].value)
+
+
+class _Opened:
+    """A loader that `iter` opens, and not before: a seed is drawn then, which would count as one of the program's."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
 
 
 class _Batches:

@@ -6,6 +6,7 @@ FSDP2 under Accelerate wants a GPU: `shard` has it take CPUs for one, which is a
 import functools
 import importlib.util
 import itertools
+import logging
 import os
 import signal
 import warnings
@@ -231,3 +232,27 @@ def schedule_by_ranks(folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5))
     (accelerator.load_state if os.path.isdir(folder) else accelerator.save_state)(folder)
+
+
+def accumulate(folder, by_steps):
+    """Trains 9 batches with 3 to a step, and saves after steps or after batches; returns log lines, and the steps."""
+    from shardopt import checkpoint
+    from shardopt.integrations.accelerate import Accelerator
+
+    be_quiet()
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardopt").addHandler(handler)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager = checkpoint.Manager(folder)
+    manager.restore(accelerator.app())
+    for batch in range(9):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not by_steps or accelerator.sync_gradients:
+            manager.save(batch, accelerator.app())
+    return lines, manager.steps()

@@ -1,5 +1,6 @@
 """A Lightning run with accumulation and validation in the middle of an epoch, over one of several loaders."""
 
+import contextlib
 import os
 import signal
 import warnings
@@ -80,3 +81,117 @@ def train(folder, kind, dies_at=None):
     torch.manual_seed(0)
     trainer.fit(Module(folder))
     return losses, validated
+
+
+def fit_small(folder, dies_at=None, plateau=False, **options):
+    """Fits on this rank alone, and is interrupted in a batch. Returns what a fit leads to, its batches, validations."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    import shardopt
+    from shardopt.integrations.lightning import ShardoptCheckpoint
+    from shardopt.integrations.loader import ResumableLoader
+
+    samples = torch.randn(56, 4, generator=torch.Generator().manual_seed(5))  # 7 batches
+    batches, validated = [], []
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.4), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch, batch_index):
+            batches.append((self.current_epoch, batch_index, batch.sum().item()))
+            if len(batches) == dies_at:
+                raise KeyboardInterrupt
+            return self.network(batch).square().mean()
+
+        def validation_step(self, batch, batch_index):
+            self.log("bad", 1.0 + self.trainer.global_step % 3)
+
+        def configure_optimizers(self):
+            optimizer = shardopt.keyed("adamw", self.named_parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return [optimizer], [{"scheduler": schedule, "monitor": "bad"}] if plateau else []
+
+        def train_dataloader(self):
+            return ResumableLoader(samples, batch_size=8)
+
+        def val_dataloader(self):
+            return DataLoader(samples[:8], batch_size=8)
+
+    class Validated(Callback):
+        def on_validation_end(self, trainer, module):
+            validated.append(trainer.global_step)
+
+    torch.manual_seed(0)
+    module, stopping = Module(), EarlyStopping("bad", patience=4, strict=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[Validated(), stopping, ShardoptCheckpoint(folder, every=1)],
+        **{"max_epochs": 4, **options},
+    )
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        trainer.fit(module)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    weights = [parameter.tolist() for parameter in module.parameters()]
+    return (trainer.global_step, rate, stopping.wait_count, weights), batches, validated
+
+
+def resume_small(folder, dies, **options):
+    """Fits without a fault, and interrupted in each of some batches and resumed; returns all that `fit_small` does."""
+    whole = fit_small(f"{folder}/whole", **options)
+    resumed = {}
+    for at in dies:
+        fit_small(f"{folder}/{at}", at, **options)
+        resumed[at] = fit_small(f"{folder}/{at}", **options)
+    return whole, resumed
+
+
+def fit_with_hooks(folder, drops, averaging=None):
+    """Fits twice with hooks that read the weights, and leave some out when they save; returns what the hooks found."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    import lightning.pytorch.callbacks
+    from lightning.pytorch import LightningModule, Trainer
+
+    import shardopt
+    from shardopt.integrations.lightning import ShardoptCheckpoint
+
+    found = []
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_index):
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return shardopt.keyed("adamw", self.named_parameters(), lr=0.01)
+
+        def train_dataloader(self):
+            return DataLoader(torch.ones(8, 4), batch_size=4)
+
+        def on_save_checkpoint(self, checkpoint):
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: each for name, each in weights.items() if drops not in name}
+
+        def on_load_checkpoint(self, checkpoint):
+            found.extend(checkpoint["state_dict"])
+
+    for epochs in (1, 2):
+        callbacks = [ShardoptCheckpoint(folder)]
+        if averaging is not None:
+            name, options = averaging
+            callbacks.append(getattr(lightning.pytorch.callbacks, name)(**options))
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks, **quiet).fit(Module())
+    return found

@@ -1,5 +1,6 @@
 """Lightning with accumulation, validation within epochs, and loaders that have a state."""
 
+import logging
 import shutil
 import signal
 
@@ -30,7 +31,7 @@ def test_accumulation_and_validation_within_epochs_resume(tmp_path, kind, dies_a
     losses, validated = run(tmp_path, kind, dies_at)
     begin = (1, 2) if dies_at == (1, 3) else (2, 0)  # behind the last step: a batch before it is not resumed
     left = {at: loss for at, loss in losses.items() if at >= begin}
-    # Step 5 is saved before it is validated, and so validated again: none is lost.
+    # A step is saved after its validation: none is lost, and none is done twice.
     later = {step: loss for step, loss in validated.items() if step >= (5 if dies_at == (1, 3) else 7)}
     for ranks in (2, 1, 3):
         resumed = tmp_path / f"on {ranks}"
@@ -54,3 +55,54 @@ def test_a_stateful_loader_resumes_on_as_many_ranks_and_is_refused_on_others(tmp
     assert found[1] == {step: loss for step, loss in validated.items() if step >= 5}
     with pytest.raises(RanksFailed, match="positions of data loaders on another number of ranks"):
         run_ranks(1, lightning_job.train, str(tmp_path / "on 1"), "StatefulDataLoader", deadline_seconds=DEADLINE)
+
+
+# Options of the Trainer, and the batches in which a fit is interrupted: of epochs with 7, or fewer if they are limited.
+SMALL = {
+    "validation at an epoch's end": ({"plateau": True}, (7, 8, 9)),
+    "validation within epochs": ({"plateau": True, "val_check_interval": 3}, (4, 7, 8)),
+    "validation twice an epoch": ({"val_check_interval": 0.5}, (4, 7, 8)),
+    "validation every second epoch": ({"check_val_every_n_epoch": 2}, (8, 15)),
+    "validation across epochs": ({"check_val_every_n_epoch": None, "val_check_interval": 4}, (5, 8, 9)),
+    "no validation": ({"limit_val_batches": 0}, (7, 8)),
+    "accumulation": ({"plateau": True, "accumulate_grad_batches": 2, "val_check_interval": 3}, (4, 7, 8)),
+    "steps": ({"plateau": True, "max_steps": 17, "max_epochs": -1}, (7, 8, 15)),
+    "short epochs": ({"plateau": True, "limit_train_batches": 5}, (5, 6, 7, 11)),
+    "short epochs by a fraction": ({"limit_train_batches": 0.5, "val_check_interval": 2}, (3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize(("options", "dies"), SMALL.values(), ids=SMALL)
+def test_a_resume_goes_on_behind_validation_and_epochs_as_if_nothing_had_happened(tmp_path, options, dies):
+    (outcome, batches, validated), resumed = run_ranks(
+        1, lightning_job.resume_small, str(tmp_path), dies, deadline_seconds=DEADLINE, **options
+    )[0]
+    length = {5: 5, 0.5: 3}.get(options.get("limit_train_batches"), 7)
+    assert [batch for _, batch, _ in batches] == [i % length for i in range(len(batches))]
+    for at, (found, seen, again) in resumed.items():
+        assert found == outcome, at
+        assert len(seen) <= len(batches) - at + options.get("accumulate_grad_batches", 1), at
+        assert seen == batches[len(batches) - len(seen) :] and again == validated[len(validated) - len(again) :], at
+
+
+@pytest.mark.parametrize("drops", ["frozen", "bias"])
+def test_hooks_see_the_weights_which_are_saved_as_they_are(tmp_path, drops):
+    found, lines = run_ranks(1, with_log, lightning_job.fit_with_hooks, str(tmp_path / "run"), drops)[0]
+    assert found == ["network.weight", "network.bias"]
+    told = [line for line in lines if 'a hook has changed checkpoint["state_dict"], which has no effect' in line]
+    assert len(told) == (drops == "bias")  # once, of three saves
+
+
+@pytest.mark.parametrize("averaging", [("EMAWeightAveraging", {}), ("StochasticWeightAveraging", {"swa_lrs": 0.5})])
+def test_callbacks_with_averages_that_are_not_the_modules_are_refused_when_a_fit_begins(tmp_path, averaging):
+    with pytest.raises(RanksFailed, match=rf"{averaging[0]}: found a callback .*AveragedModel an attribute"):
+        run_ranks(1, lightning_job.fit_with_hooks, str(tmp_path / "run"), "frozen", averaging)
+    assert not (tmp_path / "run").exists()
+
+
+def with_log(function, *args):
+    """Calls, and returns the result with the log lines of shardopt."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardopt").addHandler(handler)
+    return function(*args), lines

@@ -139,3 +139,11 @@ def test_a_schedule_that_goes_by_the_ranks_is_refused_on_others(tmp_path):
     run_ranks(2, jobs.schedule_by_ranks, folder, deadline_seconds=DEADLINE_SECONDS)
     with pytest.raises(RanksFailed, match=r"schedule: found 1 steps of a schedule.*required 2.*split_batches=True"):
         run_ranks(1, jobs.schedule_by_ranks, folder, deadline_seconds=DEADLINE_SECONDS)
+
+
+@NEEDS_ACCELERATE
+@pytest.mark.parametrize("by_steps", [True, False])
+def test_a_save_between_the_batches_of_a_step_warns_once(tmp_path, by_steps):
+    lines, steps = run_ranks(1, jobs.accumulate, str(tmp_path / "run"), by_steps, deadline_seconds=DEADLINE_SECONDS)[0]
+    assert steps == ([2, 5, 8] if by_steps else [*range(9)])
+    assert len([line for line in lines if "the gradients accumulated so far are not in it" in line]) == (not by_steps)

@@ -204,3 +204,13 @@ def test_a_stream_has_no_position_for_other_ranks():
         ResumableStatefulLoader(TensorDataset(torch.arange(9)), batch_size=4, weights=[1, 2])
     with pytest.raises(OptionError, match="the order is this loader's"):
         ResumableStatefulLoader(TensorDataset(torch.arange(9)), batch_size=4, sampler=[1, 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_opened_again_draws_none_of_the_programs_random_numbers(workers):
+    loader = loader_of(workers)
+    torch.manual_seed(0)
+    expected = torch.get_rng_state()
+    for _ in range(2):
+        next(iter(loader))
+        assert torch.equal(torch.get_rng_state(), expected)
