@@ -75,7 +75,7 @@ class Bags:
         if outside:
             others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
             required = f"ids from 0 to {self.table.num_embeddings - 1}"
-            remedy = "map ids to rows before the lookup, or give the table more rows"
+            remedy = "map ids to rows before the lookup, or give the table more rows (docs/tables.md, More rows)"
             yield Problem(self.table.name, f"id {outside[0]}{others}", required, remedy)
         if self.offsets is not None and self._wrong_offsets():
             required = (

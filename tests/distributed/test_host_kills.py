@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME
 from shardopt.checkpoint.format.decoding import decode_manifest
+from shardopt.checkpoint.run.branches import parse_id
 from shardopt.errors import ShardoptError
 from tests.distributed.test_hosts import app_of, assert_is, manager_of, train
 from tests.harness import RanksFailed, each_operation, run_ranks, run_ranks_outcomes
@@ -52,7 +53,7 @@ def note(root, what, step):
 def run_on(root, hosts, copies):
     def listen(event, report):
         if event == "copy" and "/memory/" in report.url:
-            note(root, "copied", int(report.url[-8:]))
+            note(root, "copied", parse_id(report.url.rpartition("/")[2]).step)
 
     checkpoint.add_listener(listen)
     manager = manager_of(root, hosts, copies=copies, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS))
@@ -98,14 +99,14 @@ def whole_on_hosts(root, hosts, tier):
             files = decode_manifest(record, name).files
             sizes = {(path.name, path.stat().st_size) for share in here for path in share.iterdir()}
             if all((file.name, file.nbytes) in sizes for file in files):
-                steps.append(int(name.removeprefix("step-")))
+                steps.append(parse_id(name).step)
     return max(steps)
 
 
 def whole_at(root):
     """Returns the newest committed step under a root that all hosts share."""
     manifests = Path(root).glob(f"step-*/{MANIFEST_NAME}")
-    return max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
+    return max((parse_id(path.parent.name).step for path in manifests), default=0)
 
 
 def judge(outcomes, dead, case):

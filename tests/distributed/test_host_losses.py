@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
+from shardopt.checkpoint.run.branches import parse_id
 from tests.distributed.test_host_kills import DEADLINE_SECONDS, NETWORK, STORAGE, judge, whole_at, whole_on_hosts
 from tests.distributed.test_hosts import app_of, assert_is
 from tests.harness import run_ranks_outcomes
@@ -84,7 +85,7 @@ def live(root, told, hosts, victims, at, copies, stage):
 
     def listen(event, report):
         if event == "copy" and report.url.startswith("hosts://"):
-            note("copies" if "/memory/" in report.url else "disk", int(report.url[-8:]))
+            note("copies" if "/memory/" in report.url else "disk", parse_id(report.url.rpartition("/")[2]).step)
 
     handler = logging.FileHandler(f"{told}-{rank}.log")
     handler.setLevel(logging.WARNING)

@@ -262,7 +262,10 @@ class Broken(dict):
 
 
 REFUSED = {
-    "id": ({**GOOD, "items": (torch.tensor([0, 5, 7]), B)}, ["items: found id 5 (and 1 more)", "ids from 0 to 4"]),
+    "id": (
+        {**GOOD, "items": (torch.tensor([0, 5, 7]), B)},
+        ["items: found id 5 (and 1 more)", "ids from 0 to 4", "docs/tables.md, More rows"],
+    ),
     "negative": ({**GOOD, "users": torch.tensor([[-1, 2]])}, ["users: found id -1", "ids from 0 to 9"]),
     "name": ({**GOOD, "user": L}, ["user: found", "['items', 'users']"]),
     "offsets": ({**GOOD, "items": (L, torch.tensor([0, 3]))}, ["items: found offsets [0, 3]", "within 2 ids"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,8 +17,17 @@ from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of, split
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, Problem
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    Problem,
+    ShardoptError,
+)
 from shardopt.ranks import Ranks
+
+_MOST_NAMED = 8  # files, of each checkpoint that lacks some
 
 
 def opener_on_hosts(ranks: Ranks, what: str, url: str | os.PathLike[str]) -> Callable[[], CheckpointReader]:
@@ -66,10 +76,12 @@ def find(ranks: Ranks, hosts: Hosts, name: str, what: str) -> WholeCheckpoint:
     return WholeCheckpoint(hosts, name, record, decode_manifest(record, hosts.url(name)), holders)
 
 
-def whole_on(ranks: Ranks, hosts: Hosts) -> dict[str, int]:
-    """Returns the names of all checkpoints that all hosts together hold completely. Collective.
+def whole_on(ranks: Ranks, hosts: Hosts) -> tuple[dict[str, int], dict[str, ShardoptError]]:
+    """Returns the names of all checkpoints that all hosts together hold completely, and of those that lack files.
 
-    With each is the number of hosts, whichever they are, without which it would still be whole.
+    Collective. With each whole one is the number of hosts, whichever they are, without which it would still be whole.
+    With each other one, of which a host has the record, is the error of a load. One without a record is what a dead
+    save has left: it never was a checkpoint.
     """
 
     def look() -> Any:
@@ -78,24 +90,33 @@ def whole_on(ranks: Ranks, hosts: Hosts) -> dict[str, int]:
         # Also those without a record: a host may have been lost before it had one, and its files are part of the whole.
         return {name: _share_of(hosts, name) for name in hosts.share(".").names() if DIRECTORY_NAME.fullmatch(name)}
 
-    def decide(reports: list[Any]) -> dict[str, int]:
+    def decide(reports: list[Any]) -> list[dict[str, Any]]:
         by_host = [reports[leader] for leader in hosts.leaders]
-        whole = {}
+        whole, lacking = {}, {}
         for name in sorted({name for shares in by_host for name in shares}):
+            shares = [shares.get(name, [None, 0, {}]) for shares in by_host]
             try:
-                _, holders = _choose(hosts, name, [shares.get(name, [None, 0, {}]) for shares in by_host])
-            except (CheckpointNotFoundError, CorruptionError, FormatError):
-                continue
-            whole[name] = survives(holders)
-        return whole
+                _, holders = _choose(hosts, name, shares)
+            except (CheckpointNotFoundError, CorruptionError, FormatError) as error:
+                if any(digest is not None for digest, *_ in shares):
+                    lacking[name] = _in_short(error).to_json()
+            else:
+                whole[name] = survives(holders)
+        return [whole, lacking]
 
-    _, names = ranks.agree(
+    _, (whole, lacking) = ranks.agree(
         f"looking for checkpoints at {hosts.root} on each host",
         work=look,
         report=lambda shares: shares,
         decide=decide,
     )
-    return dict(names)
+    return dict(whole), {name: ShardoptError.from_json(wire) for name, wire in lacking.items()}
+
+
+def _in_short(error: CheckpointError) -> CheckpointError:
+    """Returns an error with its first problems, as a checkpoint may lack a file of each of very many ranks."""
+    left_out = Counter(problem.remedy for problem in error.problems[_MOST_NAMED:])
+    return type(error)(error.message, error.problems[:_MOST_NAMED], left_out, code=error.code)
 
 
 def _share_of(hosts: Hosts, name: str) -> list[Any]:

@@ -66,7 +66,8 @@ class Branch(NamedTuple):
     Args:
         number: of the branch, from 1 on.
         of: the branch from which the run was taken back.
-        from_step: up to which step it has what that one has; -1 where a stream began again with step 0.
+        from_step: up to which step it has what that one has; -1 where it has nothing of that: a stream began again
+            with step 0, or a run of which hosts were away.
         newer: what becomes of checkpoints that were saved there after it: "abandon" leaves them.
     """
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardopt.checkpoint.reports import LoadReport
@@ -13,7 +14,7 @@ from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, New
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import Root
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
 from shardopt.world import world
 
@@ -192,7 +193,12 @@ class Run:
         return branches
 
     def candidates(
-        self, seen_from: int, step: int | None = None, required: bool = False, on_tiers: Sequence[Candidate] = ()
+        self,
+        seen_from: int,
+        step: int | None = None,
+        required: bool = False,
+        on_tiers: Sequence[Candidate] = (),
+        lacking: Mapping[CheckpointId, ShardoptError] = MappingProxyType({}),
     ) -> list[Candidate]:
         """Lists the checkpoints to restore, newest first; for one step, the run's own before its copy. Collective.
 
@@ -201,6 +207,7 @@ class Run:
             step: the only step that is looked for; None for all.
             required: whether it is an error that there is none.
             on_tiers: those that tiers have, of one step before all others.
+            lacking: those that tiers do not have completely, for the error.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -218,7 +225,9 @@ class Run:
             if seen_from != self.branches.current:
                 there += f" on branch {seen_from}"
             problem = Problem(self.root.url, there, "one" if step is None else f"step {step}", remedy)
-            raise CheckpointNotFoundError("there is nothing to restore", [problem])
+            lost = {id: error for id, error in lacking.items() if self.branches.has(id, seen_from)}
+            files = [each for id, error in lost.items() if step in (None, id.step) for each in error.problems]
+            raise CheckpointNotFoundError("there is nothing to restore", [problem, *files])
         return wanted
 
     def _committed(self) -> list[Candidate]:

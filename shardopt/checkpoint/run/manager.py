@@ -74,9 +74,9 @@ class Manager:
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
             `async_save` does, whose limits are theirs too.
         stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank, it makes all
-            ranks save after the same step, the next one that no rank has passed. They then leave with SystemExit. This
-            needs `save` or `should_save` to be called at every step, and the Manager to be made in the main thread.
-            Failures of an earlier save or copy are logged then, once this one is saved.
+            ranks save after the same step, the next one that no rank has passed, and leave with SystemExit. `save` or
+            `should_save` must be called at every step, for one such Manager alone, made in the main thread. Failures of
+            an earlier save or copy are logged then, once this one is saved.
         options: of all saves (`SaveOptions`).
         process_group: the ranks of the run, where they are not all of the job: a process group, or a device mesh.
             Others make no Manager for its root. Making it is collective then, as is its use.
@@ -132,8 +132,6 @@ class Manager:
         copier = None
         if mirror is not None:
             copier = MirrorCopier(root, mirror.url, deadline_seconds=seconds, process_group=process_group)
-        each = None if preemption is None else (preemption.all_signals, preemption.exit_code, preemption.seconds)
-        self._stop = None if each is None else Stop(*each)
         self._run = Run(Root(roots[0]), shared, copier, every, rules)
         self._tiers = Tiers(self._run, tiers) if tiers else None
         self._after = AfterCommit(
@@ -144,6 +142,8 @@ class Manager:
         )
         self._steps = Steps(self._run, self._after, stage, incremental, terms)
         self._tied, self._closed = options.tied, False
+        each = None if preemption is None else (preemption.all_signals, preemption.exit_code, preemption.seconds)
+        self._stop = None if each is None else Stop(*each)
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether or not it exists. Local."""
@@ -256,7 +256,7 @@ class Manager:
 
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
-            CheckpointExistsError: somebody else has committed this step.
+            CheckpointExistsError: somebody else has committed this step. OptionError: two with `stop_on` save in turns.
             CheckpointError: this thread is in the middle of a save, a load or a step, as where a signal handler saves.
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """

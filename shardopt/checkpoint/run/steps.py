@@ -61,6 +61,7 @@ class Steps:
         self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self._warned_of_step = False
+        self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
         self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
     @cached_property
@@ -97,7 +98,7 @@ class Steps:
         """
         if self._after.copying:
             self._raise_failure_of_copy()
-        id = self.branches().id_of(int(step))
+        id = self._id_to_save(int(step))
         if self._has(id, at_root):
             return self._last[1] if self._last is not None and self._last[0] == id else None
         self._warn_of_other_step(step, app)
@@ -119,7 +120,7 @@ class Steps:
         """
         earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
         try:
-            id = self.branches().id_of(int(step))
+            id = self._id_to_save(int(step))
             if not self._has(id, at_root=True):
                 self._warn_of_other_step(step, app)
                 self._after.prepare(id, in_turn=False)
@@ -132,6 +133,19 @@ class Steps:
         if self._run.ranks.rank == 0:
             _log.warning("stop requested: saved step %d, exiting", step)
         stop.leave()
+
+    def _id_to_save(self, step: int) -> CheckpointId:
+        """Returns the id for a step to save; begins a branch if the restore has passed over newer steps. Collective.
+
+        They may be whole again once the hosts with their files are back, and must not be restored in place of what the
+        run has saved meanwhile.
+        """
+        current = self.branches().current
+        if self._passed_over:
+            from_step = -1 if self.restored_step is None else self.restored_step
+            self._run.take_back(from_step, current, "abandon", (), always=True)
+            self._passed_over = False
+        return self._run.branches.id_of(step)
 
     def _has(self, id: CheckpointId, at_root: bool) -> bool:
         """Whether a step was committed or restored here and still exists; logs it. Collective.
@@ -237,7 +251,13 @@ class Steps:
         if seen_from > current:
             refuse_unknown_branch(seen_from, current)
         required = required or step is not None
-        restored = restore_newest(lambda: run.candidates(seen_from, step, required, self._on_tiers()), load)
+
+        def look() -> list[Candidate]:
+            on_tiers = self._on_tiers()
+            lacking = {} if self._tiers is None else self._tiers.lacking
+            return run.candidates(seen_from, step, required, on_tiers, lacking)
+
+        restored = restore_newest(look, load)
         if failed_step is not None:
             if restored is None:
                 raise failed_step
@@ -251,14 +271,32 @@ class Steps:
         self._last, self.restored_step = None, None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
+        self._passed_over = self._warn_of_lacking()
         self._after.restored(restored)
         return restored
+
+    def _warn_of_lacking(self) -> bool:
+        """Names the run's steps that are newer than the restored one and lack files; returns whether there are any."""
+        if self._tiers is None:
+            return False
+        step = -1 if self.restored_step is None else self.restored_step
+        lacking = self._tiers.lacking_after(step, self._run.branches.current)
+        if self._run.ranks.rank == 0:
+            for id, error in lacking.items():
+                _log.warning(
+                    "step %d is passed over, as it lacks files. A start with the hosts that have them restores it, if "
+                    "the run saves nothing before: its next save begins a branch. %s",
+                    *(id.step, error),
+                )
+        return bool(lacking)
 
     def _on_tiers(self) -> list[Candidate]:
         return [] if self._tiers is None else self._tiers.candidates()
 
     def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
-        self._run.take_back(step, seen_from, newer, self._on_tiers())
+        on_tiers = self._on_tiers()
+        lacking = self._tiers is not None and bool(self._tiers.lacking_after(step, seen_from))
+        self._run.take_back(step, seen_from, newer, on_tiers, always=lacking)
         if newer == "remove":
             self._after.remove_newer()
 

@@ -17,13 +17,16 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
+from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Halt, Ranks
 from shardopt.runtime.signals import Listener
 from shardopt.world import world
 
 _QUESTION = "whether to stop"
 _MESSAGE_SECONDS = 1.0  # to write the message of a process that is late
+_asked_last: WeakKeyDictionary[object, Stop] = WeakKeyDictionary()  # by the thread that asked; none is closed
 
 
 class Stop:
@@ -64,9 +67,11 @@ class Stop:
         Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
 
         Raises:
+            OptionError: this thread asks another one in turns with this one.
             RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
         """
         if step != self._asked_for and not self._asking:  # a handler may ask in the middle of a question
+            self._refuse_turns()
             self._asking = True
             try:
                 if self._stops_at is None:
@@ -82,12 +87,27 @@ class Stop:
             self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at
 
+    def _refuse_turns(self) -> None:
+        """Raises OptionError if this thread has asked another one since it asked this one.
+
+        After a signal the one that is asked first saves and ends the process, and the other's last steps are lost. One
+        that nobody asks any more does no harm, as after a training that was broken off in a notebook.
+        """
+        thread = world().current_thread()
+        if self._asked and _asked_last.get(thread, self) is not self:
+            found, required = "another Manager with stop_on, used in turns with this one", "one that saves all"
+            remedy = "put both into one app and one Manager, or give stop_on to one of them; close one that is done"
+            raise OptionError("two Managers would stop this process", [Problem("stop_on", found, required, remedy)])
+        _asked_last[thread] = self
+
     def leave(self) -> NoReturn:
         """Raises SystemExit with the exit code, so that the program cleans up as it ends."""
         raise SystemExit(self.exit_code)
 
     def close(self) -> None:
         """Stops listening and restores the signal's earlier handler; does nothing once the signal has come."""
+        for thread in [each for each, last in _asked_last.items() if last is self]:
+            del _asked_last[thread]
         if not self._signaled.is_set() and self._stops_at is None:
             for listener in reversed(self._listeners):
                 listener.close()

@@ -13,7 +13,7 @@ Here is what the run asks of its tiers; `work.py` has what is done for a checkpo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shardopt.checkpoint.hosts.directory import PREFIX
 from shardopt.checkpoint.hosts.finding import whole_on
@@ -26,7 +26,7 @@ from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import note_tiers, tiers_at
 from shardopt.checkpoint.run.tiers.work import Job, TierQueue, TierWork, clear_shares, clear_spares
-from shardopt.errors import CheckpointError, NoSpaceError
+from shardopt.errors import CheckpointError, NoSpaceError, ShardoptError
 from shardopt.ranks import Ranks, SideRanks
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -38,11 +38,14 @@ class Tiers(Task):
     Attributes:
         failures: of promotions.
         paths: of the tiers.
+        lacking: the checkpoints that were whole on no tier at the last look, as they lack files, which hosts that are
+            away may have; with the error of each.
     """
 
     def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
         self._run, self._tiers = run, tuple(tiers)
         self.paths = tuple(tier.path for tier in tiers)
+        self.lacking: Mapping[CheckpointId, ShardoptError] = {}
         self._side = SideRanks("the tiers of a run")
         self._alone: Ranks | None = None
         self._work = TierWork(run, self._tiers)
@@ -148,29 +151,39 @@ class Tiers(Task):
     def _whole(self) -> list[tuple[Hosts, CheckpointId, int]]:
         """Lists the checkpoints that are whole on a tier, and how many hosts may be lost. Collective."""
         self.prepare()
-        return [
-            (hosts, id, survives)
-            for hosts in self._hosts()
-            for name, survives in whole_on(self._ranks, hosts).items()
-            if (id := parse_id(name)) is not None
-        ]
+        found: list[tuple[Hosts, CheckpointId, int]] = []
+        lacking: dict[CheckpointId, ShardoptError] = {}
+        for hosts in self._hosts():
+            whole_here, lacking_here = whole_on(self._ranks, hosts)
+            found += [(hosts, id, survives) for name, survives in whole_here.items() if (id := parse_id(name))]
+            lacking |= {id: error for name, error in lacking_here.items() if (id := parse_id(name))}
+        whole = {id for _, id, _ in found}
+        self.lacking = {id: error for id, error in sorted(lacking.items()) if id not in whole}
+        return found
+
+    def lacking_after(self, step: int, seen_from: int) -> dict[CheckpointId, ShardoptError]:
+        """Returns those of `lacking` that are newer than a step on a branch. Local."""
+        branches = self._run.branches
+        return {id: error for id, error in self.lacking.items() if id.step > step and branches.has(id, seen_from)}
 
     def restored(
         self, restored: Restored | None, to_root: bool = False, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Continues from a checkpoint: removes newer ones; verifies, copies and promotes this one. Collective.
+        """Continues from a checkpoint: clears what is newer; verifies, copies and promotes this one. Collective.
 
-        What is newer on the run's branch is not whole on the hosts that are left, and its steps are to be saved once
-        more. A promotion may have been cut off.
+        What is newer on the run's branch was never committed, is damaged, or lacks files. The last stays, as the hosts
+        with these files may come back before the run saves. A promotion may have been cut off.
 
         Args:
             restored: the checkpoint; None where there was none.
             to_root, then: as for `begin`.
         """
         step, branches = -1 if restored is None else restored.id.step, self._run.branches
+        lacking = self.lacking_after(step, branches.current)
 
         def unwanted(other: CheckpointId) -> bool:
-            return branches.is_removed(other) or (other.branch == branches.current and other.step > step)
+            is_newer = other.branch == branches.current and other.step > step
+            return branches.is_removed(other) or (is_newer and other not in lacking)
 
         self.prepare()
         if restored is not None:

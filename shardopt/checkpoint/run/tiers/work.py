@@ -104,7 +104,7 @@ class TierWork:
     """
 
     def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
-        self._tiers, self._root = tiers, run.root
+        self._tiers, self._run, self._root = tiers, run, run.root
         self.begin_from(None)
 
     def begin_from(self, restored: CheckpointId | None) -> None:
@@ -189,7 +189,11 @@ class TierWork:
             # Older ones that are not copied never will be; this one is there.
             return other.branch == id.branch and other < id and other not in (*newest, self._restored)
 
-        clear_shares(hosts, unwanted)
+        def has_left(other: CheckpointId) -> bool:
+            return other.branch < id.branch and not self._run.branches.has(other, id.branch)
+
+        # With the new ones there are never more than `keep_last`, as a tier may have room for no more.
+        clear_shares(hosts, unwanted, has_left, tier.keep_last - len(newest))
         return whole
 
     def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, id: CheckpointId) -> None:
@@ -230,15 +234,25 @@ class TierWork:
             ranks.agree(what, work=work)
 
 
-def clear_shares(hosts: Hosts, unwanted: Callable[[CheckpointId], bool]) -> None:
-    """Removes a host's shares of checkpoints, on its leader; logs a failure."""
+def clear_shares(
+    hosts: Hosts,
+    unwanted: Callable[[CheckpointId], bool],
+    has_left: Callable[[CheckpointId], bool] = lambda _: False,
+    room: int = 0,
+) -> None:
+    """Removes a host's shares of unwanted checkpoints, on its leader; logs a failure.
+
+    Args:
+        has_left: whether a checkpoint has left the run; of those only the newest `room` stay.
+    """
     if not hosts.is_leader:
         return
     with _logging_failures(hosts.root):
-        for name in hosts.share(".").names():
-            id = parse_id(name)
-            if id is not None and unwanted(id):
-                hosts.share(name).clear()
+        newest_first = sorted(filter(None, map(parse_id, hosts.share(".").names())), reverse=True)
+        too_many = [id for id in newest_first if has_left(id)][room:]
+        for id in newest_first:
+            if unwanted(id) or id in too_many:
+                hosts.share(id.name).clear()
 
 
 def clear_spares(path: str) -> None:

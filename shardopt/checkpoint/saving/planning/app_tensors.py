@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import View
+from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import local_tensors
 from shardopt.state.names import plain_name
 from shardopt.state.paths import join
 from shardopt.state.state import FlatState, RestoreTarget
 
+_SAVE_IN_SWAP = "a checkpoint of a training would have averages in the place of weights"
 _REMEDY = (
     "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "
     "then keyed(..., model.named_parameters()). If these are another model's, add that to the app"
@@ -42,8 +44,11 @@ def check_optimizers(flat: FlatState) -> None:
     (`unshared_tensors()`). That replicas have drifted apart is found without this, but by samples; where few rows have
     changed these may miss it.
 
+    Averages in the place of stepped parameters (`EMA.swap`) would be trained after a resume. A model without its
+    optimizer may be saved so.
+
     Raises:
-        StateError: names each such optimizer, and a parameter; or each such key.
+        StateError: names each such optimizer, and a parameter; or each such key; or a parameter with averages.
     """
     optimizers = [each for each in flat.targets if isinstance(each.object, Optimizer)]
     modules = [each for each in flat.targets if isinstance(each.object, Module)] if optimizers else []
@@ -54,8 +59,9 @@ def check_optimizers(flat: FlatState) -> None:
         optimizer: Any = each.object
         if hasattr(optimizer, "unshared_tensors"):
             places |= {id(tensor): place for place, own in optimizer.unshared_tensors() for tensor in own}
-        stepped = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
-        if modules and not owned.issuperset(stepped):
+        stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        refuse_swapped(_SAVE_IN_SWAP, stepped)
+        if modules and not owned.issuperset(map(id, stepped)):
             strange.append(each)
     if strange:
         _refuse_strange(strange, {join(each.path): _parameters_of(each) for each in modules})

@@ -32,6 +32,7 @@ _MAKE_ALIKE = "wrap what is meant to differ in PerRank; or make it the same, or 
 _STEP_ALIKE = (
     "use shardopt.optim.ReduceLROnPlateau, which takes the mean of all ranks, or pass each rank the same metric"
 )
+_ISLANDS_ALIKE = "every island must take every step: skip one on all islands or on none; then resume all from one save"
 _ABSENT = {"absent": None}
 _EMPTY: list[Any] = [encode_value({}), encode_value([]), encode_value(())]
 
@@ -366,6 +367,8 @@ def value_differs(key: str, by_rank: Mapping[int, Any]) -> Problem:
             at for at in {**first, **second} if canonical(first.get(at, _ABSENT)) != canonical(second.get(at, _ABSENT))
         )
         key, one, other = f"{key}.{at}", first.get(at, _ABSENT), second.get(at, _ABSENT)
+    if "__semi_sync" in key.split("."):  # the position of islands (`optim/semi_sync`)
+        remedy = _ISLANDS_ALIKE
     difference = ", ".join(f"{_short(wire)} on rank {rank}" for rank, wire in zip(by_rank, (one, other), strict=True))
     return _differs(key, difference, remedy)
 

@@ -149,3 +149,15 @@ def test_buffers_are_no_parameters(tmp_path):
     model, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     with pytest.raises(StateError, match="found 4 parameters"):
         checkpoint.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)})
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_averages_are_not_saved_as_the_weights_that_an_optimizer_steps(tmp_path, maker):
+    model = make_model()
+    app = {"model": model, "optimizer": MAKERS[maker](model)}
+    ema = shardopt.EMA(model, decay=0.9)  # and not in the app
+    with ema.swap():
+        with pytest.raises(StateError, match=r"averages in the place of it.*end `with ema.swap\(\):`"):
+            checkpoint.save(tmp_path / "training", app)
+        checkpoint.save(tmp_path / "averages", {"model": model})
+    checkpoint.save(tmp_path / "training", app)

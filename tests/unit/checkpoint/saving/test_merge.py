@@ -279,6 +279,7 @@ LONG = {f"option{number}": number for number in range(20)}
         ([1], (1,), r"v: found [1] on rank 0, (1,) on rank 1"),
         ({}, LONG, "v: found {} on rank 0, {'option0'"),
         ({"best": 1.0, "num_bad_epochs": 0}, {"best": 2.0, "num_bad_epochs": 0}, "optim.ReduceLROnPlateau"),
+        ({"__semi_sync": {"steps": 2}}, {"__semi_sync": {"steps": 1}}, "every island must take every step"),
     ],
 )
 def test_the_entry_that_differs_is_named(one, other, told):
