@@ -93,6 +93,11 @@ class ShardoptCheckpoint(Checkpoint):
         else:
             self._after_step(trainer)
 
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if self._progress is not None and not is_epoch_over(trainer):  # Lightning passes over an empty validation
+            self._after_step(trainer)
+        self._progress = None
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._progress is not None and not is_epoch_over(trainer):
             self._after_step(trainer)
@@ -107,8 +112,10 @@ class ShardoptCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._after_step(trainer)
         self._run.end(trainer.global_step, lambda: self._app(trainer))
+        self._progress = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._progress = None
         self._run.abort()
 
     def _app(self, trainer: Trainer) -> dict[str, Any]:

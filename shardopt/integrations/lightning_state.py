@@ -19,10 +19,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from shardopt.data.random_state import RandomState
+from shardopt.data.sampler import ResumableSampler
 from shardopt.errors import Problem, StateError
+from shardopt.integrations.loader import batches_left
 from shardopt.integrations.optimizers import add_objects, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
+from shardopt.ranks import ranks_of
 from shardopt.state.state import PerRank
+from shardopt.state.values import decode_value, encode_value
 
 _KEYED = "return shardopt.keyed(torch.optim.AdamW, self.named_parameters(), lr=...) from configure_optimizers"
 _AVERAGED = (
@@ -81,9 +85,25 @@ def state_of(trainer: Trainer, progress: dict[str, Any]) -> dict[str, Any]:
         trainer.lightning_module.on_save_checkpoint(checkpoint)
     checkpoint = of_rank_0("the state of Lightning's callbacks", checkpoint)
     checkpoint["loops"] = progress["loops"]
-    known = trainer.callback_metrics
-    metrics = {name: float(known[name]) for name in sorted(_monitors(trainer) & known.keys())}
+    metrics = _means_of_metrics(trainer) if _monitors(trainer) else {}
     return {**checkpoint, METRICS: metrics} if metrics else checkpoint
+
+
+def _means_of_metrics(trainer: Trainer) -> dict[str, float]:
+    """Returns the last metrics that schedules go by, each as the mean over ranks that have it. Collective."""
+    known = trainer.callback_metrics
+    here = {name: float(known[name]) for name in sorted(_monitors(trainer) & known.keys())}
+
+    def mean(reports: list[Any]) -> Any:
+        lists: dict[str, list[float]] = {}
+        for name, value in (pair for report in reports for pair in decode_value(report).items()):
+            lists.setdefault(name, []).append(value)
+        return encode_value({name: sum(values) / len(values) for name, values in lists.items()}, "metrics")
+
+    what = "taking the metrics of schedules"
+    _, means = ranks_of(None).agree(what, lambda: None, lambda _: encode_value(here, "metrics"), mean)
+    found: dict[str, float] = decode_value(means)
+    return found
 
 
 def load_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -107,8 +127,8 @@ def load_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def is_epoch_over(trainer: Trainer) -> bool:
-    """Whether the epoch ends with the batch that has just ended: its last one, or that of the last step."""
-    return bool(trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step)
+    """Whether the epoch ends with the batch that has just ended. Where `max_steps` ends a fit, it does not."""
+    return bool(trainer.is_last_batch)
 
 
 def validates(trainer: Trainer) -> bool:
@@ -118,14 +138,14 @@ def validates(trainer: Trainer) -> bool:
 
 
 def end_short_epoch(trainer: Trainer) -> None:
-    """Begins the next epoch of loaders whose own one is longer than Lightning's (`limit_train_batches`).
+    """Begins the next epoch of loaders that have less left than an epoch of Lightning's (`limit_train_batches`).
 
-    Such a loader would go on with the rest of it, in an epoch of the trainer that is too short.
+    Such a loader would go on with that rest, in an epoch of the trainer that is too short.
     """
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
-        state: Any = loader.state_dict() if hasattr(loader, "load_state_dict") else None
-        if _is_shared(state) and len(loader) > trainer.num_training_batches:
-            loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "position": 0})
+        at = getattr(loader, "positions", getattr(loader, "position", None))
+        if isinstance(at, ResumableSampler) and at.position > 0 and batches_left(at) < trainer.num_training_batches:
+            loader.load_state_dict({**at.state_dict(), "epoch": at.epoch + 1, "position": 0})
 
 
 def step_plateaus(trainer: Trainer) -> None:

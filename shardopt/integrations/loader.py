@@ -47,6 +47,12 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
         at.epoch, at.position = at.epoch + 1, 0
 
 
+def batches_left(at: ResumableSampler) -> int:
+    """Returns the number of batches that are left of an epoch, the same on any number of ranks."""
+    left = at.size - at.position
+    return left // at.batch_size if at.drop_last else -(-left // at.batch_size)
+
+
 def batches_of_epoch(at: ResumableSampler) -> int:
     """Returns the number of batches of a whole epoch, the same on any number of ranks."""
     return at.size // at.batch_size if at.drop_last else -(-at.size // at.batch_size)

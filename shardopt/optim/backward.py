@@ -343,7 +343,7 @@ def _by_micro_batch() -> StateError:
         key="backward",
         found="a schedule of torch.distributed.pipelining, which runs one backward for each micro-batch",
         required="one backward for each step",
-        remedy="use shardopt.keyed, and step after the schedule: it loads the same checkpoints",
+        remedy="use shardopt.keyed, and step after the schedule; or run it within optimizer.accumulate()",
     )
     return StateError("each micro-batch would be a step", [problem], code="step-in-backward")
 

@@ -46,7 +46,7 @@ def in_forward_of_ddp() -> bool:
 
 
 def in_pipeline_schedule() -> bool:
-    """Whether a schedule of torch.distributed.pipelining is running.
+    """Whether a schedule of torch.distributed.pipelining with several micro-batches is running.
 
     It looks at the stacks of all threads, as on accelerators backward has threads of its own.
     """
@@ -55,7 +55,9 @@ def in_pipeline_schedule() -> bool:
         caller: FrameType | None = frame
         while caller is not None:
             if str(caller.f_globals.get("__name__")).startswith(f"{package}."):
-                return True
+                schedule = caller.f_locals.get("self")
+                if getattr(schedule, "_n_microbatches", 1) > 1:
+                    return True
             caller = caller.f_back
     return False
 

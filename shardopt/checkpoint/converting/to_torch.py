@@ -17,7 +17,7 @@ from shardopt.checkpoint.converting.plan import OutOptions, OutPlan, refuse_file
 from shardopt.checkpoint.converting.streaming import Part
 from shardopt.checkpoint.converting.zip_bytes import Take, ZipArchive, torch_members
 from shardopt.checkpoint.storage import storage_of
-from shardopt.errors import MismatchError, Problem
+from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 
@@ -76,9 +76,12 @@ class TorchFile(OutFile):
         lists = {
             (*root, PARAM_GROUPS): groups_of_equal(by_member, choice.tensors) for root, by_member in options.items()
         }
-        for path, value in {**others, **lists}.items():  # refused under its own key, as skip= knows it
-            pickle_of(value, join(path), lambda _: "")
-        data_pkl = pickle_of(nested({**leaves, **others, **lists}), name, keep)
+        try:
+            data_pkl = pickle_of(nested({**leaves, **others, **lists}), name, keep)
+        except StateError:  # told under the key of what has no form, as skip= knows it
+            for path, value in {**others, **lists}.items():
+                pickle_of(value, join(path), lambda _: "")
+            raise
         self._archive = ZipArchive(torch_members(data_pkl, records))
         streamed = zip(self._archive.members, self._archive.begins, strict=True)
         begins = [begin for member, begin in streamed if member.data is None]

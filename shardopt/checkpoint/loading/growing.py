@@ -132,6 +132,8 @@ def with_places(
     elsewhere = {key for key, count in grow["parts"].items() if parts_here.get(key, 0) < count}
     all_there, all_here = _below(roots, stored), _below(roots, paths_here)
     for root in roots:
+        own = flat.plain[root][0]
+        all_there[root] = {key: _as_in(own, path) for key, path in all_there[root].items()}
         parts: dict[Path, Any] = {}
         here = all_here[root]
         there = {key: path for key, path in all_there[root].items() if key not in elsewhere}
@@ -211,6 +213,18 @@ def _below(roots: Collection[Path], paths: Mapping[str, Path]) -> dict[Path, dic
     """Returns root → the keys at or below it, and their paths within it."""
     below = keys_below(paths, roots)
     return {root: {key: paths[key][len(root) :] for key in keys} for root, keys in below.items()}
+
+
+def _as_in(own: Any, path: Path) -> Path:
+    """Returns a path with the app's kinds of dict keys: int where all of a dict are, as DCP stores only texts."""
+    parts: list[str | int] = []
+    for part in path:
+        known = own if isinstance(own, Mapping) else {}
+        if type(part) is str and known and all(type(name) is int for name in known) and part.lstrip("-").isdecimal():
+            part = int(part)
+        parts.append(part)
+        own = known.get(part)
+    return tuple(parts)
 
 
 def _is_one_tree(parts: Mapping[str, Path], values: Mapping[str, tuple[Path, Any]]) -> bool:

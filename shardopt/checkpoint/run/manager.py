@@ -256,7 +256,7 @@ class Manager:
 
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
-            CheckpointExistsError: somebody else has committed this step. OptionError: two with `stop_on` save in turns.
+            CheckpointExistsError: somebody else has committed this step.
             CheckpointError: this thread is in the middle of a save, a load or a step, as where a signal handler saves.
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """

@@ -255,6 +255,8 @@ class Steps:
         def look() -> list[Candidate]:
             on_tiers = self._on_tiers()
             lacking = {} if self._tiers is None else self._tiers.lacking
+            # Also where this raises: what the program saves then is newer work.
+            self._passed_over = self._tiers is not None and bool(self._tiers.lacking_after(-1, current))
             return run.candidates(seen_from, step, required, on_tiers, lacking)
 
         restored = restore_newest(look, load)

@@ -11,22 +11,24 @@ deadline, whatever it is in: a thread ends it (`runtime/signals.py`).
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Halt, Ranks
 from shardopt.runtime.signals import Listener
 from shardopt.world import world
 
+_log = logging.getLogger("shardopt.checkpoint")
 _QUESTION = "whether to stop"
 _MESSAGE_SECONDS = 1.0  # to write the message of a process that is late
-_asked_last: WeakKeyDictionary[object, Stop] = WeakKeyDictionary()  # by the thread that asked; none is closed
+_asked_last: WeakKeyDictionary[object, ref[Stop]] = WeakKeyDictionary()  # by the thread that asked; none is closed
+_warned_of_turns = False
 
 
 class Stop:
@@ -67,11 +69,10 @@ class Stop:
         Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
 
         Raises:
-            OptionError: this thread asks another one in turns with this one.
             RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
         """
         if step != self._asked_for and not self._asking:  # a handler may ask in the middle of a question
-            self._refuse_turns()
+            self._warn_of_turns()
             self._asking = True
             try:
                 if self._stops_at is None:
@@ -87,18 +88,21 @@ class Stop:
             self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at
 
-    def _refuse_turns(self) -> None:
-        """Raises OptionError if this thread has asked another one since it asked this one.
+    def _warn_of_turns(self) -> None:
+        """Warns once if this thread has asked another one since it asked this one.
 
-        After a signal the one that is asked first saves and ends the process, and the other's last steps are lost. One
-        that nobody asks any more does no harm, as after a training that was broken off in a notebook.
+        After a signal the one that is asked first saves and ends the process, and what only the other saves is lost.
         """
+        global _warned_of_turns
         thread = world().current_thread()
-        if self._asked and _asked_last.get(thread, self) is not self:
-            found, required = "another Manager with stop_on, used in turns with this one", "one that saves all"
-            remedy = "put both into one app and one Manager, or give stop_on to one of them; close one that is done"
-            raise OptionError("two Managers would stop this process", [Problem("stop_on", found, required, remedy)])
-        _asked_last[thread] = self
+        last = _asked_last.get(thread, lambda: None)()
+        if self._asked and last is not None and last is not self and not _warned_of_turns:
+            _warned_of_turns = True
+            _log.warning(
+                "two Managers with stop_on are used in turns: after a signal the first one that is asked saves and "
+                "exits, and what only the other saves is lost; put both into one app and one Manager [run-root]"
+            )
+        _asked_last[thread] = ref(self)
 
     def leave(self) -> NoReturn:
         """Raises SystemExit with the exit code, so that the program cleans up as it ends."""
@@ -106,7 +110,7 @@ class Stop:
 
     def close(self) -> None:
         """Stops listening and restores the signal's earlier handler; does nothing once the signal has come."""
-        for thread in [each for each, last in _asked_last.items() if last is self]:
+        for thread in [each for each, last in _asked_last.items() if last() is self]:
             del _asked_last[thread]
         if not self._signaled.is_set() and self._stops_at is None:
             for listener in reversed(self._listeners):

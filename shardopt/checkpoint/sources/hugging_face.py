@@ -167,7 +167,7 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
 
 
 def _indexed(storage: Storage, index: str, names: set[str]) -> dict[str, list[str] | None]:
-    """Returns the files of an index; the one file of all that transformers prefers, if files of the index are gone."""
+    """Returns the files of an index; the one file of all, if those of the index are gone."""
     files = _read_index(storage, index)
     missing, one = sorted(files.keys() - names), index.removesuffix(INDEX_SUFFIX) + DATA_SUFFIX
     if one in names and one not in files:  # transformers leaves the index when it saves one file over several
@@ -175,7 +175,8 @@ def _indexed(storage: Storage, index: str, names: set[str]) -> dict[str, list[st
             raise ambiguous(
                 storage, f"{one}, and {len(files)} files in {index}", f"give the path of {one}, or remove it"
             )
-        return {one: None}
+        if len(missing) == len(files):
+            return {one: None}
     if missing:
         raise damaged(f"{storage.url}/{missing[0]}", "no such file")
     return dict(files)

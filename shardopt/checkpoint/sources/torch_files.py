@@ -66,6 +66,8 @@ def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
     if len(sets) != 1 or not all(numbered):
         raise ambiguous(storage, f"several files of torch.save ({', '.join(files[:4])})")
     ((stem, of, suffix),) = sets
+    if len(files) == 1 != int(of):
+        raise ambiguous(storage, f"{files[0]}, one of {int(of)} by its name", "give its path, if it is whole by itself")
     if len(files) != int(of):
         there = set(files)
         missing = next(

@@ -68,7 +68,7 @@ def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:
         raise
     except AttributeError as error:  # of one that stands before others alone, such as "dir", which has lost these
         found = f"{type(error).__name__}: {error}"
-        problems = [Problem(url, found, "a URL that fsspec opens", "leave out its first part")]
+        problems = [Problem(url, found, "a URL that fsspec opens", "leave out its first part, or mend its class")]
         raise CheckpointError(f"cannot open {url}", problems) from without_secrets(error)
     except (ImportError, ValueError, TypeError, OSError) as error:
         problem = _unopened(url, error)

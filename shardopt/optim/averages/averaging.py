@@ -24,6 +24,7 @@ from shardopt.optim.averages.swapping import AveragesInModel, Swapped, reshard
 from shardopt.optim.averages.tensors import (
     Pair,
     buckets,
+    by_own_names,
     by_plain_name,
     copied,
     is_inexact,
@@ -335,6 +336,7 @@ class Averaging:
         offered = self._of_averaged_model(offered)
         plan_keys(plan, saves_groups=False, offered=offered)
         if STATE in offered:
+            offered = {**offered, STATE: by_own_names(offered[STATE], self._averages)}
             remedy = "load what was saved from the same model and kind of average, or pass strict=False"
             plan.mapping(STATE, self._state(), offered[STATE], remedy)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ def by_plain_name(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict
     """Returns tensors of a model by plain names; skips frozen ones made of codes and scales."""
     by_name = {name: tensor for name, tensor in named if is_added_up(tensor)}
     return {plain: by_name[name] for name, plain in _plain_names(model, by_name).items()}
+
+
+def by_own_names(state: Any, own: Collection[str]) -> Any:
+    """Returns state with own names where its names differ only by wrappers' parts, as in early checkpoints."""
+    if not isinstance(state, Mapping) or all(name in state for name in own):
+        return state
+    alike = names_alike([name for name in state if isinstance(name, str)], own)
+    return {alike.get(name, name): each for name, each in state.items()}
 
 
 def names_of_averages(model: nn.Module, names: Iterable[str], averaged: Collection[str]) -> dict[str, str]:

@@ -294,6 +294,20 @@ def test_optimizers_and_averages_resume_when_wrappers_come_and_go(tmp_path):
     run_ranks(2, through_inner_wrappers, str(tmp_path))
 
 
+def test_averages_take_state_by_names_that_differ_by_wrappers():
+    model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2))
+    ema = shardopt.EMA(model)
+    early = {**ema.state_dict()}
+    early["state"] = {name.replace("0.", "0.module.", 1): each for name, each in early["state"].items()}
+    assert early["state"].keys() > {"0.module.weight", "1.weight"}
+    early["state"]["0.module.weight"] = {name: each + 1 for name, each in early["state"]["0.module.weight"].items()}
+    wanted = {name: each.clone() for name, each in early["state"]["0.module.weight"].items()}
+    ema.check_state_dict(early)
+    ema.load_state_dict(early)
+    for name, each in ema.state_dict()["state"]["0.weight"].items():
+        assert torch.equal(each, wanted[name])
+
+
 def test_averages_that_were_saved_with_the_names_of_wrappers_load(tmp_path):
     state = stepped(encoder_and_head(0), "keyed")["ema"].state_dict()["state"]
     early = {name.replace("encoder.", "encoder.module."): each for name, each in state.items()}

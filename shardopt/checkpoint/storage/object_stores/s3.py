@@ -46,7 +46,9 @@ def s3_bucket(name: str, options: Options) -> Bucket:
         profile = {} if session is None else session.get_scoped_config()
         if session is not None and (region := session.get_config_variable("region")):
             config.setdefault("region", region)
+        of_s3 = (profile.get("s3") or {}).get("use_dualstack_endpoint")  # its older place
         kinds = {kind: _is_wanted(kind, given, session) for kind, given in kinds.items()}
+        kinds["dualstack"] = kinds["dualstack"] or str(of_s3).lower() == "true"
         if options.is_on("anon"):
             config["skip_signature"] = True
         elif any(keys):

@@ -162,6 +162,22 @@ def test_a_list_without_the_empty_dicts_that_dcp_leaves_out_is_refused(tmp_path)
         assert same(app, before)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_int_keys_that_grow_are_ints_where_dcp_has_texts(tmp_path):
+    dcp.save(
+        {"h": {0: {"loss": 1.0, "acc": 2.0}, 1: {"loss": 3.0}}, "n": {"0": 5}},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
+    for app in ({"h": {0: {"loss": 0.0}}, "n": {}}, {"h": {0: {"loss": 0.0, "acc": 0.0}, 1: {"loss": 0.0}}, "n": {}}):
+        checkpoint.load(tmp_path / "dcp", app)
+        assert app == {"h": {0: {"loss": 1.0, "acc": 2.0}, 1: {"loss": 3.0}}, "n": {"0": 5}}
+    checkpoint.save(tmp_path / "own", {"h": {"0": 1, "2": 5}})
+    app = {"h": {0: 0, 1: 7}}
+    checkpoint.load(tmp_path / "own", app, strict=Strictness(missing="ignore"))
+    assert app == {"h": {0: 1, 1: 7, 2: 5}}
+
+
 def test_a_run_has_its_records_again(tmp_path, caplog):
     for begin, rename in ((0, None), (2, {"^model": "net"}), (4, {"^model": "net"})):
         records = {"best": None, "losses": []}
