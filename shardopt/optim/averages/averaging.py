@@ -286,7 +286,6 @@ class Averaging:
     def names_of_averaged_model(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
         """Maps names in the state of torch's `AveragedModel` over such a model to the names and entries used here.
 
-        The rest is a copy of the model's: buffers, unless they are averaged here, and further names of tied weights.
         Args:
             names: as in its `state_dict()`, "n_averaged" and "module.…".
         """
@@ -336,9 +335,8 @@ class Averaging:
         offered = self._of_averaged_model(offered)
         plan_keys(plan, saves_groups=False, offered=offered)
         if STATE in offered:
-            offered = {**offered, STATE: by_own_names(offered[STATE], self._averages)}
             remedy = "load what was saved from the same model and kind of average, or pass strict=False"
-            plan.mapping(STATE, self._state(), offered[STATE], remedy)
+            plan.mapping(STATE, self._state(), by_own_names(offered[STATE], self._averages), remedy)
 
     def _of_averaged_model(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
         """Converts the state of torch's `AveragedModel` to our form; returns any other unchanged."""

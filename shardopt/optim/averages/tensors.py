@@ -35,6 +35,8 @@ def by_own_names(state: Any, own: Collection[str]) -> Any:
 def names_of_averages(model: nn.Module, names: Iterable[str], averaged: Collection[str]) -> dict[str, str]:
     """Maps names in torch's `AveragedModel` over such a model to plain ones, of what is averaged or not in the model.
 
+    The rest is a copy of the model's: buffers, unless they are averaged, and further names of tied weights.
+
     Args:
         names: as in its `state_dict()`, "n_averaged" and "module.…".
         averaged: the plain names of what is averaged.
