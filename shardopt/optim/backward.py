@@ -80,7 +80,7 @@ def in_backward(
             out gradients in their own ways. Or a parameter is there twice, or is updated in backward already, such as
             by a module's fused optimizer. Or a pattern matches nothing. A module that is wrapped in
             DistributedDataParallel later is refused by the first backward, before anything is changed. So is a
-            schedule of torch.distributed.pipelining, whose backwards are those of micro-batches.
+            schedule of torch.distributed.pipelining with several micro-batches, each of which has a backward.
     """
     groups = groups or ()
     _refuse_algorithm(spec_of(algorithm), groups)

@@ -70,6 +70,22 @@ def test_a_restore_that_requires_a_checkpoint_names_the_steps_that_lack_files(ro
     assert len(shares(root, "b")) == 2
 
 
+def begin_after_a_refusal(root, hosts):
+    app, tier = app_of(1), Tier(f"{root}/host-{hosts[dist.get_rank()]}", every=1, keep_last=2, copies=2)
+    with checkpoint.Manager(f"{root}/root", every=500, destinations=[tier]) as manager:
+        with pytest.raises(CheckpointNotFoundError):
+            manager.restore(app, required=True)
+        manager.save(1, app)
+        manager.wait()
+        return manager.branch
+
+
+def test_what_is_saved_after_a_refused_restore_is_newer_work_too(root):
+    assert run_ranks(2, begin_after_a_refusal, str(root), "bd") == [1, 1]
+    assert run_ranks(2, start, str(root), "bd")[0][0] == 1
+    assert run_ranks(3, start, str(root), "abc")[0][:2] == (1, 1)
+
+
 def test_what_hosts_bring_back_is_not_restored_in_place_of_what_the_run_saved_meanwhile(root):
     assert run_ranks(2, start, str(root), "bd", 1)[0][::3] == (None, [1])
     # With the new step there are no more than `keep_last`: the newest of those that lack files is still there.

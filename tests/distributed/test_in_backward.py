@@ -347,7 +347,7 @@ def test_no_sharded_gradient_outlives_its_update():
         assert most["in backward"] == 0 < most["after backward"]
 
 
-def under_schedule(schedule, way):
+def under_schedule(schedule, way, micro_batches=4):
     """Trains a stage by a schedule of torch's; returns its weights and numbers of steps, or the error's code."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(6, 6)
@@ -356,7 +356,7 @@ def under_schedule(schedule, way):
     else:
         optimizer = shardopt.in_backward(layer, "adamw", lr=0.1)
     stage = PipelineStage(layer, 0, 1, torch.device("cpu"))
-    train = schedule(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+    train = schedule(stage, micro_batches, loss_fn=torch.nn.functional.mse_loss)
     before = layer.weight.clone()
     try:
         with optimizer.accumulate() if way == "accumulate" else nullcontext():
@@ -374,3 +374,5 @@ def test_schedules_of_pipelines_take_one_step_for_all_micro_batches(schedule):
     assert after[1] == [1, 1]
     assert run_ranks(1, under_schedule, schedule, "accumulate") == [after]
     assert run_ranks(1, under_schedule, schedule, "in backward") == ["step-in-backward"]
+    whole = run_ranks(1, under_schedule, schedule, "after the schedule", 1)
+    assert run_ranks(1, under_schedule, schedule, "in backward", 1) == whole

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import warnings
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -152,6 +153,22 @@ def resume_small(folder, dies, **options):
         fit_small(f"{folder}/{at}", at, **options)
         resumed[at] = fit_small(f"{folder}/{at}", **options)
     return whole, resumed
+
+
+def extend_small(folder, *steps):
+    """Fits up to the last number of steps without a break, and up to each of them in a fit of its own."""
+    whole = fit_small(f"{folder}/whole", max_steps=steps[-1], max_epochs=-1)
+    return whole, [fit_small(f"{folder}/parts", max_steps=each, max_epochs=-1) for each in steps]
+
+
+def means_of_metrics(names):
+    """Returns what a checkpoint has of metrics, of which each rank has a number of its own."""
+    from shardopt.integrations.lightning_state import _means_of_metrics
+
+    rank = torch.distributed.get_rank()
+    known = {name: torch.tensor(rank + 1.0) for name in names[rank]}
+    schedules = [SimpleNamespace(monitor=name, reduce_on_plateau=True) for name in ("bad", "worse")]
+    return _means_of_metrics(SimpleNamespace(callback_metrics=known, lr_scheduler_configs=schedules))
 
 
 def fit_with_hooks(folder, drops, averaging=None):

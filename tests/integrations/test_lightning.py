@@ -79,10 +79,26 @@ def test_a_resume_goes_on_behind_validation_and_epochs_as_if_nothing_had_happene
     )[0]
     length = {5: 5, 0.5: 3}.get(options.get("limit_train_batches"), 7)
     assert [batch for _, batch, _ in batches] == [i % length for i in range(len(batches))]
+    if options.get("limit_train_batches") == 0.5:  # two epochs of three batches from one of seven
+        assert len({total for *_, total in batches[:6]}) == 6
     for at, (found, seen, again) in resumed.items():
         assert found == outcome, at
         assert len(seen) <= len(batches) - at + options.get("accumulate_grad_batches", 1), at
         assert seen == batches[len(batches) - len(seen) :] and again == validated[len(validated) - len(again) :], at
+
+
+def test_a_fit_that_max_steps_has_ended_within_an_epoch_goes_on_in_it(tmp_path):
+    ((outcome, batches, validated), parts) = run_ranks(
+        1, lightning_job.extend_small, str(tmp_path), 3, 9, 17, deadline_seconds=DEADLINE
+    )[0]
+    assert parts[-1][0] == outcome
+    assert [each for _, seen, _ in parts for each in seen] == batches
+    assert [each for *_, again in parts for each in again] == validated
+
+
+def test_metrics_of_schedules_that_differ_between_ranks_are_saved_as_their_means():
+    found = run_ranks(2, lightning_job.means_of_metrics, [["bad", "other"], ["bad", "worse"]])
+    assert found == [{"bad": 1.5, "worse": 2.0}] * 2
 
 
 @pytest.mark.parametrize("drops", ["frozen", "bias"])
