@@ -238,7 +238,9 @@ def many_sessions(count, settled):
             while len(node._nodes) > 1:  # threads that are about to end
                 time.sleep(0.001)
             dist.barrier()
-            seen.append((*held_by_this_process(), job.get_group_store().num_keys(), len(here.channel.node.hub.sessions)))
+            seen.append(
+                (*held_by_this_process(), job.get_group_store().num_keys(), len(here.channel.node.hub.sessions))
+            )
             dist.barrier()
     return seen
 
@@ -302,7 +304,9 @@ def many_managers(root, count, settled):
             while any(thread.name.startswith(("shardopt-save", "shardopt-tidy")) for thread in threading.enumerate()):
                 time.sleep(0.001)
             dist.barrier()
-            seen.append((*held_by_this_process(), job.get_group_store().num_keys(), len(here.channel.node.hub.sessions)))
+            seen.append(
+                (*held_by_this_process(), job.get_group_store().num_keys(), len(here.channel.node.hub.sessions))
+            )
             dist.barrier()
     return seen
 
