@@ -99,6 +99,8 @@ class ShardoptMixin:
                 path, own, select=r"^(model|lightning)(\.|$)", strict=checkpoints.Strictness(unexpected="ignore")
             )
         loaders.put_into(framework.value)
+        if not trainer.optimizers:
+            del framework.value["loops"]  # the loop that was saved is that of a fit: Lightning would look for its own
         schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         return {**framework.value, "state_dict": {}, "optimizer_states": [], "lr_schedulers": schedules}
 

@@ -212,3 +212,57 @@ def fit_with_hooks(folder, drops, averaging=None):
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         Trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks, **quiet).fit(Module())
     return found
+
+
+def fit_and_evaluate(folder, saved_by):
+    """Fits on these ranks; then validates, tests and predicts from the checkpoint. Returns what each has computed."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
+
+    import shardopt
+    from shardopt import checkpoint
+    from shardopt.integrations.lightning import ShardoptCheckpoint
+    from shardopt.integrations.lightning_strategy import ShardoptMixin
+
+    class Strategy(ShardoptMixin, DDPStrategy):
+        pass
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network, self.seen = torch.nn.Linear(4, 1), []
+
+        def training_step(self, batch, batch_index):
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return shardopt.keyed("adamw", self.named_parameters(), lr=0.01)
+
+        def validation_step(self, batch, batch_index):
+            self.seen.append(self.network(batch).sum().item())
+
+        test_step = predict_step = validation_step
+
+    def trainer(*callbacks):
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        strategy = Strategy(process_group_backend="gloo")
+        size = dist.get_world_size()
+        return Trainer(
+            accelerator="cpu", devices=size, strategy=strategy, max_epochs=2, callbacks=[*callbacks], **quiet
+        )
+
+    batches = DataLoader(torch.arange(32.0).view(8, 4), batch_size=2)
+    saving = ModelCheckpoint(folder) if saved_by == "strategy" else ShardoptCheckpoint(folder)
+    trained = Module()
+    trainer(saving).fit(trained, batches)
+    path = saving.best_model_path if saved_by == "strategy" else checkpoint.Manager(folder).path(4)
+    found = {}
+    for verb in ("validate", "test", "predict"):
+        module = Module()
+        evaluating = trainer()
+        getattr(evaluating, verb)(module, batches, ckpt_path=path)
+        found[verb] = module.seen, torch.equal(module.network.weight, trained.network.weight)
+    return found

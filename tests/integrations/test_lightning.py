@@ -116,6 +116,16 @@ def test_callbacks_with_averages_that_are_not_the_modules_are_refused_when_a_fit
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("saved_by", ["strategy", "callback"])
+def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by):
+    for found in run_ranks(
+        2, lightning_job.fit_and_evaluate, str(tmp_path / "run"), saved_by, deadline_seconds=DEADLINE
+    ):
+        assert {verb: (len(seen), same) for verb, (seen, same) in found.items()} == dict.fromkeys(
+            ("validate", "test", "predict"), (2, True)
+        )
+
+
 def with_log(function, *args):
     """Calls, and returns the result with the log lines of shardopt."""
     lines, handler = [], logging.Handler()
