@@ -75,7 +75,8 @@ def save(
             values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
             Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
-            machine that loses power afterwards may lose the checkpoint.
+            machine that loses power afterwards may lose the checkpoint. One in the background is no faster beside
+            training that keeps all cores busy: it goes through the page cache, which takes more processor time.
         check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" hashes all
             bytes of tensors of up to 64 KiB. Of larger ones it hashes 64 blocks of 1 KiB: the first, the last, and
             others at equal distances, the same in every save. "all" compares all bytes, "none" none. Plain tensors that
