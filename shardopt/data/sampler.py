@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from shardopt.data.workers import shield_workers
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.ranks import refuse_lone_processes
+from shardopt.runtime.signals import listened
 
 T = TypeVar("T")
 
@@ -115,6 +117,13 @@ class ResumableSampler:
     def through(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded.
 
+        After a resume behind an epoch's last batch that is none, so that what a program does at the end of an epoch is
+        done. Loops over epochs resume so:
+
+            for epoch in range(data.epoch, epochs):
+                for batch in data.through(loader):
+                    ...
+
         What workers draw themselves, such as augmentations, begins anew in an epoch that is resumed in its middle.
         What fetches batches ahead goes inside, `through(prefetch(loader))`: around it, a resume would skip them.
 
@@ -123,6 +132,11 @@ class ResumableSampler:
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
         self._refuse_others_batches(loader)
+        if not self._batches_from(self.position):
+            self._warn_once(
+                f"epoch {self.epoch} has no batch left, as the checkpoint was saved at its last one: the loop over it "
+                f"ends at once. Loops over epochs resume with range(data.epoch, epochs): not with {self.epoch + 1}"
+            )
         begun = self._begun = (self.position,)
         try:
             batches, here = opened(loader, self), self._here()
@@ -251,6 +265,8 @@ def opened(loader: Iterable[T], at: ResumableSampler) -> Iterator[T]:
     A DataLoader draws a seed for its workers as it is opened, and is opened again where an epoch is resumed. This seed
     is drawn from seed, epoch, position and rank.
     """
+    if isinstance(loader, DataLoader) and listened():
+        shield_workers(loader)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would change the generators of devices too.
         torch.default_generator.manual_seed(mixed(at.seed, at.epoch, at.position, at.rank))

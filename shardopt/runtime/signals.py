@@ -162,7 +162,7 @@ _masks = threading.local()
 
 def _before_fork() -> None:
     # A signal to a child that still has this process's handler would reach this process, by the pipe they share.
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {listener.signum for listener in tuple(_open)})
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, listened())
 
 
 def _after_fork_in_parent() -> None:
@@ -183,6 +183,11 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def listened() -> frozenset[int]:
+    """Returns the signals that this process listens for."""
+    return frozenset(listener.signum for listener in tuple(_open))
 
 
 def is_part_of(what: str) -> Callable[[_Function], _Function]:

@@ -103,6 +103,20 @@ def test_another_order_is_refused_and_that_of_an_earlier_version_is_taken(shuffl
     other.load_state_dict(state)
 
 
+def test_an_epoch_without_batches_after_a_resume_is_told_once(lines):
+    sampler, loader = sampler_and_loader()
+    batches = sampler.through(loader)
+    for _ in range(len(sampler)):
+        next(batches)
+    state = sampler.state_dict()  # as of a save in the loop's last turn
+    sampler, loader = sampler_and_loader()
+    sampler.load_state_dict(state)
+    assert [*sampler.through(loader)] == [] and sampler.epoch == 1
+    (line,) = lines()
+    assert "epoch 0 has no batch left" in line and "range(data.epoch, epochs)" in line
+    assert len([*sampler.through(loader)]) == len(loader) and lines() == []
+
+
 def test_another_seed_is_told(lines):
     (saved, _), (other, _) = sampler_and_loader(seed=1), sampler_and_loader(seed=7)
     other.load_state_dict(saved.state_dict())
