@@ -6,6 +6,7 @@ the rank, wherever that is, and the save after which the job would stop does not
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection
@@ -46,6 +47,8 @@ class _Shield:
             self.then(worker)
 
     def _wait_for_rank(self) -> None:
-        while signal.sigwaitinfo(self.signals).si_pid != os.getppid():
+        rank = multiprocessing.parent_process()  # also where a fork server has made this one
+        assert rank is not None
+        while signal.sigwaitinfo(self.signals).si_pid != rank.pid:
             pass
         os._exit(0)  # as a worker of torch's ends if its rank, which gives up waiting for it, sends SIGTERM

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -53,14 +54,15 @@ def shielded(**options):
     return iter(loader)
 
 
-def begun(worker):
-    torch.save(os.getpid(), f"{os.environ['BEGUN']}/{worker}")
+def begun(folder, worker):
+    torch.save(os.getpid(), f"{folder}/{worker}")
 
 
-@pytest.mark.parametrize("open_", [over_sampler, over_loader, shielded])
-def test_workers_go_on_after_signals_and_call_the_programs_own_function(tmp_path, monkeypatch, listening, open_):
-    monkeypatch.setenv("BEGUN", str(tmp_path))
-    batches = open_(worker_init_fn=begun)
+@pytest.mark.parametrize(
+    ("open_", "start"), [(over_sampler, "fork"), (over_loader, None), (shielded, None), (shielded, "forkserver")]
+)
+def test_workers_go_on_after_signals_and_call_the_programs_own_function(tmp_path, listening, open_, start):
+    batches = open_(worker_init_fn=partial(begun, str(tmp_path)), multiprocessing_context=start)
     (worker,) = next(batches).tolist()
     assert torch.load(tmp_path / "0") == worker
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
@@ -68,8 +70,9 @@ def test_workers_go_on_after_signals_and_call_the_programs_own_function(tmp_path
     assert [batch.tolist() for batch in batches] == [[worker]] * 7
 
 
-def test_a_worker_ends_when_its_rank_says_so(listening):
-    batches = over_sampler()
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
+def test_a_worker_ends_when_its_rank_says_so(listening, start):
+    batches = over_sampler(multiprocessing_context=start)
     (worker,) = next(batches).tolist()
     process = next(each for each in torch.multiprocessing.active_children() if each.pid == worker)
     told(worker, signal.SIGTERM)
