@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardopt.data.workers import shield_workers
+from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.ranks import refuse_lone_processes
-from shardopt.runtime.signals import listened
 
 T = TypeVar("T")
 
@@ -265,8 +264,7 @@ def opened(loader: Iterable[T], at: ResumableSampler) -> Iterator[T]:
     A DataLoader draws a seed for its workers as it is opened, and is opened again where an epoch is resumed. This seed
     is drawn from seed, epoch, position and rank.
     """
-    if isinstance(loader, DataLoader) and listened():
-        shield_workers(loader)
+    shield_if_listening(loader)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would change the generators of devices too.
         torch.default_generator.manual_seed(mixed(at.seed, at.epoch, at.position, at.rank))

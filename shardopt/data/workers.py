@@ -6,7 +6,6 @@ the rank, wherever that is, and the save after which the job would stop does not
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection
@@ -34,11 +33,18 @@ def shield_workers(loader: DataLoader[Any]) -> None:
         loader.worker_init_fn = _Shield(listened() | {signal.SIGTERM}, then)
 
 
+def shield_if_listening(loader: Any) -> None:
+    """As `shield_workers`, where the loader is a DataLoader and this process listens for a signal to stop."""
+    if isinstance(loader, DataLoader) and listened():
+        shield_workers(loader)
+
+
 class _Shield:
     """A `worker_init_fn`: blocks signals, takes them in a thread, and then calls another one. Can be pickled."""
 
     def __init__(self, signals: Collection[int], then: Callable[[int], None] | None) -> None:
         self.signals, self.then = frozenset(signals), then
+        self.rank = os.getpid()  # not the worker's parent, which may be a fork server
 
     def __call__(self, worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
@@ -47,8 +53,6 @@ class _Shield:
             self.then(worker)
 
     def _wait_for_rank(self) -> None:
-        rank = multiprocessing.parent_process()  # also where a fork server has made this one
-        assert rank is not None
-        while signal.sigwaitinfo(self.signals).si_pid != rank.pid:
+        while signal.sigwaitinfo(self.signals).si_pid != self.rank:
             pass
         os._exit(0)  # as a worker of torch's ends if its rank, which gives up waiting for it, sends SIGTERM

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardopt.data.sampler import ResumableSampler
+from shardopt.data.workers import shield_if_listening
 from shardopt.errors import OptionError, Problem
 from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
 from shardopt.state.state import PerRank
@@ -74,6 +75,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of this epoch, from the position when the first batch is requested."""
+        shield_if_listening(self)
         yield from rest_of_epoch(_Opened(super().__iter__), self.positions)
 
     def state_dict(self) -> dict[str, Any]:
