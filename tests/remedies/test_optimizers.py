@@ -56,6 +56,20 @@ def test_another_algorithm_is_resumed_or_begun_anew(url, form):
     assert_same(loaded(url, app_of(form)), before)
 
 
+def test_another_algorithm_without_state_is_no_matter_of_making_some(url):
+    before = saved(url, app_of("keyed", 2))
+    remedy = (
+        "resume with AdamW; or begin anew with {}: leave the optimizer out of the app, and load with Strictness("
+        'unexpected="ignore"); or, if it has state of the same names, load with strict=False and init_state=True, '
+        "which takes that and no options"
+    )
+    refused(remedy.format("SGD"), checkpoint.load, url, app_of(algorithm="sgd"), init_state=True)
+    without_optimizer(url, app_of(algorithm="sgd"))
+    refused(remedy.format("Adam"), checkpoint.load, url, app_of(algorithm="adam"))
+    other = loaded(url, app_of(algorithm="adam", lr=0.5), strict=False)
+    assert moments_of(other) == moments_of(before) and other["optimizer"].param_groups[0]["lr"] == 0.5
+
+
 def grouped(form, lr, order=("bias", "weight"), **options):
     """An app whose optimizer has a group for each of these names of parameters."""
     torch.manual_seed(0)

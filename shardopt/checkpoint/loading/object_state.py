@@ -12,7 +12,15 @@ from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES
 from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import Problem, ShardoptError
-from shardopt.state.param_groups import PARAMS, Groups, groups_elsewhere, groups_of, with_options
+from shardopt.state.param_groups import (
+    ALGORITHM,
+    PARAMS,
+    Groups,
+    groups_elsewhere,
+    groups_of,
+    other_algorithm,
+    with_options,
+)
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import CheckedStateful, FlatState, GroupedStateful, Leaf, PartialStateful, RestoreTarget
 
@@ -39,7 +47,10 @@ class StateOfObject:
         self._is_chosen = names.chosen.issuperset(here)
 
     def one_sided(self) -> Problem | None:
-        """Returns the problem of an optimizer with state in the checkpoint and none in the app, or the reverse."""
+        """Returns the problem of an optimizer with state in the checkpoint and none in the app, or the reverse.
+
+        Where another algorithm has saved it, that is the problem: no way to initialize it would help.
+        """
         target, chosen = self._target, self._names.chosen
         if not isinstance(target.object, torch.optim.Optimizer):
             return None
@@ -53,6 +64,9 @@ class StateOfObject:
         saved = [key for key in self.there if key.startswith(prefix) and key in self._manifest.tensors]
         if live == bool(saved if live else self._belonging(saved)):
             return None
+        another = self._another_algorithm()
+        if another is not None:
+            return another
         if live:
             found, required = "no state in the checkpoint", "state in the app"
             remedy = (
@@ -66,6 +80,23 @@ class StateOfObject:
                 "place of an optimizer around another, give the app the inner one)"
             )
         return Problem(target.state_key, found, required, remedy)
+
+    def _another_algorithm(self) -> Problem | None:
+        """Returns the problem of the first stored options that another algorithm than the app's has saved."""
+        section, values = (*self._target.path, PARAM_GROUPS), self._manifest.values
+        for key, leaf in self._own.items():
+            stored = values[key][1] if key in values and leaf.path[:-1] == section else None
+            if not isinstance(stored, Mapping) or not isinstance(leaf.value, Mapping):
+                continue
+            own = str(leaf.value.get(ALGORITHM) or "")
+            if saved_by := other_algorithm(stored, own):
+                remedy = (
+                    f"resume with {saved_by}; or begin anew with {own}: leave the optimizer out of the app, and load "
+                    'with Strictness(unexpected="ignore"); or, if it has state of the same names, load with '
+                    "strict=False and init_state=True, which takes that and no options"
+                )
+                return Problem(f"{key}.{ALGORITHM}", f"{saved_by}, by which it was saved", own, remedy)
+        return None
 
     def refused(self, strictness: Strictness) -> Iterator[Problem]:
         """Yields the problems that the object's `check_state_dict` reports for the stored state."""

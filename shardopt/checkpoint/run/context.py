@@ -9,14 +9,14 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardopt.checkpoint.reports import LoadReport
+from shardopt.checkpoint.reports import LoadReport, announce
 from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, Newer, branches_of, merge_records, parse_id
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import Root
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
-from shardopt.world import world
+from shardopt.world import utc_text, world
 
 _QUESTION = "whether it is time to save"
 _log = logging.getLogger("shardopt.checkpoint")
@@ -266,6 +266,35 @@ class Run:
             problem = Problem(self.root.url, seen, "the same on every rank", "check what is mounted there")
             raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
         return [list(id) for id in ids if self.root.is_committed(id)]
+
+    def tell_passed_over(self, restored: Restored | None, seen: Sequence[Candidate], seen_from: int) -> None:
+        """Tells which steps in the root a restore of the newest has passed over. Local; on rank 0.
+
+        A higher step without a manifest is unfinished: of a save that was killed, or of a copy of the root. A lower one
+        that was saved after the restored one of the mirror means that the root was put back from a backup: then steps
+        do not say which work is newer. One manifest is read if the mirror has the highest step, and none otherwise.
+
+        Args:
+            seen: the candidates.
+            seen_from: the branch.
+        """
+        at_root = {id: url for id, url in seen if url == self.root.checkpoint(id).url}
+        step = -1 if restored is None else restored.id.step
+        for id in sorted(filter(None, map(parse_id, self.root.names)) - at_root.keys()):
+            if id.step > step and self.branches.has(id, seen_from) and self.root.is_unfinished(id):
+                announce(f"passed over step {id.step} in {self.root.url}: it is unfinished, without a manifest")
+        if restored is None or restored.id in at_root or restored.url != self.roots[-1].checkpoint(restored.id).url:
+            return
+        newest = max((id for id, url in at_root.items() if url not in restored.damaged), default=None)
+        taken, left = restored.report.saved_at, None if newest is None else self.root.saved_at(newest)
+        if newest is not None and taken is not None and left is not None and left > taken:
+            _log.warning(
+                "step %d was restored from %s, where it was saved on %s; step %d in %s was saved later, on %s. If the "
+                "root was put back from a backup, restore(app, step=%d) resumes from what was saved since, and begins "
+                "a branch [run-root]",
+                *(step, restored.url, utc_text(taken)),
+                *(newest.step, self.root.url, utc_text(left), newest.step),
+            )
 
     def take_back(
         self, step: int, seen_from: int, newer: Newer, on_tiers: Sequence[Candidate], always: bool = False

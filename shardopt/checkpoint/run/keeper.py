@@ -44,6 +44,7 @@ class Keeper(Task):
         self._saved: CheckpointId | None = None
         self._damaged: frozenset[str] = frozenset()
         self._warned = False
+        self._staying: dict[str, str] = {}  # URL → why it could not be removed, as was told
         self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
@@ -181,9 +182,12 @@ class Keeper(Task):
         root.forget(free)
         self._say_removed([url for id in free if (url := root.checkpoint(id).url) in self._damaged])
         failed = {storage.url: error for storage, error in remove_checkpoints(list(map(root.checkpoint, free))).items()}
+        told = {url: self._staying.pop(url, None) for url in (root.checkpoint(id).url for id in free)}
         for url, error in failed.items():
-            remedy = "make it writable, or move it away"
-            _log.warning("%s could not be removed, and stays: %s; %s [storage-failed]", url, error, remedy)
+            self._staying[url] = str(error)
+            if told[url] != str(error):  # once, and not at each save
+                remedy = "make it writable, or move it away"
+                _log.warning("%s could not be removed, and stays: %s; %s [storage-failed]", url, error, remedy)
         for id in free:
             if record_name(id.name) in root.names and root.checkpoint(id).url not in failed:
                 root.storage.remove(record_name(id.name))

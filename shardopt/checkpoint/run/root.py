@@ -19,6 +19,7 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.hosts.directory import PREFIX
 from shardopt.checkpoint.run.branches import Branch, CheckpointId, branches_of, parse_id, read_records
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.world import world
@@ -225,6 +226,19 @@ class Root:
         committed = [id for id in ids if id in known or self.is_committed(id)]
         self._committed = frozenset(committed)
         return committed
+
+    def is_unfinished(self, id: CheckpointId) -> bool:
+        """Whether the directory of a step that is not committed has data files. A store makes one only for files."""
+        with contextlib.suppress(OSError):
+            names = [] if self.storage.is_remote else self.checkpoint(id).names()
+            return self.storage.is_remote or (MANIFEST_NAME not in names and any(map(FILE_NAME.fullmatch, names)))
+        return False
+
+    def saved_at(self, id: CheckpointId) -> float | None:
+        """Reads when a checkpoint was saved, in seconds since 1970 began; None where that cannot be known."""
+        with contextlib.suppress(OSError, CheckpointError):
+            return read_manifest(self.checkpoint(id))[0].saved_at
+        return None
 
     def newest(
         self, but: Set[Published] = frozenset(), step: int | None = None, stream: str | None = None

@@ -251,13 +251,15 @@ class Steps:
         if seen_from > current:
             refuse_unknown_branch(seen_from, current)
         required = required or step is not None
+        seen: list[Candidate] = []
 
         def look() -> list[Candidate]:
             on_tiers = self._on_tiers()
             lacking = {} if self._tiers is None else self._tiers.lacking
             # Also where this raises: what the program saves then is newer work.
             self._passed_over = self._tiers is not None and bool(self._tiers.lacking_after(-1, current))
-            return run.candidates(seen_from, step, required, on_tiers, lacking)
+            seen[:] = run.candidates(seen_from, step, required, on_tiers, lacking)
+            return seen
 
         restored = restore_newest(look, load)
         if failed_step is not None:
@@ -265,6 +267,8 @@ class Steps:
                 raise failed_step
             if run.ranks.rank == 0:
                 _log.warning("%s", failed_step)
+        if step is None and run.ranks.rank == 0:
+            run.tell_passed_over(restored, seen, seen_from)
         renamed = tuple(rename.items())  # a new run has the new names
         if restored is not None:
             if step is not None or branch is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from shardopt.optim.local.modes import in_own_modes, step_in_own_modes
 from shardopt.optim.state_dict.groups import Places, first_names, named, refuse_non_leaf_tensors
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered import with_named_groups
-from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
+from shardopt.optim.state_dict.options import class_defaults, given_options, plain_options, refuse_bad_options
 from shardopt.optim.state_dict.saved_form import KeyedGroup
 from shardopt.runtime.torch_private import not_compiled
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
@@ -57,8 +56,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             raise
         self._local = local
         self._make_leaf(params, local)
-        self._given_to_all = given_options(local.optimizer, local.optimizer.defaults)
-        self._given = [(group, given_options(local.optimizer, group)) for group in local.param_groups]
+        defaults = class_defaults(type(local.optimizer))
+        self._defaults = plain_options(defaults)
+        self._given_to_all = given_options(local.optimizer.defaults, defaults)
+        self._given = [(group, given_options(group, defaults)) for group in local.param_groups]
 
     @not_compiled
     @step_in_own_modes
@@ -230,9 +231,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         made.saved[GIVEN] = next((dict(given) for each, given in self._given if each is group), {})
         if local.state.saves_untouched:
             made.saved[UNTOUCHED] = [each for each in names if local.state.is_untouched(self._params[each], group)]
+        made = replace(made, defaults=self._defaults)
         if local.spec is not None and local.spec.later_options:
-            arguments = inspect.signature(local.spec.optimizer).parameters
-            made = replace(made, later={name: arguments[name].default for name in local.spec.later_options})
+            defaults = class_defaults(local.spec.optimizer)
+            made = replace(made, later={name: defaults[name] for name in local.spec.later_options})
         if isinstance(local.optimizer, AlgorithmOptimizer):
             made = replace(made, unlike=partial(local.optimizer.unlike, group, kept=self._kept_options))
         return made

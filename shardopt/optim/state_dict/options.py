@@ -148,11 +148,15 @@ def replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
     return value
 
 
-def given_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def class_defaults(optimizer: type[Optimizer]) -> Mapping[str, Any]:
+    """Returns the defaults of a class's arguments, as saved; `inspect.Parameter.empty` of those without one."""
+    return {name: as_number(argument.default) for name, argument in inspect.signature(optimizer).parameters.items()}
+
+
+def given_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a group that the code gave: those that differ from the defaults of the class."""
-    defaults = {name: argument.default for name, argument in inspect.signature(type(optimizer)).parameters.items()}
     own = {name: value for name, value in plain_options(group).items() if name in defaults}
-    return {name: value for name, value in own.items() if not is_equal_option(value, as_number(defaults[name]))}
+    return {name: value for name, value in own.items() if not is_equal_option(value, defaults[name])}
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,43 +166,51 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Overridden(NamedTuple):
-    """An option given by the code that a load has overridden.
+    """An option, given by the code now or at the save, that a load has overridden.
 
     Args:
         key: "param_groups.<least name>.<option>", as it is seen from the outermost optimizer.
         here, stored: its values in the code and in the checkpoint.
+        by_default: whether the code no longer gives it, so that its value there is the class's default.
     """
 
     key: str
     here: Any
     stored: Any
+    by_default: bool
 
     @property
     def name(self) -> str:
         return self.key.rpartition(".")[2]
 
 
-def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], given_then: Any) -> list[Overridden]:
+def overridden(
+    where: str, given: Mapping[str, Any], stored: Mapping[str, Any], given_then: Any, defaults: Mapping[str, Any]
+) -> list[Overridden]:
     """Finds options for which the code now gives another value than at the save, and than the group has.
 
     Changes by a schedule or the training loop are no difference: compared are the values that the code gave then and
-    gives now. Of a group that has none (older checkpoints) it is the rate from which a schedule started.
+    gives now; where it gave one then and gives none now, the default. Of a group that has none (older checkpoints) it
+    is the rate from which a schedule started.
 
     Args:
         where: key of the group.
         given: by the code, now.
         stored: options of the saved group.
         given_then: the options that the code gave when it was saved, if the group has them.
+        defaults: of the options that are not given, as far as they are known.
     """
+    given_then = given_then if isinstance(given_then, Mapping) else {}
+    dropped = {name: defaults[name] for name in given_then if name in defaults and name not in given}
     overrides = []
-    for name, value in given.items():
+    for name, value in {**given, **dropped}.items():
         full = f"initial_{name}"
         if name not in stored or full in given:  # a warm-up computes the option from it
             continue
         in_use = as_number(stored.get(full, stored[name]))
-        same_code = isinstance(given_then, Mapping) and name in given_then and is_equal_option(value, given_then[name])
+        same_code = name in given_then and is_equal_option(value, given_then[name])
         if not same_code and not is_equal_option(value, in_use):
-            overrides.append(Overridden(f"{where}.{name}", value, in_use))
+            overrides.append(Overridden(f"{where}.{name}", value, in_use, name in dropped))
     return overrides
 
 
@@ -206,11 +218,13 @@ def warn_of(plan: LoadPlan) -> None:
     """Logs what a load took from the checkpoint in contradiction to the code: options, algorithms, forms of state."""
     if plan.overridden:
         lines = [
-            f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in plan.overridden
+            f"  {each.key}: {each.here!r}{' by default' if each.by_default else ''} in the code, "
+            f"{each.stored!r} in the checkpoint"
+            for each in plan.overridden
         ]
         names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in plan.overridden))
         _log.warning(
-            "options of the checkpoint replace those that the code gives [optimizer-state]:\n%s\n"
+            "options of the checkpoint replace those of the code [optimizer-state]:\n%s\n"
             "to resume with the code's own, call optimizer.keep_options(%s) before loading",
             "\n".join(_first(lines, "  ")),
             names,

@@ -60,6 +60,7 @@ class KeyedGroup:
         saved: "params", the options as they are, and further entries that are saved.
         kept: the options that a load leaves as they are here.
         has: whether a parameter of another rank is of this group, as far as its pattern tells.
+        defaults: of the options, as far as the algorithm has some.
         later: options that the algorithm did not always have, each with its default, which a saved form without it has.
         unlike: those of a saved group's options under which the state here would lie otherwise: name, stored, own.
     """
@@ -68,6 +69,7 @@ class KeyedGroup:
     saved: dict[str, Any]
     kept: frozenset[str]
     has: Callable[[str], bool]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     later: Mapping[str, Any] = field(default_factory=dict)
     unlike: Callable[[Mapping[str, Any]], Iterable[tuple[str, Any, Any]]] = lambda options: ()
 
@@ -185,9 +187,12 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
     if group.kept.isdisjoint(next(iter(by_member.values()))):
         plan.loaded_groups.append(group.live)
     if GIVEN in own_keys:
-        given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
+        given, defaults = (
+            {name: value for name, value in each.items() if name not in group.kept}
+            for each in (saved.get(GIVEN, {}), group.defaults)
+        )
         for each in variants:
-            differing = overridden(where, given, options, each.get(GIVEN) or {})
+            differing = overridden(where, given, options, each.get(GIVEN), defaults)
             plan.overridden += [override for override in differing if override not in plan.overridden]
     left_out |= {name for name, before in group.later.items() if name not in options and saved.get(name) == before}
     into = {name: value for name, value in saved.items() if name not in left_out}

@@ -21,6 +21,7 @@ from shardopt import (
 from shardopt.errors import MismatchError, StateError
 from shardopt.optim import CombinedOptimizer, OptimizerWrapper
 from shardopt.optim.keyed import KeyedOptimizerWrapper
+from shardopt.optim.state_dict.options import overridden
 from tests.support.fake_rank import fake_rank, shard
 
 FULL = torch.arange(8.0).view(4, 2)
@@ -129,19 +130,16 @@ def test_what_is_saved_is_a_number_and_does_not_change_any_more():
 
 @both_ways
 @in_any_nesting
-@pytest.mark.parametrize(("one", "other"), [("adam", "adamw"), ("adamw", "adam"), ("sgd", "rmsprop"), ("sgd", "asgd")])
+@pytest.mark.parametrize(("one", "other"), [("adam", "adamw"), ("adamw", "adam"), ("sgd", "rmsprop"), ("adamw", "sgd")])
 def test_another_algorithm_is_refused_by_name(tmp_path, load, nesting, one, other):
     saved, inner = (ready(shardopt.keyed(name, params(), lr=0.5)) for name in (one, other))
     into = NESTINGS[nesting](inner)
     before = copy.deepcopy(inner.state_dict())
     with pytest.raises(MismatchError) as caught:
         load(tmp_path, NESTINGS[nesting](saved), into)
-    (problem,) = [owned for owned in caught.value.problems if owned.key.endswith(".algorithm")] or [None]
-    if problem is None:  # one of them has no state
-        assert all("init_state" in owned.remedy for owned in caught.value.problems)
-    else:
-        assert problem.found.lower().startswith(one + ",") and problem.required.lower() == other
-        assert "strict=False" in problem.remedy
+    (problem,) = [owned for owned in caught.value.problems if owned.key.endswith(".algorithm")]  # SGD has no state
+    assert problem.found.lower().startswith(one + ",") and problem.required.lower() == other
+    assert "strict=False" in problem.remedy
     assert str(inner.state_dict()) == str(before)
 
 
@@ -247,6 +245,28 @@ def test_options_that_the_code_gives_otherwise_are_told_once(tmp_path, load, nes
         assert expected in line
     assert "keep_options('lr', 'betas', 'weight_decay')" in line or "keep_options(" in line
     assert f"{key}w.weight_decay" not in line and "eps" not in line
+
+
+@both_ways
+def test_options_that_the_code_no_longer_gives_are_told(tmp_path, load, caplog):
+    saved, inner = adamw(lr=0.1, eps=1e-8, weight_decay=0.1, maximize=True), adamw()
+    into = NESTINGS["combined"](inner)
+    into.keep_options("lr")
+    load(tmp_path, NESTINGS["combined"](saved), into)
+    (line,) = lines(caplog)
+    assert "bias.weight_decay: 0.01 by default in the code, 0.1 in the checkpoint" in line
+    assert "bias.maximize: False by default in the code, True in the checkpoint" in line
+    assert "keep_options('weight_decay', 'maximize')" in line  # "eps" is the default, and the code's "lr" is kept
+    assert (inner.param_groups[0]["weight_decay"], inner.param_groups[0]["lr"]) == (0.1, 1e-3)
+    into.load_state_dict(as_older(into.state_dict()))  # which does not say what was given
+    assert lines(caplog) == []
+
+
+def test_the_default_in_place_of_a_given_option_is_compared_with_both():
+    """With what the code gave at the save, and with what a schedule or the loop has made of it."""
+    told = [overridden("g", {}, {"lr": now}, {"lr": then}, {"lr": 0.1}) for then, now in [(0.1, 0.2), (0.2, 0.1)]]
+    assert told == [[], []]
+    assert [each.key for each in overridden("g", {}, {"lr": 0.3}, {"lr": 0.2, "own": 1}, {"lr": 0.1})] == ["g.lr"]
 
 
 SCHEDULES = {
@@ -393,8 +413,9 @@ def test_what_a_factory_gives(caplog):
     made(0.5, weight_decay=0.25).load_state_dict(made(0.25).state_dict())
     (line,) = lines(caplog)
     assert "bias.lr: 0.5 in the code, 0.25" in line and "bias.weight_decay: 0.25 in the code, 0 in" in line
-    made(0.001).load_state_dict(made(0.25).state_dict())  # the class's default, which nobody gave
-    assert lines(caplog) == []
+    made(0.001).load_state_dict(made(0.25).state_dict())  # the class's default, as if nobody gave it
+    (line,) = lines(caplog)
+    assert "bias.lr: 0.001 by default in the code, 0.25" in line
 
 
 def test_many_are_told_in_a_few_lines_and_on_rank_0_alone(caplog):

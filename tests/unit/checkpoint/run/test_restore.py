@@ -17,7 +17,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run import manager as manager_module
-from shardopt.checkpoint.storage import LocalStorage, retry
+from shardopt.checkpoint.storage import LocalStorage, retry, storage_of
 from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
 from tests.harness import run_ranks
@@ -273,6 +273,39 @@ def restore_without_stderr(root):
 def test_a_notice_that_cannot_be_written_fails_no_restore(tmp_path):
     saved(tmp_path, 3)
     assert run_ranks(1, restore_without_stderr, str(tmp_path), backend=None) == [[3, 3, 3]]
+
+
+@pytest.mark.parametrize("root", ["disk", "memory://shardopt-cut-off"])
+def test_newer_steps_without_a_manifest_are_told(tmp_path, monkeypatch, caplog, root):
+    """As of a copy of the root that was cut off; not those below what is resumed, and not empty directories."""
+    monkeypatch.chdir(tmp_path)
+    manager = saved(root, 1, 2, 3, 4)
+    for step in (1, 4):
+        storage_of(manager.path(step)).remove("manifest.json")
+    Path("disk/step-00000005").mkdir(parents=True)
+    with caplog.at_level(logging.INFO, "shardopt"):
+        assert restored(checkpoint.Manager(root)) == 3
+        assert restored(checkpoint.Manager(root), step=2) == 2  # which asks for no newer one
+    told = [(record.levelname, record.getMessage().partition(" in ")[0]) for record in caplog.records]
+    assert [each for each in told if "passed over" in each[1]] == [("INFO", "passed over step 4")]
+
+
+def test_a_mirror_with_higher_steps_of_before_a_backup_is_warned_of(tmp_path, caplog):
+    root, to_mirror = tmp_path / "root", {"destinations": [checkpoint.Mirror(str(tmp_path / "mirror"))]}
+
+    def resumed(step=None, **options):
+        with checkpoint.Manager(root, **options) as manager:
+            return restored(manager, step=step)
+
+    saved(root, 1, 4, **to_mirror).close()
+    shutil.rmtree(root / "step-00000004")  # a backup of step 1 comes back
+    assert resumed(**to_mirror) == 4 and "was saved later" not in caplog.text
+    saved(root, 2).close()
+    assert resumed(**to_mirror) == 4
+    (line,) = [record.getMessage() for record in caplog.records if "was saved later" in record.getMessage()]
+    assert f"step 4 was restored from {tmp_path}/mirror/step-00000004" in line and "restore(app, step=2)" in line
+    assert resumed(step=2, **to_mirror) == 2  # the remedy, followed
+    assert resumed(**to_mirror) == 2 and caplog.text.count("was saved later") == 1
 
 
 @pytest.mark.parametrize("name", ["step-30", "step-00000030"])
