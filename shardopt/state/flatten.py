@@ -35,6 +35,7 @@ from shardopt.state.in_place import put
 from shardopt.state.names import ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.state.param_groups import (
     NAMES_OF_TORCH,
+    OWN,
     PARAMS,
     UNTOUCHED,
     Numbered,
@@ -212,7 +213,10 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames
     if found is None or not set(found).isdisjoint(state[STATE]):
         return None
     kind = type(optimizer)
-    algorithm = kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else ""
+    if f"{kind.__module__}.".startswith("torch.optim."):
+        algorithm = kind.__name__
+    else:
+        algorithm = "" if kind.__module__.startswith("shardopt.") else f"{OWN}{kind.__qualname__}"
     return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
 
 

@@ -32,6 +32,8 @@ ELSEWHERE = "elsewhere"
 """The key, in a loaded group without parameters here, of the parameters on other ranks with its options."""
 ALGORITHM = "algorithm"
 """The key, in a saved group, of the name of the algorithm that steps it, if known."""
+OWN = "."
+"""Stands before such a name if the class is neither torch's nor ours: a program may rename it, and go on."""
 GIVEN = "given"
 """The key, in a saved group, of the options that the code gave, before schedules and the training loop changed any."""
 NAMES_OF_TORCH = "param_names"
@@ -186,7 +188,7 @@ class Numbered:
         names: of each parameter, by its number.
         parameters: by number.
         groups: as the optimizer's state has them.
-        algorithm: the name of the optimizer's class, if it is torch's; else "".
+        algorithm: the name of the optimizer's class, if it is torch's; after `OWN`, if it is another's; else "".
         in_order: whether its state is of all parameters in their order: then the numbers stay, and groups tell the
             names that they have.
     """
@@ -266,9 +268,20 @@ def numbers_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> tu
 
 
 def other_algorithm(options: Mapping[str, Any], algorithm: str) -> str:
-    """Returns the algorithm of stored options if it is known to be another one; else ""."""
+    """Returns the algorithm of stored options if it is known to be another one; else "", also where one is `OWN`."""
     stored = options.get(ALGORITHM)
-    return stored if isinstance(stored, str) and stored and algorithm and stored != algorithm else ""
+    if not (isinstance(stored, str) and stored and algorithm) or OWN in (stored[0], algorithm[0]):
+        return ""
+    return stored if stored != algorithm else ""
+
+
+def other_class(options: Mapping[str, Any], algorithm: str) -> str:
+    """Returns the class of stored options if another one steps here, and one of the two is `OWN`; else ""."""
+    stored = options.get(ALGORITHM)
+    if not (isinstance(stored, str) and stored and algorithm) or OWN not in (stored[0], algorithm[0]):
+        return ""
+    of_torch = any(hasattr(torch.optim, each) for each in (stored, algorithm))  # where an own one may have its name
+    return stored if of_torch or stored.lstrip(OWN) != algorithm.lstrip(OWN) else ""
 
 
 def _options_of_torch(group: Mapping[str, Any]) -> dict[str, Any]:

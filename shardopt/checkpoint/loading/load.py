@@ -35,7 +35,7 @@ from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
 from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
 from shardopt.checkpoint.loading.strictness import STRICT, Strictness, log_passed_over, strictness_of
-from shardopt.checkpoint.loading.torchs_own import warn_of_other_options
+from shardopt.checkpoint.loading.torchs_own import warn_of_other_classes, warn_of_other_options
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.row_state import log_merged
@@ -257,6 +257,7 @@ def _load_into(
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
     if ranks.rank == 0:
         warn_of_other_options(plan.flat, match.values)
+        warn_of_other_classes(plan.flat, match.values)
         if plan.growing:
             warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}

@@ -89,7 +89,8 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]]) -> 
         if not all(last) or any(all(i < len(each) and each[i] == now[i] for i in used) for each in last):
             continue
         _log.warning(
-            "the rates of %s are %s, and those of its optimizer's groups %s: its next step may set its own "
+            "the rates of %s are %s, and those of its optimizer's groups %s: its next step may set its own. To keep "
+            "those of the groups, make it again after the load, with last_epoch= the steps that it has made, less one "
             "[optimizer-state]",
             ", ".join(name for name, _ in schedules),
             ", ".join(map(str, last)),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
@@ -27,12 +28,15 @@ from shardopt.errors import Problem, StateError
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
+    ALGORITHM,
     IMPLEMENTATION_OPTIONS,
     NAMES_OF_TORCH,
+    OWN,
     PARAMS,
     Numbered,
     numbers_in,
     other_algorithm,
+    other_class,
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import FlatState, RestoreTarget, Tied
@@ -40,7 +44,8 @@ from shardopt.state.values import canonical, encode_value
 
 _log = logging.getLogger("shardopt.checkpoint")
 
-_OF_SCHEDULES = ("lr", "momentum", "betas")  # torch's change these
+_BEGINS = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_momentum"}
+"""The key, in a group, of the value with which torch's schedules begin to change an option."""
 _NO_NAMES = (
     "put the module whose parameters these are into the app, where it is saved and where it is loaded, or make the "
     "optimizer of model.named_parameters()"
@@ -117,17 +122,19 @@ def _problems_of_groups(
 def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
     """Logs which options of torch's optimizers a load has taken from the checkpoint in contradiction to the code.
 
-    Not those that a schedule changes, where there is one. Of another algorithm a load has taken none.
+    Of an option that a schedule changes, compared is the value with which the schedule begins. Of another algorithm a
+    load has taken none.
 
     Args:
         values: that were loaded, by key.
     """
-    lines, algorithms = dict[str, None](), dict[str, None]()
+    lines, algorithms, begins = dict[str, None](), dict[str, None](), set[str]()
+    on_plateaus = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
     for target in flat.targets:
         optimizer, numbered = target.object, target.numbered
         if numbered is None or not isinstance(optimizer, Optimizer):
             continue
-        scheduled = _OF_SCHEDULES if any("initial_lr" in group for group in optimizer.param_groups) else ()
+        plateaus = [each for each in on_plateaus if each.optimizer is optimizer]
         for members in filter(None, numbered.members()):
             key = join((*target.path, PARAM_GROUPS, flat.tied.get(members[0], members[0])))
             here, stored = (flat.leaves[key].value, values.get(key)) if key in flat.leaves else ({}, None)
@@ -137,14 +144,21 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
                 told = f"saved by {other}; {numbered.algorithm} takes the state that fits, with its own options"
                 algorithms[f"{join(target.path)}: {told}"] = None
                 continue
-            for option in sorted(optimizer.defaults.keys() - IMPLEMENTATION_OPTIONS - {*scheduled}):
-                if option in here and option in stored and not _is_same(here[option], stored[option]):
-                    lines[f"{join(target.path)}: {option}: {here[option]} here, {stored[option]} stored"] = None
+            known = optimizer.defaults.keys() & here.keys() & stored.keys() - IMPLEMENTATION_OPTIONS
+            for option in sorted(known):
+                begin = _BEGINS.get(option, "")
+                begin = begin if begin in here else ""
+                ours, theirs = (_as_begun(each, option, begin) for each in (here, stored))
+                if not _is_same(ours, theirs) and not (option == "lr" and _is_reduced(ours, theirs, plateaus)):
+                    lines[f"{join(target.path)}: {option}: {ours} here, {theirs} stored"] = None
+                    begins |= {begin} - {""}
     if lines:
+        again = f", with {' and '.join(sorted(begins))}, and then make the schedule again, which sets them"
         _log.warning(
             "options of the checkpoint replace those that an optimizer has [optimizer-state]:\n  %s\n"
-            "to resume with other ones, set them in param_groups after loading",
+            "to resume with other ones, set them in param_groups after loading%s",
             "\n  ".join(lines),
+            again if begins else "",
         )
     if algorithms:
         _log.warning(
@@ -152,14 +166,65 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:
+    """Logs which optimizers have taken what another class saved, where one of the two is a class of the program's own.
+
+    Args:
+        values: that were loaded, by key.
+    """
+    lines = dict[str, None]()
+    for target in flat.targets:
+        for name in chain.from_iterable(group[PARAMS][:1] for group in target.groups or ()):
+            key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
+            here = flat.leaves[key].value.get(ALGORITHM) if key in flat.leaves else None
+            stored = values.get(key)
+            if isinstance(here, str) and isinstance(stored, Mapping) and (other := other_class(stored, here)):
+                there, own = (f"the program's {each[1:]}" if each[0] == OWN else each for each in (other, here))
+                lines[f"{join(target.path)}: saved by {there}, {own} here"] = None
+    if lines:
+        _log.warning(
+            "optimizers resume from another class, whose state has the same names [optimizer-state]:\n  %s",
+            "\n  ".join(lines),
+        )
+
+
+def _as_begun(options: Mapping[str, Any], option: str, begin: str) -> Any:
+    """Returns an option as it was before a schedule changed it.
+
+    Args:
+        begin: the key of the value with which the schedule begins; "" where none changes the option.
+    """
+    value = options[option]
+    if begin not in options:
+        return value
+    return (options[begin], *value[1:]) if isinstance(value, list | tuple) else options[begin]  # the first beta
+
+
+def _is_reduced(here: Any, stored: Any, plateaus: Iterable[ReduceLROnPlateau]) -> bool:
+    """Whether a schedule that reduces on plateaus may have made the stored rate of this one: it notes no first rate."""
+    ours, theirs = map(_plain, (here, stored))
+    for each in plateaus:
+        if theirs in each.min_lrs:
+            return True
+        if all(isinstance(rate, int | float) for rate in (ours, theirs)) and 0 < theirs < ours and each.factor > 0:
+            times = math.log(theirs / ours, each.factor)
+            if round(times) > 0 and math.isclose(times, round(times), rel_tol=1e-4):
+                return True
+    return False
+
+
 def _is_same(*options: Any) -> bool:
-    plain = [each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in options]
+    plain = [*map(_plain, options)]
     if all(isinstance(each, int | float) for each in plain):
         return math.isclose(*plain, rel_tol=1e-6)  # in a tensor of fp32 a number has fewer digits
     try:
         return len({canonical(encode_value(each)) for each in plain}) == 1
     except StateError:  # no plain value here, as a function
         return False
+
+
+def _plain(option: Any) -> Any:
+    return option.item() if isinstance(option, torch.Tensor) and option.numel() == 1 else option
 
 
 def _distinct(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

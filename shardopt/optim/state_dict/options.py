@@ -172,12 +172,14 @@ class Overridden(NamedTuple):
         key: "param_groups.<least name>.<option>", as it is seen from the outermost optimizer.
         here, stored: its values in the code and in the checkpoint.
         by_default: whether the code no longer gives it, so that its value there is the class's default.
+        scheduled: whether a schedule sets it.
     """
 
     key: str
     here: Any
     stored: Any
     by_default: bool
+    scheduled: bool
 
     @property
     def name(self) -> str:
@@ -210,7 +212,7 @@ def overridden(
         in_use = as_number(stored.get(full, stored[name]))
         same_code = name in given_then and is_equal_option(value, given_then[name])
         if not same_code and not is_equal_option(value, in_use):
-            overrides.append(Overridden(f"{where}.{name}", value, in_use, name in dropped))
+            overrides.append(Overridden(f"{where}.{name}", value, in_use, name in dropped, full in stored))
     return overrides
 
 
@@ -223,11 +225,17 @@ def warn_of(plan: LoadPlan) -> None:
             for each in plan.overridden
         ]
         names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in plan.overridden))
+        scheduled = " and ".join(dict.fromkeys(repr(each.name) for each in plan.overridden if each.scheduled))
+        again = (
+            f"; a schedule sets {scheduled} again: leave it out of the app, load with "
+            'Strictness(unexpected="ignore"), and make it again afterwards'
+        )
         _log.warning(
             "options of the checkpoint replace those of the code [optimizer-state]:\n%s\n"
-            "to resume with the code's own, call optimizer.keep_options(%s) before loading",
+            "to resume with the code's own, call optimizer.keep_options(%s) before loading%s",
             "\n".join(_first(lines, "  ")),
             names,
+            again if scheduled else "",
         )
     if plan.rounded_anew:
         _log.warning(

@@ -32,6 +32,7 @@ from shardopt.state.param_groups import (
     options_by_member,
     options_elsewhere,
     options_of,
+    other_algorithm,
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE
 
@@ -169,11 +170,10 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
     saved, variants = group.saved, _distinct(by_member)
     own_keys = {ALGORITHM, GIVEN} - group.live.keys()  # options may have these names
     if ALGORITHM in own_keys and ALGORITHM in saved:  # older checkpoints and torchrec's do not say
-        stored_by = dict.fromkeys(each.get(ALGORITHM, saved[ALGORITHM]) for each in variants)
-        others = [algorithm for algorithm in stored_by if algorithm != saved[ALGORITHM]]
-        for algorithm in others:
+        others = dict.fromkeys(other_algorithm(each, saved[ALGORITHM]) for each in variants)
+        for algorithm in filter(None, others):
             _plan_another_algorithm(plan, where, saved[ALGORITHM], algorithm)
-        if others:
+        if any(others):
             return
     for each in variants:
         for name, stored, here in group.unlike(each):

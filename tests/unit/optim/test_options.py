@@ -322,6 +322,7 @@ def test_a_schedule_that_begins_with_another_rate_is_told_of(caplog):
     scheduled("lambda", lr=0.3)[0].load_state_dict(saved.state_dict())
     (line,) = lines(caplog)
     assert "bias.lr: 0.3 in the code, 0.1 in the checkpoint" in line
+    assert "a schedule sets 'lr' again: leave it out of the app" in line
     other = adamw(lr=0.05)  # what the schedule has come to, so that nothing is lost
     state = saved.state_dict()
     del state["param_groups"][0]["initial_lr"]

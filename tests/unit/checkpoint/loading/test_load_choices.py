@@ -269,3 +269,19 @@ def test_damage_of_a_manifest_or_a_header_says_that_nothing_was_changed(saved, i
         assert same(bits(app), before)
         train(app["model"], app["optimizer"])
         file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("make", [torchs_adam, lambda model: shardopt.keyed("adam", model.named_parameters())])
+def test_a_file_of_only_an_optimizers_state_loads_by_the_names_of_the_model_in_the_app(tmp_path, make):
+    model, _ = model_and_optimizer()
+    before = torchs_adam(model)
+    train(model, before)
+    torch.save(before.state_dict(), tmp_path / "optimizer.pt")
+    fresh, _ = model_and_optimizer()
+    app = {"model": fresh, "optimizer": make(fresh), "step": 7}
+    only = {"rename": {r"^": "optimizer."}, "select": r"^optimizer\."}
+    checkpoint.load(tmp_path / "optimizer.pt", app, init_state=True, **only)
+    assert app["step"] == 7 and not torch.equal(fresh[0].weight, model[0].weight)
+    for stepped, parameter in zip(model.parameters(), fresh.parameters(), strict=True):
+        for entry, value in before.state[stepped].items():
+            assert torch.equal(app["optimizer"].state[parameter][entry], value)

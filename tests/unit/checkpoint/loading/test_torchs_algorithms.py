@@ -44,13 +44,52 @@ def test_each_has_its_name_in_checkpoints(tmp_path, stored, here):
 def test_checkpoints_without_the_name_load(tmp_path, name, monkeypatch):
     cls, _ = ALGORITHMS[name]
     with monkeypatch.context() as patched:
-        patched.setattr(cls, "__module__", "elsewhere")
+        patched.setattr(cls, "__module__", "shardopt.elsewhere")
         checkpoint.save(tmp_path / "c", stepped(app_of(name, lr=0.5)))
     with checkpoint.open(tmp_path / "c") as reader:
         assert "algorithm" not in reader.manifest.values["optimizer.param_groups.weight"][1]
     app = app_of(name)
     checkpoint.load(tmp_path / "c", app, init_state=True)
     assert app["optimizer"].param_groups[0]["lr"] == 0.5
+
+
+class AdamW(torch.optim.AdamW):
+    """One of the program's own."""
+
+
+class Renamed(torch.optim.AdamW):
+    pass
+
+
+def keyed(parameters):
+    return shardopt.keyed("adamw", dict(zip(["weight"], parameters, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "here", "told"),
+    [
+        (AdamW, Renamed, "saved by the program's AdamW, the program's Renamed here"),
+        (AdamW, torch.optim.AdamW, "saved by the program's AdamW, AdamW here"),
+        (torch.optim.AdamW, Renamed, "saved by AdamW, the program's Renamed here"),
+        (Renamed, keyed, "saved by the program's Renamed, AdamW here"),
+        (keyed, Renamed, "saved by AdamW, the program's Renamed here"),
+        (AdamW, AdamW, ""),
+        (torch.optim.AdamW, keyed, ""),
+    ],
+)
+def test_a_class_of_the_programs_own_is_told_of_if_another_has_saved(tmp_path, caplog, stored, here, told):
+    def made(cls):
+        model = nn.Linear(3, 2, bias=False)
+        return {"model": model, "optimizer": cls(model.parameters())}
+
+    saved = stepped(made(stored))
+    checkpoint.save(tmp_path / "c", saved)
+    app = made(here)
+    checkpoint.load(tmp_path / "c", app, init_state=True)
+    lines = [f"optimizer: {told}"] if told else []
+    assert [each for message in caplog.messages for each in message.split("\n  ")[1:]] == lines
+    saved["optimizer"].zero_grad()
+    assert torch.equal(stepped(app)["model"].weight, stepped(saved)["model"].weight)
 
 
 def test_muon_goes_on_sharded(tmp_path):
