@@ -34,6 +34,7 @@ TEXTS = {
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
+    "To keep those of the groups, make it again after": "tests/unit/optim/test_schedule_rates.py follows it",
     "resumes from what was saved since, and begins": "tests/unit/checkpoint/run/test_restore.py follows it",
     "loaded with strict=False from another algorithm": LINE,
     "is rounded at random from here on": LINE,

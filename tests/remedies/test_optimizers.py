@@ -435,3 +435,24 @@ def test_positions_are_those_of_as_torch():
         refused(remedy, other["optimizer"].as_torch().load_state_dict, {**state, "param_groups": groups})
     other["optimizer"].as_torch().load_state_dict(state)
     assert moments_of(other) == moments_of(app)
+
+
+def test_the_line_about_a_replaced_rate_says_what_to_do_with_its_schedule(url, caplog):
+    def scheduled(lr):
+        app = app_of(lr=lr)
+        return app | {"schedule": torch.optim.lr_scheduler.LambdaLR(app["optimizer"], lambda step: 1 / (1 + step))}
+
+    app = scheduled(0.5)
+    saved(url, stepped(app))
+    loaded(url, scheduled(0.25))
+    line = next(each for each in caplog.messages if "keep_options" in each)
+    remedy = (
+        "; a schedule sets 'lr' again: leave it out of the app, load with "
+        'Strictness(unexpected="ignore"), and make it again afterwards'
+    )
+    assert line.endswith(remedy)
+    kept = app_of(lr=0.25)
+    kept["optimizer"].keep_options("lr")
+    checkpoint.load(url, kept, strict=checkpoint.Strictness(unexpected="ignore"), init_state=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(kept["optimizer"], lambda step: 1 / (1 + step))
+    assert schedule.base_lrs == [0.25] and schedule.get_last_lr() == [0.25]
