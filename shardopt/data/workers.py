@@ -27,6 +27,7 @@ def shield_workers(loader: DataLoader[Any]) -> None:
     Args:
         loader: torch's DataLoader, or a subclass.
     """
+    loader = getattr(loader, "base_dataloader", loader)  # by which those of Accelerate read
     if loader.num_workers and hasattr(signal, "sigwaitinfo"):
         before = loader.worker_init_fn
         then = before.then if isinstance(before, _Shield) else before

@@ -21,6 +21,8 @@ from functools import cache
 from typing import Any
 
 import accelerate
+import torch
+from accelerate.data_loader import DataLoaderStateMixin
 from torch import nn
 
 from shardopt import checkpoint
@@ -28,6 +30,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
+from shardopt.data.workers import shield_if_listening
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
 from shardopt.integrations.optimizers import add_objects, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
@@ -71,8 +74,10 @@ class Accelerator(accelerate.Accelerator):
         state = {
             "step": self.step,
             "processes": self._processes_of_schedules(),
-            "iterations": [getattr(each, "iteration", 0) for each in self._dataloaders],
+            "iterations": [self._epochs_of(each) for each in self._dataloaders],
         }
+        for each in self._dataloaders:
+            shield_if_listening(each)
         app: dict[str, Any] = {"random": RandomState(on_resize="keep"), "accelerator": _State(self, state)}
         add_objects(app, "model", [self.unwrap_model(model) for model in self._models])
         add_objects(app, "optimizer", require_keyed(self._optimizers, _REMEDY))
@@ -123,6 +128,38 @@ class Accelerator(accelerate.Accelerator):
             path = f"{path}/{saved[-1]}"
             self.project_configuration.iteration = int(saved[-1].rpartition("_")[2]) + 1
         checkpoint.load(path, self.app(), init_state=True)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns a loader of the batches that are left of an epoch; behind it, `dataloader` has the next epoch.
+
+        Accelerate's own would leave `dataloader` at the epoch that was resumed, and draw the seed of a loader's workers
+        from torch's random numbers once more: the run that resumes drew it when it began the epoch.
+
+        Args:
+            dataloader: what `prepare` gave.
+            num_batches: how many of the epoch are done, on this rank.
+        """
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if isinstance(rest, DataLoaderStateMixin):
+            reads = rest.base_dataloader
+            if num_batches and reads.generator is None and torch.get_default_device().type == "cpu":
+                reads.generator = torch.Generator()
+                reads.generator.set_state(torch.get_rng_state())
+            dataloader.set_epoch(dataloader.iteration)  # a rest that one rank reads does not reach the sampler
+            end = rest.end
+
+            def end_for_both() -> None:
+                end()
+                dataloader.iteration = rest.iteration
+
+            rest.end, rest.rest_of = end_for_both, dataloader
+        return rest
+
+    def _epochs_of(self, loader: Any) -> int:
+        """Returns how many epochs a loader is through: it counts the last one only when asked for one batch more."""
+        read = [each for each in self.gradient_state.dataloader_references if each is not None]
+        through = any(getattr(each, "rest_of", each) is loader and each.end_of_dataloader for each in read)
+        return int(getattr(loader, "iteration", 0)) + through
 
     def _schedules(self) -> list[Any]:
         return [getattr(each, "scheduler", each) for each in self._schedulers]

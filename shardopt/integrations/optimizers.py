@@ -79,15 +79,18 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
             f"{type(optimizer).__qualname__} cannot be keyed by parameter name", problems, code="framework"
         )
     accepted = inspect.signature(type(optimizer)).parameters.keys() - {_PARAMS}
-    options = [{name: value for name, value in group.items() if name in accepted} for group in groups]
+    # A schedule has set its first rate by now, as zero for a warm-up; "initial_lr" is what the code gave.
+    given = [{**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in groups]
+    options = [{name: value for name, value in group.items() if name in accepted} for group in given]
     patterns = [_pattern(sorted(names[parameter] for parameter in group[_PARAMS])) for group in groups]
     # The last group is that of the defaults, so that there are as many groups as schedules know of.
     first = [{"match": match, **own} for match, own in zip(patterns[:-1], options[:-1], strict=True)]
     trained = {names[parameter]: parameter for group in groups for parameter in group[_PARAMS]}
     made = keyed(type(optimizer), trained, groups=first, **options[-1])
     for ours, theirs in zip(made.param_groups, groups, strict=True):
-        # Keys that are no options of the class: a schedule, which has seen the groups, keeps its first rates there.
-        ours.update({name: value for name, value in theirs.items() if name not in accepted and name != _PARAMS})
+        # Keys that are no options of the class (a schedule keeps its first rates there), and the rate that is in force.
+        own = {name: value for name, value in theirs.items() if name not in accepted and name != _PARAMS}
+        ours.update(own, **({"lr": theirs["lr"]} if "initial_lr" in own else {}))
     return made
 
 

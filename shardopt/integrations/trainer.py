@@ -25,6 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from shardopt.checkpoint import Manager
 from shardopt.data.random_state import RandomState
+from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.integrations.optimizers import make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, TrainingRun, of_rank_0
@@ -99,6 +100,7 @@ class ShardoptCallback(TrainerCallback):
         saved = FrameworkState(check=self._check_batch)
         random = RandomState(on_resize="keep")
         self.restored = self._run.begin(self._app(saved, random, **given))
+        shield_if_listening(loader)
         if self.restored:
             self._load(state, saved.value)
             self._random = random.state_dict()
@@ -134,20 +136,21 @@ class ShardoptCallback(TrainerCallback):
         return self._app(FrameworkState(self._state_of(state)), RandomState(on_resize="keep"), **given)
 
     def _state_of(self, state: TrainerState) -> dict[str, Any]:
-        """Returns rank 0's Trainer state, with the mean over ranks of the losses since the last log. Collective."""
+        """Returns rank 0's Trainer state, with the losses and operations since the last log. Collective."""
         trainer, ranks = self._trainer, ranks_of(None)
         own = {name: value for name, value in asdict(state).items() if name not in _OF_THIS_RUN}
         own["stateful_callbacks"] = {
             type(each).__name__: each.state()["attributes"] for each in _exportable(trainer, state)
         }
-        own["total_loss"], own["last_logged"] = trainer._total_loss_scalar, trainer._globalstep_last_logged
+        own["last_logged"] = trainer._globalstep_last_logged
         own["samples"], own["order"] = self._samples, self._order
-        mean = ranks.agree(
+        mean, flos = ranks.agree(
             "taking the mean of losses",
-            work=lambda: float(trainer._tr_loss.item()),
-            report=lambda loss: loss,
-            decide=lambda losses: sum(losses) / len(losses),
+            work=lambda: (float(trainer._tr_loss.item()), trainer.current_flos),
+            report=lambda since: since,
+            decide=lambda counted: (sum(loss for loss, _ in counted) / len(counted), sum(each for _, each in counted)),
         )[1]
+        own["total_flos"] += flos  # as by `store_flos`, which would be a round of its own
         return {**of_rank_0("the Trainer's state", own), "loss_since": mean}  # of times, ranks see others
 
     def _load(self, state: TrainerState, saved: dict[str, Any]) -> None:
@@ -158,13 +161,14 @@ class ShardoptCallback(TrainerCallback):
         for each in _exportable(trainer, state):
             for name, value in saved["stateful_callbacks"].get(type(each).__name__, {}).items():
                 setattr(each, name, value)
-        # Losses are divided by the steps since the last log, and times by those of this process.
+        # A log divides losses by the steps since the last one, and `train` losses and times by those of this process.
         trainer._initial_global_step, trainer._initial_num_input_tokens_seen = (
             state.global_step,
             state.num_input_tokens_seen,
         )
         trainer._globalstep_last_logged = saved["last_logged"]
         trainer._tr_loss = torch.tensor(saved["loss_since"], device=trainer._tr_loss.device)
+        trainer._total_loss_scalar = -trainer._tr_loss.item()  # to which the next log adds the losses of those steps
 
     def _skip(self, loader: Any, saved: dict[str, Any]) -> None:
         """Makes the data begin after the samples that were seen, as the Trainer counts epochs from 0."""

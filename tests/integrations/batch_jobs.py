@@ -76,7 +76,7 @@ def see_each(framework, runs, **options):
     return [see(framework, out, stops, **options) for out, stops in runs]
 
 
-def with_trainer(out, stop, seen, resumable=True, dataset=None, **options):
+def trainer_of(out, stop, seen, resumable=True, dataset=None, **options):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from shardopt.integrations.trainer import ShardoptCallback
@@ -87,6 +87,9 @@ def with_trainer(out, stop, seen, resumable=True, dataset=None, **options):
             loss = super().training_step(model, inputs, *args, **kwargs)
             seen.setdefault(self.state.global_step + 1, []).append((numbers, loss.item()))
             return loss
+
+        def floating_point_ops(self, inputs):
+            return inputs["number"].numel()
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **given):
@@ -105,8 +108,22 @@ def with_trainer(out, stop, seen, resumable=True, dataset=None, **options):
     trainer = Seeing(Mean(), arguments, train_dataset=Numbers() if dataset is None else dataset, callbacks=[Stop()])
     if resumable:
         trainer.add_callback(ShardoptCallback(trainer, out / "checkpoints", every=100))
+    return trainer
+
+
+def with_trainer(*given, **options):
+    trainer = trainer_of(*given, **options)
     trainer.train()
     return trainer.state.global_step
+
+
+def results_of_trainer(out, stops, **options):
+    """The loss that `train()` returns, and the operations so far, of each part; and the losses of this rank by step."""
+    seen, results = {}, []
+    for stop in stops:
+        trainer = trainer_of(Path(out), stop, seen, **options)
+        results.append((trainer.train().training_loss, trainer.state.total_flos))
+    return results, {step: loss for step, ((_, loss),) in seen.items()}
 
 
 def loader_of(kind, drop_last):
@@ -137,13 +154,13 @@ def with_loop(out, stop, seen, kind="ResumableLoader", drop_last=False):
                     return stop
 
 
-def with_accelerate(out, stop, seen, prepared=False, drop_last=False):
-    from accelerate import DataLoaderConfiguration, skip_first_batches
+def with_accelerate(out, stop, seen, prepared=False, sets_epoch=False, drop_last=False, **options):
+    from accelerate import DataLoaderConfiguration
 
     from shardopt.integrations.accelerate import Accelerator
 
     torch.manual_seed(1)  # of the order
-    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, **options)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     model = Mean()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -159,10 +176,12 @@ def with_accelerate(out, stop, seen, prepared=False, drop_last=False):
         for epoch in range(progress["step"] // len(loader), EPOCHS):
             rest = loader
             if prepared:
-                rest = skip_first_batches(loader, progress["step"] % len(loader))
-                rest.set_epoch(epoch)
+                done = progress["step"] % len(loader)
+                rest = accelerator.skip_first_batches(loader, done) if done else loader
+                if sets_epoch:
+                    rest.set_epoch(epoch)
             for batch in rest:
-                loss = model(**batch)["loss"]
+                loss = model(**batch)["loss"] * torch.rand(())  # as dropout takes of these numbers
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -68,6 +68,19 @@ def test_a_trainer_on_several_ranks_says_that_it_fills_up_batches_that_were_not(
 
 
 @NEEDS_TRANSFORMERS
+def test_the_results_of_a_resumed_trainer_are_of_its_own_steps_and_all_operations(tmp_path):
+    options = {"logging_steps": 4, "max_steps": 8}  # 3 and 5 are between two logs
+    outcomes = run_ranks(2, batch_jobs.results_of_trainer, str(tmp_path), [3, 5, 8, 8], **options)
+    losses = {step: sum(each[step] for _, each in outcomes) / 2 for step in range(1, 9)}
+    for results, own in outcomes:
+        found, operations = zip(*results, strict=True)
+        assert found[0] == pytest.approx(sum(own[step] for step in (1, 2, 3)) / 3)  # not logged: of this rank
+        assert found[2] == pytest.approx(sum(losses[step] for step in (6, 7, 8)) / 3)
+        assert found[3] == 0.0
+        assert operations == (36, 60, 96, 96)
+
+
+@NEEDS_TRANSFORMERS
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -130,10 +143,12 @@ def test_accelerate_resumes_with_what_one_run_sees(tmp_path, drop_last, ranks):
 
 
 @pytest.mark.skipif(not jobs.is_installed("accelerate"), reason="accelerate is not installed")
-def test_a_loader_that_accelerate_prepared_resumes_where_batches_are_skipped(tmp_path):
-    whole = see(2, "accelerate", tmp_path / "whole", [STEPS], prepared=True)
-    for stops in STOPS:
-        assert see(2, "accelerate", tmp_path / str(stops), [*stops, STEPS], prepared=True) == whole, stops
+@pytest.mark.parametrize("options", [{}, {"sets_epoch": True}, {"dispatch_batches": True, "drop_last": True}])
+def test_a_loader_that_accelerate_prepared_resumes_where_batches_are_skipped(tmp_path, options):
+    options, steps = {"prepared": True, **options}, 30 if "drop_last" in options else STEPS
+    whole = see(2, "accelerate", tmp_path / "whole", [steps], **options)
+    for stops in [(5,), (3, 10, 11, 12, 14, 21, 22, 30)]:  # (5,): two more epochs behind the one that is resumed
+        assert see(2, "accelerate", tmp_path / str(stops), sorted({*stops, steps}), **options) == whole, stops
 
 
 @pytest.mark.skipif(not jobs.is_installed("lightning"), reason="lightning is not installed")

@@ -70,6 +70,29 @@ def test_an_optimizer_made_keyed_trains_as_the_one_that_it_replaces(algorithm, s
         assert torch.equal(value, wanted)
 
 
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_a_rate_that_the_code_changes_is_warned_of_under_a_schedule_of_any_first_rate(tmp_path, caplog, warmup):
+    def run(rate, steps):
+        model, _ = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        schedule = LambdaLR(optimizer, lambda step: min(1.0, step / warmup) if warmup else 1.0)
+        first, wrapper = optimizer.param_groups[0]["lr"], Wrapper(optimizer)
+        make_keyed(wrapper, model, [schedule], "")
+        assert wrapper.optimizer.param_groups[0]["lr"] == first == (0.0 if warmup else rate)
+        app = {"model": model, "optimizer": wrapper.optimizer, "schedule": schedule}
+        with checkpoint.Manager(tmp_path, every=2) as manager:
+            done = manager.restore(app)
+            for step in range(done + 1, done + steps + 1):
+                train(model, wrapper.optimizer, schedule, 1)
+                manager.save(step, app)
+        return caplog.messages.copy(), caplog.clear()
+
+    run(2e-3, 4)
+    assert not [line for line in run(2e-3, 2)[0] if "options of the checkpoint" in line]
+    (line,) = [line for line in run(5e-3, 2)[0] if "options of the checkpoint" in line]
+    assert ".lr: 0.005 in the code, 0.002 in the checkpoint" in line
+
+
 def test_optimizers_that_cannot_be_keyed_are_refused_by_name():
     model, groups = make()
     optimizer = torch.optim.AdamW(groups)
