@@ -132,9 +132,10 @@ class ResumableSampler:
         """
         self._refuse_others_batches(loader)
         if not self._batches_from(self.position):
-            self._warn_once(
-                f"epoch {self.epoch} has no batch left, as the checkpoint was saved at its last one: the loop over it "
-                f"ends at once. Loops over epochs resume with range(data.epoch, epochs): not with {self.epoch + 1}"
+            _log.info(
+                "epoch %d has no batch left, as the checkpoint was saved at its last one: the loop over it ends at "
+                "once. Loops over epochs resume with range(data.epoch, epochs), and so with this one [data-position]",
+                self.epoch,
             )
         begun = self._begun = (self.position,)
         try:

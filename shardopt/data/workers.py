@@ -1,14 +1,14 @@
 """Workers of DataLoaders that go on after a signal to stop, as the job saves before it ends.
 
-torchrun, Slurm and others send a signal to all processes of a rank. A worker that it ends makes torch raise an error in
-the rank, wherever that is, and the save after which the job would stop does not come about.
+torchrun sends its signals to the process group of each rank, in which the workers are. torch's workers end by SIGTERM,
+and the rank gets an error, in whatever line it is. So the save after which the job would stop does not come about.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Collection
+import select
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,20 +18,20 @@ from shardopt.world import world
 
 
 def shield_workers(loader: DataLoader[Any]) -> None:
-    """Has the workers of a loader go on after SIGTERM and the signals of `stop_on`, until their own rank ends them.
+    """Puts each worker of a loader into a process group of its own, so that signals to that of the rank pass it by.
 
-    Sets `loader.worker_init_fn`, which then calls the one that it had. Call it on each rank after the `Manager` is made
-    and before the loader is iterated. `sampler.through(loader)`, `ResumableLoader` and the integrations do it by
-    themselves. Without workers, and where the system cannot tell who has sent a signal (macOS), nothing changes.
+    A worker ends as before if its rank ends it, or something sends it a signal by its number; and, on Linux, at once
+    when its rank is gone. Sets `loader.worker_init_fn`, which then calls the one that it had.
+
+    Call it on each rank before the loader is iterated. `sampler.through(loader)`, `ResumableLoader`, the Trainer's
+    callback and our `Accelerator` do it by themselves where a `Manager` has `stop_on`.
 
     Args:
-        loader: torch's DataLoader, or a subclass.
+        loader: torch's DataLoader, or a subclass; nothing changes without workers.
     """
     loader = getattr(loader, "base_dataloader", loader)  # by which those of Accelerate read
-    if loader.num_workers and hasattr(signal, "sigwaitinfo"):
-        before = loader.worker_init_fn
-        then = before.then if isinstance(before, _Shield) else before
-        loader.worker_init_fn = _Shield(listened() | {signal.SIGTERM}, then)
+    if loader.num_workers and not isinstance(loader.worker_init_fn, _Shield):
+        loader.worker_init_fn = _Shield(loader.worker_init_fn)
 
 
 def shield_if_listening(loader: Any) -> None:
@@ -41,19 +41,30 @@ def shield_if_listening(loader: Any) -> None:
 
 
 class _Shield:
-    """A `worker_init_fn`: blocks signals, takes them in a thread, and then calls another one. Can be pickled."""
+    """A `worker_init_fn` that leaves the rank's process group, and then calls another one. Can be pickled."""
 
-    def __init__(self, signals: Collection[int], then: Callable[[int], None] | None) -> None:
-        self.signals, self.then = frozenset(signals), then
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
         self.rank = os.getpid()  # not the worker's parent, which may be a fork server
 
     def __call__(self, worker: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-        world().thread(self._wait_for_rank, "shardopt-signals", daemon=True).start()
+        os.setpgid(0, 0)
+        world().thread(self._end_with_rank, "shardopt-worker", daemon=True).start()
         if self.then is not None:
             self.then(worker)
 
-    def _wait_for_rank(self) -> None:
-        while signal.sigwaitinfo(self.signals).si_pid != self.rank:
-            pass
-        os._exit(0)  # as a worker of torch's ends if its rank, which gives up waiting for it, sends SIGTERM
+    def _end_with_rank(self) -> None:
+        """Ends the worker when its rank is gone.
+
+        What ends the group would end it otherwise. By itself it may stay for ever: with batches that nobody takes out
+        of a pipe any more.
+        """
+        gone = select.poll()
+        try:
+            gone.register(os.pidfd_open(self.rank), select.POLLIN)
+            gone.poll()
+        except ProcessLookupError:
+            pass  # by now
+        except (AttributeError, OSError):  # of Linux 5.3
+            return
+        os._exit(1)

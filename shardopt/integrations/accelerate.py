@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import weakref
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import accelerate
@@ -74,7 +75,7 @@ class Accelerator(accelerate.Accelerator):
         state = {
             "step": self.step,
             "processes": self._processes_of_schedules(),
-            "iterations": [self._epochs_of(each) for each in self._dataloaders],
+            "iterations": [getattr(each, "iteration", 0) for each in self._dataloaders],
         }
         for each in self._dataloaders:
             shield_if_listening(each)
@@ -140,26 +141,15 @@ class Accelerator(accelerate.Accelerator):
             num_batches: how many of the epoch are done, on this rank.
         """
         rest = super().skip_first_batches(dataloader, num_batches)
-        if isinstance(rest, DataLoaderStateMixin):
+        if isinstance(rest, DataLoaderStateMixin) and isinstance(dataloader, DataLoaderStateMixin):
             reads = rest.base_dataloader
             if num_batches and reads.generator is None and torch.get_default_device().type == "cpu":
                 reads.generator = torch.Generator()
                 reads.generator.set_state(torch.get_rng_state())
-            dataloader.set_epoch(dataloader.iteration)  # a rest that one rank reads does not reach the sampler
-            end = rest.end
-
-            def end_for_both() -> None:
-                end()
-                dataloader.iteration = rest.iteration
-
-            rest.end, rest.rest_of = end_for_both, dataloader
+            if hasattr(dataloader, "set_epoch"):  # a rest that one rank reads does not reach the sampler
+                dataloader.set_epoch(dataloader.iteration)
+            rest.end = partial(_end_for_both, weakref.ref(rest), dataloader)
         return rest
-
-    def _epochs_of(self, loader: Any) -> int:
-        """Returns how many epochs a loader is through: it counts the last one only when asked for one batch more."""
-        read = [each for each in self.gradient_state.dataloader_references if each is not None]
-        through = any(getattr(each, "rest_of", each) is loader and each.end_of_dataloader for each in read)
-        return int(getattr(loader, "iteration", 0)) + through
 
     def _schedules(self) -> list[Any]:
         return [getattr(each, "scheduler", each) for each in self._schedulers]
@@ -237,6 +227,16 @@ class _State(FrameworkState):
         self._owner.step = self.value["step"]
         for loader, iteration in zip(self._owner._dataloaders, self.value["iterations"], strict=False):
             loader.iteration = iteration
+
+
+def _end_for_both(rest_of: weakref.ref[Any], loader: Any) -> None:
+    """Ends the rest of a loader's epoch, which the loader is then through, too.
+
+    The rest is held weakly: Accelerate takes a loader that is still there for one that is being read.
+    """
+    rest: Any = rest_of()
+    DataLoaderStateMixin.end(rest)
+    loader.iteration = rest.iteration
 
 
 @cache

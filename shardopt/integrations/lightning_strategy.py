@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from shardopt import checkpoint as checkpoints
@@ -91,15 +92,16 @@ class ShardoptMixin:
         path = _path_of_rank_0(checkpoint_path)
         trainer, framework, loaders = self._trainer(), FrameworkState(), LoaderStates()
         app = app_of(trainer, framework, loaders)
-        if trainer.optimizers:
+        fits = trainer.state.fn == TrainerFn.FITTING  # afterwards a trainer still has its optimizers
+        if fits:
             checkpoints.load(path, app, init_state=True)
-        else:  # to validate, test or predict
+        else:
             own = {name: app[name] for name in ("model", "lightning")}
             checkpoints.load(
                 path, own, select=r"^(model|lightning)(\.|$)", strict=checkpoints.Strictness(unexpected="ignore")
             )
         loaders.put_into(framework.value)
-        if not trainer.optimizers:
+        if not fits:
             del framework.value["loops"]  # the loop that was saved is that of a fit: Lightning would look for its own
         schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         return {**framework.value, "state_dict": {}, "optimizer_states": [], "lr_schedulers": schedules}

@@ -216,7 +216,7 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames
     if f"{kind.__module__}.".startswith("torch.optim."):
         algorithm = kind.__name__
     else:
-        algorithm = "" if kind.__module__.startswith("shardopt.") else f"{OWN}{kind.__qualname__}"
+        algorithm = "" if kind.__module__.startswith("shardopt.") else f"{OWN}{kind.__name__}"
     return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
 
 

@@ -257,7 +257,8 @@ def fit_and_evaluate(folder, saved_by):
     batches = DataLoader(torch.arange(32.0).view(8, 4), batch_size=2)
     saving = ModelCheckpoint(folder) if saved_by == "strategy" else ShardoptCheckpoint(folder)
     trained = Module()
-    trainer(saving).fit(trained, batches)
+    fitting = trainer(saving)
+    fitting.fit(trained, batches)
     path = saving.best_model_path if saved_by == "strategy" else checkpoint.Manager(folder).path(4)
     found = {}
     for verb in ("validate", "test", "predict"):
@@ -265,4 +266,9 @@ def fit_and_evaluate(folder, saved_by):
         evaluating = trainer()
         getattr(evaluating, verb)(module, batches, ckpt_path=path)
         found[verb] = module.seen, torch.equal(module.network.weight, trained.network.weight)
+    with torch.no_grad():
+        wanted = trained.network.weight.clone()
+        trained.network.weight.zero_()
+    fitting.test(trained, batches, ckpt_path=path)  # of a trainer that has its optimizers
+    found["test after fit"] = trained.seen, torch.equal(wanted, trained.network.weight)
     return found

@@ -147,7 +147,8 @@ def test_accelerate_resumes_with_what_one_run_sees(tmp_path, drop_last, ranks):
 def test_a_loader_that_accelerate_prepared_resumes_where_batches_are_skipped(tmp_path, options):
     options, steps = {"prepared": True, **options}, 30 if "drop_last" in options else STEPS
     whole = see(2, "accelerate", tmp_path / "whole", [steps], **options)
-    for stops in [(5,), (3, 10, 11, 12, 14, 21, 22, 30)]:  # (5,): two more epochs behind the one that is resumed
+    at_ends = (10, 11, 22, 30) if "sets_epoch" in options else ()
+    for stops in [(5,), (3, 12, 14, 21, *at_ends)]:  # (5,): two more epochs behind the one that is resumed
         assert see(2, "accelerate", tmp_path / str(stops), sorted({*stops, steps}), **options) == whole, stops
 
 

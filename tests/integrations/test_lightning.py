@@ -122,7 +122,7 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by)
         2, lightning_job.fit_and_evaluate, str(tmp_path / "run"), saved_by, deadline_seconds=DEADLINE
     ):
         assert {verb: (len(seen), same) for verb, (seen, same) in found.items()} == dict.fromkeys(
-            ("validate", "test", "predict"), (2, True)
+            ("validate", "test", "predict", "test after fit"), (2, True)
         )
 
 

@@ -200,17 +200,16 @@ def _as_begun(options: Mapping[str, Any], option: str, begin: str) -> Any:
     return (options[begin], *value[1:]) if isinstance(value, list | tuple) else options[begin]  # the first beta
 
 
-def _is_reduced(here: Any, stored: Any, plateaus: Iterable[ReduceLROnPlateau]) -> bool:
-    """Whether a schedule that reduces on plateaus may have made the stored rate of this one: it notes no first rate."""
+def _is_reduced(here: Any, stored: Any, plateaus: Sequence[ReduceLROnPlateau]) -> bool:
+    """Whether schedules that reduce on plateaus may have made the stored rate of this one: they note no first rate."""
     ours, theirs = map(_plain, (here, stored))
-    for each in plateaus:
-        if theirs in each.min_lrs:
-            return True
-        if all(isinstance(rate, int | float) for rate in (ours, theirs)) and 0 < theirs < ours and each.factor > 0:
-            times = math.log(theirs / ours, each.factor)
-            if round(times) > 0 and math.isclose(times, round(times), rel_tol=1e-4):
-                return True
-    return False
+    if any(_is_same(theirs, least) for each in plateaus for least in each.min_lrs):
+        return True
+    if not all(isinstance(rate, int | float) for rate in (ours, theirs)) or not 0 < theirs < ours:
+        return False
+    factors = {each.factor for each in plateaus if each.factor > 0}
+    times = [math.log(theirs / ours, factor) for factor in factors]
+    return len(factors) > 1 or any(round(each) > 0 and math.isclose(each, round(each), rel_tol=1e-4) for each in times)
 
 
 def _is_same(*options: Any) -> bool:

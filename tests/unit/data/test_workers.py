@@ -1,10 +1,12 @@
-"""Workers of DataLoaders outlive the signal that stops a job, which torchrun sends to all processes of a rank."""
+"""Workers of DataLoaders outlive the signal that stops a job, which torchrun sends to the process group of a rank."""
 
 import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ import shardopt
 from shardopt.data import shield_workers
 from shardopt.integrations.loader import ResumableLoader
 from shardopt.runtime.signals import Listener
+from tests.harness import run_ranks, run_ranks_outcomes
+
+LOOPS = ["sampler", "loader", "shielded"]
 
 
 class Pids(Dataset):
@@ -26,60 +31,84 @@ class Pids(Dataset):
         return os.getpid()
 
 
-def told(pid, signum):
-    """Sends a signal from a process that is not the worker's rank."""
-    subprocess.run([sys.executable, "-c", f"import os; os.kill({pid}, {int(signum)})"], check=True)
+class Large(Dataset):
+    """Samples that a worker cannot put into a pipe before somebody takes them."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return b"x" * 400_000
 
 
-@pytest.fixture
-def listening():
-    listener = Listener(signal.SIGUSR1, lambda: None, lambda: None)
-    yield
-    listener.close()
-
-
-def over_sampler(**options):
-    sampler = shardopt.ResumableSampler(8, batch_size=1)
-    return sampler.through(DataLoader(Pids(), batch_sampler=sampler, num_workers=1, prefetch_factor=1, **options))
-
-
-def over_loader(**options):
-    return iter(ResumableLoader(Pids(), batch_size=1, num_workers=1, prefetch_factor=1, **options))
-
-
-def shielded(**options):
-    loader = DataLoader(Pids(), num_workers=1, prefetch_factor=1, **options)
+def opened(loop, samples, **options):
+    options |= {"num_workers": 1, "prefetch_factor": 1}
+    if loop == "sampler":
+        sampler = shardopt.ResumableSampler(len(samples), batch_size=1)
+        return sampler.through(DataLoader(samples, batch_sampler=sampler, **options))
+    if loop == "loader":
+        return iter(ResumableLoader(samples, batch_size=1, **options))
+    loader = DataLoader(samples, **options)
     shield_workers(loader)
     shield_workers(loader)
     return iter(loader)
 
 
 def begun(folder, worker):
-    torch.save(os.getpid(), f"{folder}/{worker}")
+    Path(folder, "begun").write_text(f"{worker} {os.getpid()}")
 
 
-@pytest.mark.parametrize(
-    ("open_", "start"), [(over_sampler, "fork"), (over_loader, None), (shielded, None), (shielded, "forkserver")]
-)
-def test_workers_go_on_after_signals_and_call_the_programs_own_function(tmp_path, listening, open_, start):
-    batches = open_(worker_init_fn=partial(begun, str(tmp_path)), multiprocessing_context=start)
+def told_in_the_middle(folder, loop, start):
+    """Its process group gets SIGTERM while a loop runs, as by torchrun; returns the batches that are left."""
+    os.setsid()
+    told = []
+    listener = Listener(signal.SIGTERM, lambda: told.append("here"), lambda: None)
+    batches = opened(loop, Pids(), worker_init_fn=partial(begun, folder), multiprocessing_context=start)
     (worker,) = next(batches).tolist()
-    assert torch.load(tmp_path / "0") == worker
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
-        told(worker, signum)
-    assert [batch.tolist() for batch in batches] == [[worker]] * 7
+    sender = f"import os, signal; os.killpg({os.getpid()}, signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", sender], start_new_session=True, check=True)
+    left = [batch.tolist() for batch in batches]
+    listener.close()
+    return told, left == [[worker]] * 7, Path(folder, "begun").read_text() == f"0 {worker}"
 
 
-@pytest.mark.parametrize("start", ["fork", "forkserver"])
-def test_a_worker_ends_when_its_rank_says_so(listening, start):
-    batches = over_sampler(multiprocessing_context=start)
+@pytest.mark.parametrize(("loop", "start"), [*((each, "fork") for each in LOOPS), ("shielded", "spawn")])
+def test_workers_go_on_after_a_signal_to_the_group_of_their_rank(tmp_path, loop, start):
+    assert run_ranks(1, told_in_the_middle, str(tmp_path), loop, start) == [(["here"], True, True)]
+
+
+@pytest.fixture
+def listening():
+    listener = Listener(signal.SIGTERM, lambda: None, lambda: None)
+    yield
+    listener.close()
+
+
+def test_a_worker_ends_when_its_rank_says_so(listening):
+    batches = opened("sampler", Pids())
     (worker,) = next(batches).tolist()
     process = next(each for each in torch.multiprocessing.active_children() if each.pid == worker)
-    told(worker, signal.SIGTERM)
-    assert process.is_alive()
     process.terminate()
     process.join(20)
     assert process.exitcode == 0
+
+
+def leave(folder, end):
+    batches = opened("shielded", Large(), worker_init_fn=partial(begun, folder), multiprocessing_context="fork")
+    next(batches)
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_a_worker_ends_with_its_rank_whatever_it_has_still_to_hand_over(tmp_path, end):
+    run_ranks_outcomes(1, leave, str(tmp_path), end)
+    _, worker = (tmp_path / "begun").read_text().split()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_nothing_changes_without_workers_or_a_listener():

@@ -139,6 +139,7 @@ WORLD_PLACES = {
     "runtime/sockets.py": "what the real world makes sockets with",
     "runtime/signals.py": "C writes signals into a pipe that a thread of the system reads, and forks are caught by it",
     "runtime/stores.py": "what the real world makes stores with",
+    "data/workers.py": "a worker waits there for the end of its rank's process",
     "data/random_state.py": "the state of Python's own generator is saved and set there, nothing is drawn",
 }
 WORLD_MODULES = {

@@ -95,3 +95,23 @@ def test_a_rate_under_a_schedule_is_changed_as_the_line_says(tmp_path, caplog):
     checkpoint.save(tmp_path / "c2", app)
     checkpoint.load(tmp_path / "c2", app_of("warm-up", 0.4, adam=0), init_state=True)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("factors", [(0.3,), (0.3, 0.7)])
+def test_what_plateaus_have_reduced_is_no_other_code(tmp_path, caplog, factors):
+    def made():
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+        options = {"patience": 0, "min_lr": 5e-4 if len(factors) == 1 else 0.0}
+        schedules = [lr_scheduler.ReduceLROnPlateau(optimizer, factor=factor, **options) for factor in factors]
+        return {"model": model, "optimizer": optimizer, "schedules": schedules}
+
+    app = made()
+    for _ in range(4):
+        app["model"](torch.ones(1, 3)).sum().backward()
+        app["optimizer"].step()
+        for schedule in app["schedules"]:
+            schedule.step(1.0)
+    checkpoint.save(tmp_path / "saved", app)
+    checkpoint.load(tmp_path / "saved", made(), init_state=True)
+    assert not caplog.messages
