@@ -90,7 +90,7 @@ def test_a_worker_ends_when_its_rank_says_so(listening):
     process = next(each for each in torch.multiprocessing.active_children() if each.pid == worker)
     process.terminate()
     process.join(20)
-    assert process.exitcode == 0
+    assert process.exitcode in (0, -signal.SIGTERM)  # the second if a fork server has made it
 
 
 def leave(folder, end):
