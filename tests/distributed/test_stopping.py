@@ -60,18 +60,20 @@ def train(root, moment, stage, signaled=(TOLD,), at=7):
             app["optimizer"].zero_grad()
             if now and moment == "between steps":
                 tell()
-            if gets_signal and moment == "in a save" and app["step"] == EVERY:
-                threading.Timer(0.0, tell).start()
-                app["slow"] = Slow()
-            manager.save(app["step"], app | {"slow": Slow()} if moment == "in a save" else app)
-            app.pop("slow", None)
+            told = gets_signal and app["step"] == EVERY
+            manager.save(app["step"], app | {"slow": Slow(told)} if moment == "in a save" else app)
     return app["step"]
 
 
 class Slow:
-    """Takes a while to give its state, as a large state does."""
+    """Takes a while to give its state, as a large state does; a signal may come in the meantime."""
+
+    def __init__(self, told):
+        self.told = told
 
     def state_dict(self):
+        if self.told:
+            tell()
         time.sleep(0.05)
         return {"nothing": 0}
 
