@@ -235,7 +235,7 @@ def _end_for_both(rest_of: weakref.ref[Any], loader: Any) -> None:
     The rest is held weakly: Accelerate takes a loader that is still there for one that is being read.
     """
     rest: Any = rest_of()
-    DataLoaderStateMixin.end(rest)
+    type(rest).end(rest)
     loader.iteration = rest.iteration
 
 
