@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,7 +37,8 @@ else:
 _log = logging.getLogger("shardopt.checkpoint")
 
 _DIRECT_BYTES = 8 << 20  # of a batch from which on it goes past the page cache
-_BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
+_BATCH_BYTES = 16 << 20  # for the disk at a time; more would hold on to memory that was made only to be written
+_HOT_BYTES = 1 << 20  # copied in one call where the disk is not waited for: they were just hashed, and are in the cache
 
 # Errors of a disk, or the file system on it, that has lost bytes; not of one that is out of reach.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
@@ -180,8 +181,12 @@ class LocalStorage(Storage):
         total = 0
         writer: direct.DirectWriter | None = None
         undecided = self._durable
+
+        def most_bytes() -> int:
+            return _HOT_BYTES if writer is not None or not self._durable else _BATCH_BYTES
+
         try:
-            for batch, nbytes in _batches(buffers):
+            for batch, nbytes in _batches(buffers, most_bytes):
                 if undecided and nbytes >= _DIRECT_BYTES:
                     writer, undecided = direct.direct_writer(fd, total), False
                 if writer is None:
@@ -326,17 +331,21 @@ class LocalStorage(Storage):
             os.close(fd)
 
 
-def _batches(buffers: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yields the buffers in a list, and its bytes; the list is emptied once the next buffers are asked for."""
+def _batches(buffers: Iterable[memoryview], most_bytes: Callable[[], int]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yields the buffers in a list, and its bytes; the list is emptied once the next buffers are asked for.
+
+    Args:
+        most_bytes: gives the bytes from which on a list is full, which may change from one to the next.
+    """
     batch: list[memoryview] = []
-    nbytes = 0
+    nbytes, most = 0, most_bytes()
     for buffer in buffers:
         batch.append(buffer)
         nbytes += buffer.nbytes
-        if len(batch) == BUFFERS_PER_CALL or nbytes >= _BATCH_BYTES or buffer is FLUSH:
+        if len(batch) == BUFFERS_PER_CALL or nbytes >= most or buffer is FLUSH:
             yield batch, nbytes
             batch.clear()  # the caller still has the list
-            nbytes = 0
+            nbytes, most = 0, most_bytes()
     if nbytes:
         yield batch, nbytes
 

@@ -36,6 +36,7 @@ def small_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(direct, "direct_alignment", lambda fd: mounts.Alignment(512, 512))
     monkeypatch.setattr(local, "_DIRECT_BYTES", 1)
     monkeypatch.setattr(local, "_BATCH_BYTES", 2 * PAGE)
+    monkeypatch.setattr(local, "_HOT_BYTES", PAGE)
 
 
 @pytest.fixture(params=["copied", "in place"])
@@ -348,7 +349,7 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import direct, local
 
-direct.BLOCK_BYTES = local._DIRECT_BYTES = local._BATCH_BYTES = 1 << 14
+direct.BLOCK_BYTES = local._DIRECT_BYTES = local._BATCH_BYTES = local._HOT_BYTES = 1 << 14
 direct._types[os.stat(sys.argv[1]).st_dev] = "ext4"
 pwritev = os.pwritev
 os.pwritev = lambda *args: time.sleep(0.01) or pwritev(*args)
