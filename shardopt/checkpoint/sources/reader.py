@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, index
 from typing import Any, NamedTuple
@@ -183,25 +182,28 @@ class CheckpointReader(CheckpointContents):
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        reads: list[tuple[_Overlap, str, Dtype, Tensor]] = []
-        names_in: defaultdict[int, set[str]] = defaultdict(set)
+        names: set[str] = set()
+        numbers: dict[int, None] = {}
+        reads = []
         for key, pieces in wanted:
             _, dtype, layout, *_ = self.manifest.tensors[key]
             own_name = self.key_in_files(key)
             for box, tensor in pieces:
                 for overlap in self._overlaps_with(layout, dtype, box):
-                    number, entry, *_ = overlap
-                    name = entry.key(own_name) if entry.is_patch else own_name
-                    names_in[number].add(name)
-                    for each in self._delta_files(entry):
-                        names_in[each] |= {DELTA_INDEX_PREFIX + name, DELTA_PREFIX + name}
+                    name = overlap.entry.key(own_name) if overlap.entry.is_patch else own_name
+                    names.add(name)
+                    numbers[overlap.number] = None
+                    for each in self._delta_files(overlap.entry):
+                        names |= {DELTA_INDEX_PREFIX + name, DELTA_PREFIX + name}
+                        numbers[each] = None
                     reads.append((overlap, name, dtype, tensor))
-        self._open_all(dict.fromkeys(names_in) if others_follow else names_in)
+        self._open_all(numbers, None if others_follow else names)
         requests = []
         for (number, entry, form, sizes, stored, part), name, dtype, tensor in reads:
             target = tensor if part is None else narrowed(tensor, part)
             file = self._file_of(number, entry)
-            requests += [(file, each) for each in file.requests(name, form, dtype, sizes, stored, target)]
+            for request in file.requests(name, form, dtype, sizes, stored, target):
+                requests.append((file, request))
         return requests
 
     def close(self) -> None:
@@ -232,16 +234,16 @@ class CheckpointReader(CheckpointContents):
             )
         return self._with_deltas[numbers]
 
-    def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:
-        """Opens files by number, in several threads, unless they are open. None stands for all keys."""
-        closed = [number for number in keys_in if number not in self._files]
+    def _open_all(self, numbers: Iterable[int], keys: Collection[str] | None) -> None:
+        """Opens files by number, in several threads, unless they are open. Keeps these keys of each; None: all."""
+        closed = [number for number in numbers if number not in self._files]
         failed: list[int] = []
 
         def open_one(number: int) -> OpenFile | None:
             if failed:
                 return None
             try:
-                return self.source.open_file(number, keys_in[number])
+                return self.source.open_file(number, keys)
             except BaseException:
                 failed.append(number)
                 raise

@@ -211,7 +211,7 @@ class DataFileReader(SummedFile):
         self.header_bytes = 0
         entries = self._read(head_bytes)
         self._all: Mapping[str, Entry] | None = entries if wanted is None else None
-        self._kept = entries if wanted is None else {key: entries[key] for key in wanted if key in entries}
+        self._kept = entries if wanted is None else {key: entry for key, entry in entries.items() if key in wanted}
 
     def _read(self, head_bytes: int) -> dict[str, Entry]:
         file = self.file

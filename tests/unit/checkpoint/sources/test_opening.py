@@ -120,8 +120,8 @@ def test_a_load_keeps_the_entries_of_its_own_tensors(of_many_files, monkeypatch,
     kept = []
     open_all = reader_module.CheckpointReader._open_all
 
-    def opened_all(self, names_in):
-        open_all(self, names_in)
+    def opened_all(self, *args):
+        open_all(self, *args)
         kept.extend(each._kept.keys() for each in self._files.values())
 
     monkeypatch.setattr(reader_module.CheckpointReader, "_open_all", opened_all)
