@@ -97,6 +97,8 @@ def _outcome(rank: int, job: Job) -> Outcome[Any]:
         if job.backend is not None:
             store = f"file://{job.folder / 'store'}"
             dist.init_process_group(job.backend, init_method=store, rank=rank, world_size=job.world_size)
+            if job.faults:
+                dist.barrier()  # a kill in the first call would otherwise find others that still connect to this rank
         with watched([fault for fault in job.faults if fault.rank == rank], job.trace) as watch:
             try:
                 outcome.value = function(*args, **kwargs)
