@@ -1,7 +1,9 @@
 """Saves in the background copy what a rank writes of what several hold, and still find replicas that have drifted."""
 
 import importlib
+import threading
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,10 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving import background_save
+from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing import staging
-from shardopt.errors import StateError
+from shardopt.errors import NoSpaceError, StateError
 from tests.harness.ranks import run_ranks
 
+saving = importlib.import_module("shardopt.checkpoint.saving.save")
 async_save = importlib.import_module(
     "shardopt.checkpoint.saving.async_save"
 )  # the package has the function of this name
@@ -98,7 +102,7 @@ def test_what_a_rank_writes_is_copied_and_no_more(tmp_path):
 
 
 def save_lazily(folder):
-    staging._LEAST_SHARED_BYTES = 0
+    staging.LEAST_SHARED_BYTES = 0
     model = torch.nn.Linear(512, 512)
     with torch.no_grad():
         model.weight.copy_(WHOLE[:512, :512])
@@ -149,3 +153,59 @@ def test_where_a_rank_is_late_the_others_copy_all_and_continue(tmp_path):
     (right, copied), (other_right, _) = run_ranks(2, save_where_one_is_late, str(tmp_path))
     assert right and other_right
     assert copied == WHOLE.nbytes
+
+
+def fail_for_space(owner, name, when):
+    """Has the first call of a function find no space, once `when` is set."""
+    function, failed = getattr(owner, name), []
+
+    def full_once(*args):
+        if not failed:
+            failed.append(when.wait(30))
+            raise NoSpaceError("a disk is full")
+        return function(*args)
+
+    setattr(owner, name, full_once)
+
+
+def save_where_there_is_room(folder):
+    staging.LEAST_SHARED_BYTES = 0
+    background_save._PLAN_SECONDS = 60.0
+    model = torch.nn.Linear(64, 64)
+    with torch.no_grad():
+        model.weight.copy_(WHOLE[:64, :64])
+    optimizer = shardopt.keyed(torch.optim.SGD, model.named_parameters(), lr=1.0, fused=True)  # counted by no version
+    app, saver, right = {"model": model, "optimizer": optimizer}, async_save.AsyncSaver(), []
+    for stage in ("lazy", "now"):
+        before, stepped = model.weight.detach().clone(), threading.Event()
+        fail_for_space(saving, "write_files", stepped)
+        terms = SaveTerms(durable=False, fallback_urls=(f"{folder}/{stage}",))
+        pending = saver.save(f"{folder}/full-{stage}", app, terms, stage=stage)
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        stepped.set()
+        assert pending.result(60).url == f"{folder}/{stage}"
+        with checkpoint.open(f"{folder}/{stage}") as reader:
+            right.append(torch.equal(reader.read("model.weight"), before) and not torch.equal(before, model.weight))
+
+    copy_on_host = staging.copy_on_host
+
+    def changed_by_hand(host, source):
+        copy_on_host(host, source)
+        if dist.get_rank() and threading.current_thread() is not threading.main_thread():
+            with torch.no_grad():
+                source.add_(1)
+
+    staging.copy_on_host, staging.LEAST_SHARED_BYTES = changed_by_hand, 1 << 20
+    if dist.get_rank() == 0:
+        fail_for_space(saving.SaveTarget, "open", stepped)
+    try:
+        saver.save(f"{folder}/full", app, replace(terms, fallback_urls=(f"{folder}/changed",)), stage="lazy").result(60)
+    except StateError as error:
+        return right, error.code
+    return right, "saved all the same"
+
+
+def test_a_save_that_goes_elsewhere_for_space_has_the_state_of_the_call(tmp_path):
+    """The training has gone on by then. What a rank refuses it refuses there too, though another had no space."""
+    assert run_ranks(2, save_where_there_is_room, str(tmp_path)) == [([True, True], "changed-while-copied")] * 2

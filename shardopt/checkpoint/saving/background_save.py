@@ -111,8 +111,7 @@ class BackgroundSave:
         if staged.state.is_by_plan:
             state = staged.state.describe_before()
             return Described(state, staged.metrics, lambda writes: self._by_plan(staged, writes), staged.state.learn)
-        staged.state.finish()
-        self._end_staging()
+        self._finish(staged.state)
         return Described(self._state_of(staged), staged.metrics, None, staged.state.learn)
 
     def _by_plan(self, staged: Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
@@ -122,11 +121,18 @@ class BackgroundSave:
             self._copied.wait()
             if self._copy_error is not None:
                 raise self._copy_error
-        staged.state.finish(writes)
-        self._end_staging()
+        self._finish(staged.state, writes)
         return self._state_of(staged), staged.state.placed(writes)
 
-    def _end_staging(self) -> None:
+    def _finish(self, staging: Staging, writes: RankWrites | None = None) -> None:
+        """Makes the remaining copies, once: a save that goes to another directory, for space, writes the same ones."""
+        if self.pending.staged:
+            return
+        try:
+            staging.finish(writes)
+        except BaseException as error:
+            self._staged = error  # for that directory too: another rank's may have been that there is no space
+            raise
         self.pending.staged.set()
         self._staging_seconds = world().monotonic() - self._begin
 
