@@ -167,7 +167,7 @@ class World:
 
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> Thread:
         """Returns a daemon thread that calls a function a number of seconds after its start."""
-        timer = threading.Timer(seconds, function)
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), function)
         timer.name, timer.daemon = name, True
         return timer
 

@@ -77,7 +77,7 @@ class AfterCommit:
             in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
         """
         self._save_ids[id] = report.save_id
-        noted = Noted(world().wall_clock(), metrics)  # here, as it may come to the root much later
+        noted = Noted(world().wall_clock(), metrics, report.save_id)  # here, as it may come to the root much later
         if self.tiers is None or not (in_turn or is_on_hosts(report.url)):
             self._committed_at_root(id, report.seconds, noted)
             return
@@ -101,7 +101,7 @@ class AfterCommit:
             if self._mirror is not None:
                 self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies())
             if self._exporter is not None:
-                self._exporter.begin(id, checkpoint.url, noted.metrics)
+                self._exporter.begin(id, noted)
             self._keeper.begin(id, noted)
 
     def restored(self, restored: Restored | None) -> None:
@@ -121,6 +121,8 @@ class AfterCommit:
         self._known, self._save_ids = {id: url}, {id: restored.report.save_id}
         self.base = url if url == self._run.root.checkpoint(id).url else None  # and not a copy elsewhere
         self._keeper.restored(id, restored.damaged)
+        if self._exporter is not None:
+            self._exporter.restored(restored)
         if self._mirror is not None:
             self.copy_newest(restored.damaged)
         if self.tiers is not None:
@@ -168,7 +170,7 @@ class AfterCommit:
                     noted = noted_of(checkpoint)
                     self._keeper.note(id, noted)
                     if self._exporter is not None:
-                        self._exporter.begin(id, checkpoint.url, noted.metrics)
+                        self._exporter.note(id, noted)
 
         run.ranks.agree(
             f"adding metrics to step {id.step} of {run.root.url}",
@@ -178,7 +180,7 @@ class AfterCommit:
         )
 
     def delete(self, id: CheckpointId) -> None:
-        """Removes a checkpoint under all roots and on tiers; no task is running then. Collective.
+        """Removes a checkpoint under all roots and on tiers; no copy is running then. Collective.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -187,6 +189,8 @@ class AfterCommit:
         on_tiers = self.tiers is not None and any(each.id == id for each in self.tiers.candidates())
 
         def delete() -> None:
+            if self._exporter is not None:
+                self._exporter.finish()  # which may read it
             if not self._keeper.delete(id) and not on_tiers:
                 raise self._run.not_found(id)
 

@@ -1,21 +1,27 @@
 """The last or best checkpoint of a run as a Hugging Face folder, written by rank 0 in the background.
 
     <url>/step-00000500/model.safetensors        the export, as `convert` writes it
-    <url>/export.json                            {"name": "step-00000500", "value": 0.5}: written once it is whole
+    <url>/export.json                            {"name": "step-00000500", "save_id": "9f…", "best": ["loss", "min"],
+                                                 "value": 0.5}: written once it is whole
 
-The one before is removed only then. Exports may lag behind the saves: of those that wait only the newest is made.
+The one before is removed only then. Exports may lag behind the saves: of those that wait only the last or best is made.
+
+A folder counts as the export of a checkpoint only by the id of its save: a step may be saved again. A value counts only
+for the metric that is asked for, and while its step is part of the run. Records of earlier versions have neither id nor
+metric: their folder is written again if that step is still the one to export, and their value counts.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,10 +30,12 @@ from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
-from shardopt.checkpoint.run.retention import Mode
+from shardopt.checkpoint.run.context import Restored, Run
+from shardopt.checkpoint.run.metrics import Noted, noted_of
+from shardopt.checkpoint.run.retention import Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.errors import CorruptionError, OptionError, Problem
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem
 from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
@@ -44,7 +52,8 @@ class Export:
     Args:
         url: of a directory, in which each export has a directory of its own, named as the checkpoint is.
         best: `(metric, mode)`: exports only a checkpoint whose metric is better than the existing export's ("min" or
-            "max"). None exports every checkpoint, so that the last one stays.
+            "max"), and none whose metric is no number. An export of a step that has left the run, or by another metric,
+            counts for nothing. None exports every checkpoint, so that the last one stays.
         rearrange, rename, select, skip, dtype, max_file_bytes, weights: as for `checkpoint.convert`. `weights="ema"`
             writes the app's averages under that key, under the names of the weights.
     """
@@ -65,77 +74,183 @@ class Export:
             raise OptionError("an invalid export", [problem])
 
 
-class _Wanted(NamedTuple):
-    """A checkpoint to export: its directory's name, its URL and its metric, if that decides.
+class _Candidate(NamedTuple):
+    """A checkpoint that may be exported.
 
-    `hold` keeps the checkpoint from being removed until it is closed.
+    Args:
+        noted: None where it is still to be read.
+        hold: keeps the checkpoint from being removed until it is closed.
     """
 
-    name: str
+    id: CheckpointId
     url: str
-    value: float | None
+    noted: Noted | None
     hold: ExitStack
+
+
+class _Existing(NamedTuple):
+    """The export that is there: of which save, and its value; NaN where any value is better."""
+
+    id: CheckpointId
+    save_id: str | None
+    value: float
 
 
 class Exporter(Task):
     """Writes the exports of a run, in a thread of rank 0. Other ranks write none."""
 
-    def __init__(self, export: Export) -> None:
-        self._export = export
+    def __init__(self, run: Run, export: Export) -> None:
+        self._run, self._export = run, export
+        self._best = None if export.best is None else Best(*export.best, n=1)
         self._root = storage_of(export.url)
         super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
-    def begin(self, id: CheckpointId, url: str, metrics: Mapping[str, float]) -> None:
+    def begin(self, id: CheckpointId, noted: Noted) -> None:
         """Exports a just committed checkpoint, if it is due. Does not wait."""
-        value = None if self._export.best is None else metrics.get(self._export.best[0])
-        if self._export.best is not None and value is None:
+        self._begin({id: noted})
+
+    def note(self, id: CheckpointId, noted: Noted) -> None:
+        """Exports an earlier checkpoint that has got metrics, if they decide and it is due. Does not wait."""
+        if self._best is not None:
+            self._begin({id: noted})
+
+    def restored(self, restored: Restored) -> None:
+        """Exports what is due in a restored run, if the export is not of that. Does not wait.
+
+        An earlier process may have been killed before, or what it exported has left the run.
+        """
+        root = self._run.root
+        ids = [restored.id] if root.checkpoint(restored.id).url == restored.url else []
+        if self._best is not None:
+            ids = sorted(filter(None, map(parse_id, root.names)))
+        self._begin({id: None for id in ids if root.checkpoint(id).url not in restored.damaged})
+
+    def _begin(self, noted: Mapping[CheckpointId, Noted | None]) -> None:
+        """Begins an export of the best of these and of those that wait; which it is shows once all are read."""
+        candidates = [each for job in self._turns.withdraw_waiting() for each in job]
+        for id, each in noted.items():
+            candidates.append(_Candidate(id, self._run.root.checkpoint(id).url, each, ExitStack()))
+            candidates[-1].hold.enter_context(reading(candidates[-1].url))
+        due = self._ranked(candidates)[:1]
+        if self._best is not None:
+            due += [each for each in candidates if each.noted is None]
+        for candidate in candidates:
+            if not any(candidate is each for each in due):
+                candidate.hold.close()
+        if due:
+            self._turns.begin(due)
+
+    def _describe(self, job: Sequence[_Candidate]) -> str:
+        return f"exporting {job[0].url if len(job) == 1 else self._run.root.url} to {self._root.url}"
+
+    def _do(self, job: Sequence[_Candidate]) -> None:
+        with ExitStack() as holds, wrap_os_errors(self._describe(job).replace("exporting", "export", 1)):
+            for each in job:
+                holds.enter_context(each.hold)
+            self._export_best([each._replace(noted=_noted(each)) for each in job if self._run.branches.has(each.id)])
+
+    def _export_best(self, candidates: Sequence[_Candidate]) -> None:
+        """Exports the best of the candidates that is not damaged, unless it is no better than what is there."""
+        there, ranked = self._existing(candidates), self._ranked(candidates)
+        for each in ranked:
+            is_there = there is not None and (there.id, there.save_id) == (each.id, _save_id(each))
+            if not is_there:
+                if there is not None and not self._is_better(self._value(each), there.value):
+                    return
+                try:
+                    self._convert(each)
+                except (CorruptionError, CheckpointNotFoundError) as error:
+                    if each is ranked[-1]:
+                        raise
+                    _log.warning("%s is not exported, but the next best: %s", each.url, error)
+                    continue
+            self._publish(each)
+            self.failures.take()  # of those before: this one is there
             return
-        if not all(self._is_better(value, each.value) for each in self._turns.jobs[1:]):
-            return
-        for overtaken in self._turns.withdraw_waiting():
-            overtaken.hold.close()
-        wanted = _Wanted(id.name, url, value, ExitStack())
-        wanted.hold.enter_context(reading(url))
-        self._turns.begin(wanted)
 
-    def _is_better(self, value: float | None, than: float | None) -> bool:
-        if self._export.best is None or value is None or than is None:
-            return True
-        return value < than if self._export.best[1] == "min" else value > than
-
-    def _describe(self, wanted: _Wanted) -> str:
-        return f"exporting {wanted.url} to {self._root.url}"
-
-    def _do(self, wanted: _Wanted) -> None:
-        with wanted.hold, wrap_os_errors(f"export {wanted.url} to {self._root.url}"):
-            self._write(wanted)
-        self.failures.take()  # of those before: this one is there
-
-    def _write(self, wanted: _Wanted) -> None:
-        if not self._is_better(wanted.value, self._value_of_export()):
-            return
+    def _convert(self, candidate: _Candidate) -> None:
         names = {each.name for each in fields(ConvertOptions)} & {each.name for each in fields(Export)}
         options = ConvertOptions(**{name: getattr(self._export, name) for name in names})
-        target = self._root.child(wanted.name)
-        if not _is_whole(target):
-            convert_on(Ranks(None), wanted.url, target.url, "huggingface", options)
-        self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
+        target = self._root.child(candidate.id.name)
+        if _is_whole(target):  # of another save of this step, as far as is known
+            self._root.remove(RECORD_NAME)  # which may name it
+            _remove(target)
+        convert_on(Ranks(None), candidate.url, target.url, "huggingface", options)
+
+    def _publish(self, candidate: _Candidate) -> None:
+        """Writes the record of a whole export, and removes the others."""
+        value = self._value(candidate)
+        number = value if math.isfinite(value) else None if math.isnan(value) else str(value)  # JSON has no others
+        record = {"name": candidate.id.name, "save_id": _save_id(candidate), "best": self._by, "value": number}
+        if self._record() != record:
+            self._root.publish(RECORD_NAME, json.dumps(record).encode())
         for name in self._root.names():
-            if name != wanted.name and parse_id(name) is not None:
-                if json.loads(self._root.read_record(RECORD_NAME))["name"] != wanted.name:
+            if name != candidate.id.name and parse_id(name) is not None:
+                if self._record() != record:
                     return  # another process of the run has exported meanwhile, and that is what counts
                 _remove(self._root.child(name))
 
-    def _value_of_export(self) -> float | None:
-        """Returns the metric of the existing export; None if there is none that counts."""
+    def _record(self) -> Any:
+        return json.loads(self._root.read_record(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
+
+    def _existing(self, candidates: Sequence[_Candidate]) -> _Existing | None:
+        """Returns the export that is there; None if there is none that is complete."""
         try:
-            record = json.loads(self._root.read_record(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
-            if record is None or record["value"] is None or not _is_whole(self._root.child(str(record["name"]))):
+            record = self._record()
+            id = None if record is None else parse_id(record["name"])
+            if id is None or not _is_whole(self._root.child(id.name)):
                 return None
-            return float(record["value"])
-        except (ValueError, TypeError, LookupError, CorruptionError) as error:
+            # Earlier versions wrote neither the id of the save nor the metric: that they meant this one is likely, and
+            # what was the best of a run is not replaced on a guess.
+            save_id, is_alike = record.get("save_id"), record.get("best", self._by) == self._by
+            value = float(record["value"]) if is_alike and record["value"] is not None else math.nan
+        except (ValueError, TypeError, LookupError, AttributeError, CorruptionError) as error:
             _log.warning("%s/%s is not what was written (%s): written again", self._root.url, RECORD_NAME, error)
             return None
+        for each in candidates:
+            if each.id == id and _save_id(each) is not None:  # what its metric is now, or it was saved again
+                value = self._value(each) if _save_id(each) == save_id else math.nan
+        return _Existing(id, save_id, value if self._is_in_run(id) else math.nan)
+
+    def _is_in_run(self, id: CheckpointId) -> bool:
+        """Whether the run has come as far as this step, and not been taken back before it, or begun anew."""
+        steps = [each.step for each in map(parse_id, self._run.root.storage.names()) if each is not None]
+        return self._run.branches.has(id) and id.step <= max(steps, default=-1)
+
+    @property
+    def _by(self) -> list[str] | None:
+        return None if self._export.best is None else [*self._export.best]
+
+    def _value(self, candidate: _Candidate) -> float:
+        if self._best is None or candidate.noted is None:
+            return math.nan
+        return candidate.noted.metrics.get(self._best.metric, math.nan)
+
+    def _ranked(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        """Returns those with a value, the best first; without `best` the last one."""
+        if self._best is None:
+            return [*candidates[-1:]]
+        values = {i: self._value(each) for i, each in enumerate(candidates)}
+        ranked = best_of(values, self._best._replace(n=max(len(values), 1)))
+        return [candidates[i] for i in reversed(ranked)]
+
+    def _is_better(self, value: float, than: float) -> bool:
+        return self._best is None or best_of({0: value, 1: than}, self._best) == [0]  # of equal ones the existing
+
+
+def _save_id(candidate: _Candidate) -> str | None:
+    return None if candidate.noted is None else candidate.noted.save_id
+
+
+def _noted(candidate: _Candidate) -> Noted:
+    """Returns what is known of a candidate, or reads it; nothing of one that is damaged or not committed."""
+    if candidate.noted is not None:
+        return candidate.noted
+    try:
+        return noted_of(storage_of(candidate.url))
+    except CorruptionError as error:
+        _log.warning("%s", error)
+        return Noted(None, {})
 
 
 def _is_whole(export: Storage) -> bool:

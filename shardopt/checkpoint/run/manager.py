@@ -137,7 +137,7 @@ class Manager:
         self._after = AfterCommit(
             self._run,
             self._tiers,
-            None if export is None or rank else Exporter(export),
+            None if export is None or rank else Exporter(self._run, export),
             None if preemption is None or rank else preemption.seconds,
         )
         self._steps = Steps(self._run, self._after, stage, incremental, terms)
@@ -208,8 +208,8 @@ class Manager:
     def delete(self, step: int) -> None:
         """Removes the checkpoint of a step of the run from root, mirror and tiers. Collective.
 
-        Saves and copies in the background are waited for. Data files to which later checkpoints refer stay, as long as
-        these do. Also the newest may be removed, and then a restore takes the previous one.
+        Saves, copies and exports in the background are waited for. Data files to which later checkpoints refer stay, as
+        long as these do. Also the newest may be removed, and then a restore takes the previous one.
 
         Raises:
             CheckpointNotFoundError: there is none.

@@ -22,15 +22,17 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class Noted(NamedTuple):
-    """The time and the metrics of one checkpoint, which retention goes by.
+    """The time and the metrics of one checkpoint, which retention goes by, and its id, by which exports are known.
 
     Args:
         saved_at: in seconds since 1970 began; None where that is not known.
         metrics: numbers by name.
+        save_id: the id of the save that made it; None where there is none.
     """
 
     saved_at: float | None
     metrics: Mapping[str, float]
+    save_id: str | None = None
 
 
 def noted_of(checkpoint: Storage) -> Noted:
@@ -44,7 +46,7 @@ def noted_of(checkpoint: Storage) -> Noted:
     except CheckpointNotFoundError:
         return Noted(None, {})
     own = _metrics_of_file(checkpoint) if manifest.metrics is None else manifest.metrics
-    return Noted(manifest.saved_at, {**own, **added_to(checkpoint, manifest.save_id)})
+    return Noted(manifest.saved_at, {**own, **added_to(checkpoint, manifest.save_id)}, manifest.save_id)
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:

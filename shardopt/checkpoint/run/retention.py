@@ -130,7 +130,8 @@ def reasons_to_keep(
             rules_and_steps.append((f"every {every}", [step for step in steps if step % every == 0]))
         if rules.best is not None:
             best = Best(*rules.best)
-            rules_and_steps.append((f"best {best.metric}", _best(steps, best, metrics)))
+            values = {step: metrics.get(step, {}).get(best.metric, math.nan) for step in steps}
+            rules_and_steps.append((f"best {best.metric}", best_of(values, best)))
         if rules.seconds is not None:
             least, known = rules.seconds, ages or {}
             young = [step for step in steps if known.get(step, math.inf) < least]
@@ -143,8 +144,10 @@ def reasons_to_keep(
     return dict(sorted(reasons.items()))
 
 
-def _best(committed: Collection[int], best: Best, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+def best_of(values: Mapping[int, float], best: Best) -> list[int]:
+    """Returns the keys of the `best.n` best values, the best last. NaN is never one of them; of equal ones the greater
+    key is better.
+    """
     sign = 1 if best.mode == "max" else -1
-    measured = {step: metrics.get(step, {}).get(best.metric, math.nan) for step in committed}
-    ranked = sorted((sign * value, step) for step, value in measured.items() if not math.isnan(value))
-    return [step for _, step in ranked[len(ranked) - min(best.n, len(ranked)) :]]
+    ranked = sorted((sign * value, key) for key, value in values.items() if not math.isnan(value))
+    return [key for _, key in ranked[len(ranked) - min(best.n, len(ranked)) :]]

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import shutil
 import threading
 
 import pytest
@@ -119,3 +121,189 @@ def test_an_export_needs_a_place_of_its_own(tmp_path, taken):
 def test_an_export_is_no_path(tmp_path):
     with pytest.raises(OptionError, match=r"export: found 'hf'; required an Export; give it as in Export\(url\)"):
         checkpoint.Manager(tmp_path / "run", export="hf")
+
+
+def manager_at(tmp_path, best=None):
+    return checkpoint.Manager(
+        tmp_path / "run", export=checkpoint.Export(tmp_path / "hf", rename={r"^model\.": ""}, best=best)
+    )
+
+
+def save_all(manager, losses):
+    """Saves steps with losses, each exported before the next."""
+    for step, loss in losses.items():
+        manager.save(step, app(step), metrics={"loss": loss})
+        manager._after._exporter.finish()
+
+
+def record_of(tmp_path):
+    return json.loads((tmp_path / "hf" / "export.json").read_text())
+
+
+def delete_it(tmp_path):
+    with manager_at(tmp_path) as manager:
+        manager.restore(app(0))
+        manager.delete(3)
+
+
+def remove_the_root(tmp_path):
+    shutil.rmtree(tmp_path / "run")
+
+
+def damage_it(tmp_path):
+    (path,) = (tmp_path / "run" / "step-00000003").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("lose", [delete_it, remove_the_root, damage_it])
+def test_a_step_that_is_saved_again_is_exported_again(tmp_path, lose):
+    with manager_at(tmp_path) as manager:
+        save_all(manager, {2: 1.0, 3: 1.0})
+    lose(tmp_path)
+    with manager_at(tmp_path) as manager:
+        manager.restore(app(0))
+        manager.save(3, app(9))
+    assert exported(tmp_path / "hf") == ("step-00000003", 9.0)
+
+
+def test_what_is_no_number_is_never_the_best_and_the_record_is_json(tmp_path):
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: math.nan})
+        assert not (tmp_path / "hf" / "export.json").exists()
+        save_all(manager, {2: math.inf})
+        assert record_of(tmp_path)["value"] == "inf"
+        save_all(manager, {3: math.nan, 4: 0.5, 5: 0.5, 6: math.inf})
+    with checkpoint.open(tmp_path / "run" / "step-00000004") as reader:
+        save_id = reader.manifest.save_id
+    assert record_of(tmp_path) == {"name": "step-00000004", "save_id": save_id, "best": ["loss", "min"], "value": 0.5}
+
+
+def test_metrics_of_an_earlier_step_do_not_move_the_export_of_the_last(tmp_path):
+    with manager_at(tmp_path) as manager:
+        save_all(manager, {1: 1.0, 2: 1.0})
+        manager.add_metrics(1, {"loss": 0.1})
+    assert exported(tmp_path / "hf") == ("step-00000002", 2.0)
+
+
+def test_metrics_that_are_added_decide_which_is_the_best(tmp_path):
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: 0.5, 2: 0.7})
+        manager.add_metrics(2, {"loss": 0.1})
+        manager._after._exporter.finish()
+        assert exported(tmp_path / "hf") == ("step-00000002", 2.0)
+        manager.add_metrics(2, {"loss": 0.9})
+        manager._after._exporter.finish()
+        assert record_of(tmp_path)["value"] == 0.9
+        save_all(manager, {3: 0.6})
+    assert exported(tmp_path / "hf") == ("step-00000003", 3.0)
+
+
+def test_a_best_that_has_left_the_run_counts_no_more(tmp_path):
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: 0.3, 2: 0.5, 3: 0.1})
+        manager.restore(app(0), step=2)
+        manager._after._exporter.finish()
+        assert exported(tmp_path / "hf") == ("step-00000001", 1.0)
+        save_all(manager, {3: 0.4})
+        assert exported(tmp_path / "hf") == ("step-00000001", 1.0)
+        save_all(manager, {4: 0.2})
+    assert exported(tmp_path / "hf") == ("step-00000004-b1", 4.0)
+
+
+def test_the_best_of_a_run_that_is_begun_anew_is_its_own(tmp_path):
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: 0.3, 2: 0.1})
+    remove_the_root(tmp_path)
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        manager.restore(app(0))
+        save_all(manager, {1: 0.9})
+    assert exported(tmp_path / "hf") == ("step-00000001", 1.0)
+
+
+def test_another_metric_begins_anew(tmp_path):
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: 2.0})
+    with manager_at(tmp_path, ("accuracy", "max")) as manager:
+        manager.save(2, app(2), metrics={"accuracy": 0.5})
+    assert exported(tmp_path / "hf") == ("step-00000002", 2.0)
+
+
+@pytest.mark.parametrize("best", [None, ("loss", "max")])
+def test_an_export_that_was_cut_off_is_made_at_the_restore(tmp_path, monkeypatch, best):
+    with manager_at(tmp_path, best) as manager:
+        save_all(manager, {1: 1.0})
+        with monkeypatch.context() as patched:
+            patched.setattr(module.Exporter, "begin", lambda *args: None)  # as of a process that is killed
+            save_all(manager, {2: 3.0, 3: 2.0})
+    with manager_at(tmp_path, best) as manager:
+        manager.restore(app(0))
+    assert exported(tmp_path / "hf") == (("step-00000003", 3.0) if best is None else ("step-00000002", 2.0))
+
+    def fails(*args):
+        raise AssertionError("it is there already")
+
+    monkeypatch.setattr(module, "convert_on", fails)
+    with manager_at(tmp_path, best) as manager:
+        manager.restore(app(0))
+
+
+def test_a_damaged_best_is_passed_over_at_the_restore(tmp_path, caplog):
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        for step, loss in {1: 1.0, 3: 3.0, 4: 2.0}.items():
+            manager.save(step, app(step), metrics={"loss": loss})
+    damage_it(tmp_path)
+    with manager_at(tmp_path, ("loss", "max")) as manager:
+        manager.restore(app(0))
+    assert exported(tmp_path / "hf") == ("step-00000004", 4.0)
+    assert "step-00000003 is not exported, but the next best" in caplog.text
+
+
+def test_records_of_earlier_versions(tmp_path):
+    """Their value counts; their folder is of a save that is not known, and is written again if that is still due."""
+    for best in (("loss", "min"), None):
+        with manager_at(tmp_path, best) as manager:
+            save_all(manager, {1: 0.1} if best else {2: 0.5})
+        record = record_of(tmp_path)
+        (tmp_path / "hf" / "export.json").write_text(json.dumps({key: record[key] for key in ("name", "value")}))
+        with manager_at(tmp_path, best) as manager:
+            manager.restore(app(0))
+        assert record_of(tmp_path) == record
+    (tmp_path / "hf" / "export.json").write_text(json.dumps({"name": "step-00000002", "value": 0.5}))
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {3: 0.7})
+        assert exported(tmp_path / "hf") == ("step-00000002", 2.0)
+        save_all(manager, {4: 0.2})
+    assert exported(tmp_path / "hf") == ("step-00000004", 4.0)
+
+
+def test_delete_waits_for_an_export_of_the_step(tmp_path, monkeypatch):
+    began, go_on, convert_on = threading.Event(), threading.Event(), module.convert_on
+
+    def slowly(*args):
+        began.set()
+        assert go_on.wait(30)
+        return convert_on(*args)
+
+    monkeypatch.setattr(module, "convert_on", slowly)
+    with manager_at(tmp_path) as manager:
+        manager.save(1, app(1))
+        assert began.wait(30)
+        threading.Timer(0.05, go_on.set).start()
+        manager.delete(1)
+        assert go_on.is_set()
+
+
+def test_the_failure_of_an_export_is_not_forgotten_for_one_that_is_not_due(tmp_path, monkeypatch):
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: 0.5})
+
+    def fails(*args):
+        raise OSError("no place")
+
+    monkeypatch.setattr(module, "convert_on", fails)
+    manager = manager_at(tmp_path, ("loss", "min"))
+    save_all(manager, {2: 0.1, 3: 0.9})
+    with pytest.raises(CheckpointError, match="no place"):
+        manager.close()

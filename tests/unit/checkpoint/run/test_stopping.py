@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from shardopt.checkpoint.run.stopping import Stop
 from shardopt.ranks import Ranks
 from shardopt.runtime import signals
 from shardopt.runtime.signals import Listener
+from shardopt.world import world
 from tests.harness import run_ranks_outcomes
 
 ALONE = Ranks(None)
@@ -29,6 +31,15 @@ def stop():
 
 def test_without_a_signal_it_continues(stop):
     assert not any(stop.after(step, ALONE) for step in range(100))
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e12])
+def test_a_deadline_may_be_as_late_as_one_likes(seconds):
+    timer = world().timer(seconds, lambda: None, "late")
+    timer.start()
+    timer.join(0.02)
+    assert timer.is_alive()  # and has raised nothing
+    timer.cancel()
 
 
 class Interrupted:
