@@ -69,6 +69,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_jitter = random.Random()  # not the program's own generator, from which a store's error would take numbers
+
 Socket = socket.socket
 Selector = selectors.BaseSelector
 
@@ -205,7 +207,7 @@ class World:
 
     def jitter(self, low: float, high: float) -> float:
         """Returns a random number between the two, so that ranks do not all act at once."""
-        return random.uniform(low, high)
+        return _jitter.uniform(low, high)
 
     def store_of(self, group: ProcessGroup, prefix: str) -> Store:
         """Returns the store of a process group, with a prefix for all keys."""

@@ -108,11 +108,10 @@ def init_unstepped(
     )
     if not decision["any"]:
         return None
-    # A round of its own: what is made may communicate by itself, so that all must have got here.
-    ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]))
+    begun: list[_Change] = []
 
     def undo() -> None:
-        for change in changes.values():
+        for change in begun:
             if change.make and isinstance(change.optimizer, UnsteppedStateful | TorchsState):
                 change.optimizer.drop_state(change.make)
             if change.drop:
@@ -120,6 +119,12 @@ def init_unstepped(
             for parameter, state in change.forgotten.items():
                 change.optimizer.state[parameter] = state
 
+    try:
+        # A round of its own: what is made may communicate by itself, so that all must have got here.
+        ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"], begun))
+    except Exception:
+        undo()
+        raise
     return undo
 
 
@@ -130,13 +135,17 @@ def _refuse_lazy(flat: FlatState, chosen: Set[str]) -> None:
             view_of(tensor, key)
 
 
-def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]]) -> None:
+def _carry_out(
+    changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]], begun: list[_Change]
+) -> None:
+    """Makes and drops state. Notes each change in `begun` before it: what fails is to be taken back, and no more."""
     for key, change in changes.items():
         if change.make is None:
             change.optimizer.init_state()
             continue
         # State that one rank has stepped stays on all ranks.
         change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
+        begun.append(change)
         change.forgotten = {each: dict(change.optimizer.state[each]) for each in change.forget.values()}
         if change.drop or change.forget:
             change.optimizer.drop_state([*change.drop, *change.forget])

@@ -100,8 +100,7 @@ class Averaging:
             required, remedy = "a module, whose parameters have names", "pass the model itself"
             problem = Problem("model", f"a {type(model).__name__}", required, remedy)
             raise StateError("averages cannot be made", [problem], code="averages")
-        self._model = model
-        self._use_buffers = use_buffers
+        self._model, self._use_buffers = model, use_buffers
         self._device = None if device is None else torch.device(device)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         reshard(model)
@@ -383,6 +382,7 @@ class Averaging:
             if self._in_model is None:
                 self._refuse_replaced(now)
                 self._in_model = AveragesInModel(self, self._params, self._whole_model(), list(self._pairs()))
+                self._in_model.put_in()
             else:
                 self._in_model.put_back(self._whole_model(), now, lose)
                 self._in_model = None

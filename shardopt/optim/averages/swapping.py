@@ -16,7 +16,7 @@ _WRITTEN = "what was written into the place of averages would be lost when the w
 
 
 class AveragesInModel:
-    """Puts averages into a model's own memory, and keeps its values until they are put back. Local.
+    """Keeps a model's own values, and puts averages into its memory until they are put back. Local.
 
     Args:
         holder: has the averages; by it others are refused meanwhile.
@@ -28,14 +28,18 @@ class AveragesInModel:
     def __init__(
         self, holder: object, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor], pairs: Iterable[Pair]
     ) -> None:
-        self._holder, self._params = holder, params
+        self._holder, self._params, self._tensors, self._pairs = holder, params, tensors, pairs
         self._own = {
             name: [local.detach().clone() for local in local_tensors(tensor)] for name, tensor in tensors.items()
         }
-        for average, local in pairs:
+        self._versions: dict[str, list[int]] | None = None  # until all averages are there
+
+    def put_in(self) -> None:
+        """Puts the averages in their place. Also if it is interrupted, `put_back` is to be called."""
+        note_swapped(self._holder, self._tensors)
+        for average, local in self._pairs:
             local.copy_(average)
         self._versions = self._versions_now()
-        note_swapped(holder, tensors)
 
     def put_back(self, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], lose: bool = False) -> None:
         """Restores the model's own values, bit for bit.
@@ -62,8 +66,10 @@ class AveragesInModel:
         note_swapped_back(self._holder)
 
     def _refuse_written(self, params: Mapping[str, Tensor]) -> None:
-        versions = self._versions_now()
-        written = [name for name in versions if versions[name] != self._versions[name]]
+        versions, before = self._versions_now(), self._versions
+        if before is None:  # `put_in` did not come to its end
+            return
+        written = [name for name in versions if versions[name] != before[name]]
         written += [name for name, param in params.items() if self._params.get(name) is not param]
         if not written:
             return

@@ -178,6 +178,7 @@ class LocalOptimizer:
         if not isinstance(self.optimizer, ScheduleFree) or all(group[TRAIN_MODE] == mode for group in groups):
             return
         refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in groups))
+        wait_for_copies()
         self._check_groups()
         if self.shards:
             free_unsharded_parameters()
@@ -223,6 +224,7 @@ class LocalOptimizer:
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
         wait_for_copies()
+        refuse_swapped(STEP_IN_SWAP, [parameter])
         group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
         here = group["params"][place : place + 1]
         if shards is None or not here or here[0] is not parameter or all(group is not e for e in self.param_groups):
@@ -269,6 +271,8 @@ class LocalOptimizer:
             settle_fused(spec, steps, self.optimizer, self._names)
             place_counters(steps, self.optimizer.state)
         except BaseException:
+            for step in steps:  # lists that were gathered have state which goes now
+                step.shards.cache = None
             undo()
             raise
 

@@ -1,0 +1,148 @@
+"""Steps and swaps that end in the middle: what follows is as if they had not begun."""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import ShardoptError, StateError
+from shardopt.optim import KeyedOptimizerWrapper
+from tests.support.fake_rank import fake_rank, shard
+
+LOCAL = str(Path(shardopt.__file__).parent / "optim" / "local")
+
+
+@contextmanager
+def failing_at(number):
+    """A MemoryError at the n-th line of a step on local tensors, counted from 1; gives a list, empty until then."""
+    lines, failed = 0, []
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(LOCAL):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                failed.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+                raise MemoryError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield failed
+    finally:
+        sys.settrace(before)
+        torch.set_grad_enabled(True)  # a line that ends `with torch.no_grad()` may be the one that failed
+
+
+def trained(mesh, fail_at=None):
+    """State names and weights after two steps of two groups; before them a first step that fails at a line."""
+    torch.manual_seed(0)
+    weights = {name: torch.nn.Parameter(shard(torch.randn(4, 2), mesh, Shard(0))) for name in "ab"}
+    optimizer = shardopt.keyed("adamw", weights, groups=[{"match": "a"}, {"match": "b"}], lr=0.1)
+    for weight in weights.values():
+        weight.grad = shard(torch.ones(4, 2), mesh, Shard(0))
+    before, where = [each.to_local().clone() for each in weights.values()], None
+    if fail_at is not None:
+        try:
+            with failing_at(fail_at) as failed:
+                optimizer.step()
+        except MemoryError:
+            where = failed
+        if any(not torch.equal(each.to_local(), old) for each, old in zip(weights.values(), before, strict=True)):
+            return None  # it has stepped
+    for _ in range(2):
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    moments = {name: [each["exp_avg"].to_local().tolist(), float(each["step"])] for name, each in state.items()}
+    return moments, [each.to_local().tolist() for each in weights.values()], where
+
+
+def test_after_a_first_step_that_failed_all_state_is_there():
+    with fake_rank(0, 2) as mesh:
+        *sound, _ = trained(mesh)
+        for line in range(1, 1000, 5):
+            found = trained(mesh, line)
+            if found is None:
+                break
+            *actual, where = found
+            assert actual == sound, where
+        assert line > 100  # the line at which the kernel had run
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def test_an_interrupted_swap_is_undone_by_the_next(monkeypatch):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    own = [each.detach().clone() for each in model.parameters()]
+    ema = shardopt.EMA(model, 0.5)
+    with torch.no_grad():
+        for each in ema.state_dict()["state"].values():
+            for average in each.values():
+                average.fill_(7)
+    copy_, copies = torch.Tensor.copy_, []
+
+    def interrupted(self, other, *args):
+        if len(copies) == 3:
+            raise Interrupt
+        copies.append(self)
+        return copy_(self, other, *args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+    with pytest.raises(Interrupt):
+        ema.swap()
+    monkeypatch.undo()
+    assert ema.swapped
+    with pytest.raises(StateError):
+        ema.update()
+    ema.swap()
+    assert not ema.swapped and all(map(torch.equal, model.parameters(), own))
+
+
+def test_a_step_in_backward_is_refused_while_averages_are_in_the_model():
+    weight = torch.nn.Parameter(torch.ones(2))
+    model = torch.nn.Module()
+    model.weight = weight
+    optimizer = shardopt.in_backward(model, "adamw", lr=0.1)
+    ema = shardopt.EMA(model, 0.5)
+    with pytest.raises(StateError, match="a step would train the averages"), ema.swap():
+        weight.sum().backward()
+    assert weight.tolist() == [1.0, 1.0] and not ema.swapped
+    assert not optimizer.state_dict()["state"]
+
+
+class Stateless(torch.optim.Optimizer):
+    """Has a form of state that only its steps can make."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for each in self.param_groups[0]["params"]:
+            self.state[each].setdefault("seen", torch.zeros_like(each)).add_(each.grad)
+
+
+def test_a_restore_that_fails_to_make_state_leaves_that_of_other_optimizers(tmp_path):
+    early, late, head = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    first = shardopt.keyed("adamw", {"early": early, "late": late}, lr=0.1)
+    second = KeyedOptimizerWrapper({"head": head}, Stateless)
+    early.grad, head.grad = torch.ones(2), torch.ones(2)
+    first.step(), second.step()
+    manager = checkpoint.Manager(tmp_path / "run", every=1)
+    manager.save(1, {"first": first, "second": second})
+    late.grad = torch.ones(2)
+    first.step()
+    before = {name: each["exp_avg"].tolist() for name, each in first.state_dict()["state"].items()}
+    second = KeyedOptimizerWrapper({"head": head}, Stateless)
+    with pytest.raises(ShardoptError):
+        manager.restore({"first": first, "second": second})
+    assert {name: each["exp_avg"].tolist() for name, each in first.state_dict()["state"].items()} == before
