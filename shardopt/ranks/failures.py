@@ -34,8 +34,15 @@ def describe(error: BaseException, ranks: int = 1) -> dict[str, Any]:
             the others.
     """
     if not isinstance(error, ShardoptError):
-        error = RankError(f"{type(error).__name__}: {error}", code="rank-failed")
+        error = RankError(f"{type(error).__name__}: {_text_of(error)}", code="rank-failed")
     return bounded(error.to_json(), _limit_bytes(ranks, _LEAST_REPORTED_BYTES))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failed:  # of the error's own class; the other ranks wait for a report
+        return f"an error without a text ({type(failed).__name__})"
 
 
 def bounded(error: Wire, limit_bytes: int) -> dict[str, Any]:

@@ -169,4 +169,7 @@ class Witness:
             except StoreError as error:
                 self._store_error = error
 
-        world().thread(ask, "shardopt-store", daemon=True).start()
+        try:
+            world().thread(ask, "shardopt-store", daemon=True).start()
+        except RuntimeError:  # no thread can be had now: a later look asks
+            self._asks_store = False

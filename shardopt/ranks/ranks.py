@@ -251,13 +251,9 @@ class Ranks(Collectives):
         outcome: list[T] = []
         cause: BaseException | None = None
         with channel.node.beating(channel.session, self.deadline_seconds):
-            channel.begin_round(as_call(what), self.deadline_seconds)
             try:
-                outcome.append(work())
-                message = {"report": report(outcome[0])}
-            except BaseException as error:
-                cause, message = error, {"error": describe(error, self.size)}
-            try:
+                channel.begin_round(as_call(what), self.deadline_seconds)
+                message, cause = self._work(work, report, outcome)
                 answer = channel.decide(message, decide) if self.rank == 0 else channel.follow(message)
             except (Silent, StoreError) as silent:
                 channel.broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
@@ -273,6 +269,16 @@ class Ranks(Collectives):
                 channel.broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
+
+    def _work(
+        self, work: Callable[[], T], report: Callable[[T], Any], outcome: list[T]
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        """Does this rank's work, and adds its result to `outcome`; returns what to tell, and the error if it failed."""
+        try:
+            outcome.append(work())
+            return {"report": report(outcome[0])}, None
+        except BaseException as error:
+            return {"error": describe(error, self.size)}, error
 
 
 _parents_job: list[weakref.ref[dist.ProcessGroup]] = []

@@ -51,9 +51,10 @@ class Listener:
     ) -> None:
         self.signum, self.in_main_thread, self.in_thread = signum, in_main_thread, in_thread
         self.number = next(_numbers)  # in the order in which they were made
-        self._previous: _Handler = signal.signal(signum, self._handle)
+        self._previous: _Handler = signal.getsignal(signum)  # before a signal may come that is handed on to it
         _open.append(self)
         try:
+            signal.signal(signum, self._handle)
             _pipe.open()
         except BaseException:
             self.close()
@@ -113,8 +114,13 @@ class _Pipe:
         if self._thread is None:
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
-            self._thread = threading.Thread(target=self._run, name="shardopt-signals", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="shardopt-signals", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # none can be had
+                self._forget()
+                raise
+            self._thread = thread
         before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if before != self._writer:
             self._next = before  # of an event loop, say: what comes here is handed on to it

@@ -205,8 +205,8 @@ class RemoteStorage(Storage):
             except FileExistsError:
                 self._require_own(name, data)
                 return bool(getattr(self._fs, "has_conditions", True))
-            except CheckpointError as error:
-                if not _is_unmet_or_unknown(self._fs, error):
+            except BaseException as error:  # also an interrupt, which ends the wait and not the request
+                if not isinstance(error, CheckpointError) or not _is_unmet_or_unknown(self._fs, error):
                     self._unconfirmed.add(name)
                     raise
         if self.exists(name):

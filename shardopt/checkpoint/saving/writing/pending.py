@@ -196,7 +196,7 @@ _tracked: list[PendingSave] = []
 
 def untrack(save: PendingSave) -> None:
     """Removes a save whose end was reported to the program, or need not be."""
-    if save in _tracked:
+    with suppress(ValueError):  # two threads may do so
         _tracked.remove(save)
 
 

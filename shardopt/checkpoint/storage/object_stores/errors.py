@@ -106,7 +106,7 @@ def _os_error(error: Exception, creates: bool) -> OSError:
         return FileNotFoundError(errno.ENOENT, said)
     if isinstance(error, AlreadyExistsError) and creates:
         return FileExistsError(errno.EEXIST, said)
-    if status in (401, 403):
+    if status in (401, 403) and code not in _TRANSIENT_CODES:
         return PermissionError(errno.EACCES, said)
     if status in (501, 507):
         return OSError(errno.ENOSYS if status == 501 else errno.ENOSPC, said)
