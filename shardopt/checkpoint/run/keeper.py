@@ -17,7 +17,7 @@ from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpo
 from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
-from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError, UnreadableError
 from shardopt.world import world
 
 _MANY_RANKS = 64  # have so many files that their removal is not waited for
@@ -210,6 +210,8 @@ def _logging_failures(root: Root) -> Iterator[None]:
 def _noted_or_nothing(root: Root, id: CheckpointId) -> Noted:
     try:
         return noted_of(root.checkpoint(id))
+    except UnreadableError:  # it may be the best one: nothing is removed this time
+        raise
     except CorruptionError as error:
         _log.warning("%s", error)
         return _NOTHING

@@ -18,7 +18,7 @@ from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.checking import threads_for
 from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, UnreadableError
 from shardopt.world import world
 
 Condition = Literal["whole", "committed", "base", "damaged", "unfinished", "unreadable"]
@@ -159,6 +159,7 @@ def look_at(
     def listed(condition: Condition, problems: tuple[Problem, ...] = ()) -> Listed:
         return Listed(storage.url, condition, problems, id, in_run, to_be_removed)
 
+    condition: Condition
     try:
         with wrap_os_errors(f"look into {storage.url}"):
             manifest, _ = read_manifest(storage)
@@ -169,10 +170,11 @@ def look_at(
     except CheckpointNotFoundError:
         return listed("unfinished")
     except CorruptionError as error:
-        return listed("damaged", error.problems or (Problem(storage.url, error.message, "its bytes", "take another"),))
+        condition = "unreadable" if isinstance(error, UnreadableError) else "damaged"
+        return listed(condition, error.problems or (Problem(storage.url, error.message, "its bytes", "take another"),))
     except CheckpointError as error:
         return listed("unreadable", error.problems or (Problem(storage.url, error.message, "a checkpoint", "look"),))
-    condition: Condition = "damaged" if problems else "whole" if verify_bytes else "committed"
+    condition = "damaged" if problems else "whole" if verify_bytes else "committed"
     return replace(
         listed(condition, tuple(problems)),
         save_id=manifest.save_id,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointNotFoundError, CorruptionError
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, UnreadableError
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -55,7 +55,11 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
 
 
 def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
-    """Returns the metrics added to a checkpoint of this save; logs a damaged file, and returns none."""
+    """Returns the metrics added to a checkpoint of this save; logs a damaged file, and returns none.
+
+    Raises:
+        UnreadableError: the disk fails to return what is there.
+    """
     beside = checkpoint.parent()
     if beside is None:
         return {}
@@ -66,6 +70,8 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
         return {key: float(value) for key, value in record["metrics"].items()} if record["save_id"] == save_id else {}
     except FileNotFoundError:
         return {}
+    except UnreadableError:  # an addition would replace what is there
+        raise
     except (CorruptionError, TypeError, ValueError, KeyError, AttributeError):
         _log.warning(
             "%s is no record of metrics: add them again; the checkpoint itself is not touched by this [damaged]", where

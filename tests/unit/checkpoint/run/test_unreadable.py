@@ -1,0 +1,80 @@
+"""A disk that fails to return a file for a moment: nothing is removed or replaced for that."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardopt.checkpoint import Manager, Retention
+from shardopt.checkpoint.run.listing import look_at
+from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.checkpoint.storage.local import unreadable
+from shardopt.errors import CheckpointError
+
+
+def _unreadable_once(monkeypatch: pytest.MonkeyPatch, ends: str) -> list[str]:
+    """Has the first read of a file fail as one of a broken disk does; returns what has failed."""
+    failed: list[str] = []
+
+    def failing(original: Callable[..., bytes]) -> Callable[..., bytes]:
+        def read(self: LocalStorage, name: str, *args: Any, **kwargs: Any) -> bytes:
+            url = f"{self.url}/{name}"
+            if url.endswith(ends) and not failed:
+                failed.append(url)
+                raise unreadable(url, OSError(errno.EIO, os.strerror(errno.EIO)))
+            return original(self, name, *args, **kwargs)
+
+        return read
+
+    for name in ("read", "read_record"):
+        monkeypatch.setattr(LocalStorage, name, failing(getattr(LocalStorage, name)))
+    return failed
+
+
+def test_the_best_checkpoint_stays_if_the_disk_fails_to_return_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Retention(last=1, best=("loss", "min", 1))
+    app = {"x": torch.zeros(4)}
+    with Manager(tmp_path, keep=keep) as manager:
+        for step, loss in ((1, 0.1), (2, 0.5), (3, 0.6)):
+            manager.save(step, app, metrics={"loss": loss})
+    with Manager(tmp_path, keep=keep) as manager:
+        manager.restore(app)
+        failed = _unreadable_once(monkeypatch, "step-00000001/manifest.json")
+        manager.save(4, app, metrics={"loss": 0.7})
+        assert failed and 1 in manager.steps()
+        manager.save(5, app, metrics={"loss": 0.8})
+        assert 1 in manager.steps() and 2 not in manager.steps()
+
+
+def test_added_metrics_replace_none_that_the_disk_fails_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Manager(tmp_path) as manager:
+        manager.save(1, {"x": torch.zeros(4)})
+        manager.add_metrics(1, {"accuracy": 0.9})
+        failed = _unreadable_once(monkeypatch, "step-00000001.metrics.json")
+        with pytest.raises(CheckpointError):
+            manager.add_metrics(1, {"bleu": 30.0})
+        assert failed and manager.metrics(1) == {"accuracy": 0.9}
+        manager.add_metrics(1, {"bleu": 30.0})
+        assert manager.metrics(1) == {"accuracy": 0.9, "bleu": 30.0}
+
+
+def test_a_checkpoint_is_not_called_damaged_for_metrics_that_the_disk_fails_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Manager(tmp_path) as manager:
+        manager.save(1, {"x": torch.zeros(4)})
+        manager.add_metrics(1, {"accuracy": 0.9})
+    _unreadable_once(monkeypatch, "step-00000001.metrics.json")
+    url = tmp_path / "step-00000001"
+    assert look_at(storage_of(url)).condition == "unreadable"
+    assert look_at(storage_of(url)).condition == "committed"
