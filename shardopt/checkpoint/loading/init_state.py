@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -109,23 +110,13 @@ def init_unstepped(
     if not decision["any"]:
         return None
     begun: list[_Change] = []
-
-    def undo() -> None:
-        for change in begun:
-            if change.make and isinstance(change.optimizer, UnsteppedStateful | TorchsState):
-                change.optimizer.drop_state(change.make)
-            if change.drop:
-                change.optimizer.init_state(names=change.drop)
-            for parameter, state in change.forgotten.items():
-                change.optimizer.state[parameter] = state
-
     try:
         # A round of its own: what is made may communicate by itself, so that all must have got here.
         ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"], begun))
     except Exception:
-        undo()
+        _take_back(begun)
         raise
-    return undo
+    return partial(_take_back, begun)
 
 
 def _refuse_lazy(flat: FlatState, chosen: Set[str]) -> None:
@@ -135,9 +126,7 @@ def _refuse_lazy(flat: FlatState, chosen: Set[str]) -> None:
             view_of(tensor, key)
 
 
-def _carry_out(
-    changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]], begun: list[_Change]
-) -> None:
+def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]], begun: list[_Change]) -> None:
     """Makes and drops state. Notes each change in `begun` before it: what fails is to be taken back, and no more."""
     for key, change in changes.items():
         if change.make is None:
@@ -153,6 +142,17 @@ def _carry_out(
             change.optimizer.init_state(names=change.make)
             if change.entries and hasattr(change.optimizer, "init_entries"):
                 change.optimizer.init_entries(change.entries)
+
+
+def _take_back(begun: Sequence[_Change]) -> None:
+    """Drops the state that these changes have made, and makes what they have dropped."""
+    for change in begun:
+        if change.make and isinstance(change.optimizer, UnsteppedStateful | TorchsState):
+            change.optimizer.drop_state(change.make)
+        if change.drop:
+            change.optimizer.init_state(names=change.drop)
+        for parameter, state in change.forgotten.items():
+            change.optimizer.state[parameter] = state
 
 
 def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: bool) -> Iterator[tuple[str, _Change]]:
