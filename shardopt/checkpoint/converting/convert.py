@@ -204,7 +204,7 @@ def convert_on(
                 weights=options.weights,
             )
             total = sum(map(nbytes_of, choice.written))
-            most_bytes = max(min(int(options.max_file_bytes), -(-total // ranks.size)), 1)
+            most_bytes = max(int(min(options.max_file_bytes, -(-total // ranks.size))), 1)
             of_files = OutOptions(most_bytes, options.world_size or ranks.size, options.drop_per_rank)
             planned.append(plan_for(to, choice, dst, options.durable, of_files))
             return planned[0]
@@ -283,11 +283,10 @@ class Writing:
             ),
         ):
             for file in self._files:
-                fingerprint = file.fingerprint(reader.digest)
-                before = find_written(plan.storage, file, fingerprint, done.add) if plan.resumes else None
+                before = find_written(plan.storage, file, reader, plan.shapes, done.add) if plan.resumes else None
                 written[file.name] = before or write_file(plan.storage, file, reader, plan.shapes, done.add)
                 if plan.resumes and before is None:
-                    keep_receipt(plan.storage, written[file.name], fingerprint)
+                    keep_receipt(plan.storage, written[file.name], file.fingerprint(reader.digest))
         self._digests = digests_of(reader, self._scattered, stored=True)
         return written
 

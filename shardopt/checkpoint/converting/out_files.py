@@ -109,9 +109,18 @@ def keep_receipt(storage: Storage, written: Written, fingerprint: str) -> None:
     storage.publish(receipt_name(written.name), text.encode())
 
 
-def find_written(storage: Storage, file: OutFile, fingerprint: str, progress: AddBytes) -> Written | None:
-    """Finds a file from an earlier conversion and reads all of it; returns it if it equals the planned one."""
-    name, nbytes = file.name, file.nbytes
+def find_written(
+    storage: Storage,
+    file: OutFile,
+    reader: CheckpointReader,
+    shapes: dict[str, tuple[int, ...]],
+    progress: AddBytes,
+) -> Written | None:
+    """Finds a file from an earlier conversion and reads all of it; returns it if it equals the planned one.
+
+    Other libraries' formats do not tell whether two sources have equal bytes: of such the source is read, too.
+    """
+    name, nbytes, fingerprint = file.name, file.nbytes, file.fingerprint(reader.digest)
     try:
         receipt = json.loads(storage.read(receipt_name(name)))
         written = Written(**{**{k: v for k, v in receipt.items() if k != "fingerprint"}, "reused": True})
@@ -127,6 +136,12 @@ def find_written(storage: Storage, file: OutFile, fingerprint: str, progress: Ad
             digest.update(chunk)
     if digest.hexdigest() != written.digest:
         return None
+    if reader.source.is_foreign:
+        body = _Body(file, reader, shapes, lambda nbytes: None)
+        for _ in body:
+            pass
+        if body.digest != written.digest:
+            return None
     progress(nbytes)
     return written
 

@@ -142,7 +142,7 @@ def export_peft(
             problem = Problem(f"{target.url}/{taken[0]}", "a file", "none", "give another directory")
             raise CheckpointExistsError("the path is taken", [problem])
         target.make()
-        target.write(TENSORS_NAME, _File(reader, tensors))
+        target.write_atomically(TENSORS_NAME, _File(reader, tensors))
         target.publish(CONFIG_NAME, text.encode())
 
 

@@ -172,7 +172,7 @@ class StorageWriter(DcpStorageWriter):
             raise
         if ranks.rank == 0:
             # DCP has a round of its own before `finish`, and tells nobody where a rank dies in it.
-            self._abandon = weakref.finalize(self, discard, storage, task.save_id)
+            self._abandon = weakref.finalize(self, _discard_of, os.getpid(), storage, task.save_id)
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # the first rank has had the reports
         return written
@@ -209,6 +209,12 @@ class StorageWriter(DcpStorageWriter):
             problem = Problem("url", "None", "a path or URL", "pass one to StorageWriter, or checkpoint_id to the save")
             raise OptionError("there is no place to save to", [problem])
         return storage_of(self._url, self._durable)
+
+
+def _discard_of(pid: int, storage: Storage, save_id: str) -> None:
+    """Removes the files of a save, in the process that made them: not where a child of it ends."""
+    if os.getpid() == pid:
+        discard(storage, save_id)
 
 
 def _ranks_of(task: _Task) -> Ranks:

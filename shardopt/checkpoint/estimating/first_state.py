@@ -49,6 +49,10 @@ def _make(optimizer: Optimizer, state: Mapping[str, Any], made: ExitStack) -> bo
             optimizer.init_state()  # type: ignore[call-arg]  # of all: an `init_state` without names
         except AlgorithmError:  # of some part it is made inside of the step
             is_known = False
+        except BaseException:  # as where the device has no memory left
+            if new := {*optimizer.state_dict()[STATE]} - before:
+                optimizer.drop_state(new)
+            raise
         new = {*optimizer.state_dict()[STATE]} - before
         if new:
             made.callback(optimizer.drop_state, new)

@@ -107,7 +107,8 @@ def room_for(sizes: Sizes) -> int:
 
 def noise_of(nbytes: int, device: torch.device) -> Tensor:
     """Returns memory that no file system makes smaller."""
-    return torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+    own = torch.Generator(device)  # the run's random numbers stay as they are
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, device=device, generator=own)
 
 
 def _padded(nbytes: int) -> int:

@@ -202,9 +202,11 @@ class MergedRows(CheckpointReader):
     def requests(
         self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True
     ) -> list[tuple[OpenFile, ReadRequest]]:
-        stored = [(key, [_outline(self._reader, key)] if key in self._states else pieces) for key, pieces in wanted]
-        # Outlines open the files of merged state with all others; their own reads come later.
-        requests = [each for each in self._reader.requests(stored, others_follow) if not each[1].target.is_meta]
+        outlines = [(key, [_outline(self._reader, key)]) for key, _ in wanted if key in self._states]
+        # They open the files of merged state with all others; their own reads come later.
+        self._reader.requests(outlines, others_follow=True)
+        as_stored = [each for each in wanted if each[0] not in self._states]
+        requests = self._reader.requests(as_stored, others_follow)
         for key, pieces in wanted:
             if key in self._states:
                 file = _MergedFile(self._reader, key, self._states[key])

@@ -89,35 +89,52 @@ def referred_in(storage: Storage) -> frozenset[str]:
 
 def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
     """Returns directory and name of each file elsewhere that a checkpoint refers to; none without a checkpoint."""
-    # A file that permissions hide is not of this run; a damaged manifest gives nothing to anybody.
-    with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, PermissionError):
-        with _lock:
-            known_bytes = _bytes_of.get(checkpoint.url) if checkpoint.is_remote else None
-        if known_bytes is not None:  # one request: its end shows whether it is the same, and as long
-            seal = checkpoint.read_rest(MANIFEST_NAME, known_bytes - SEAL_BYTES, known_bytes)
-            known = _looked_up((checkpoint.url, known_bytes, seal))
-            if known is not None:
-                return known
-        nbytes = checkpoint.size(MANIFEST_NAME)
-        if not SEAL_BYTES <= nbytes <= MANIFEST_LIMIT_BYTES:
-            return frozenset()
-        key = checkpoint.url, nbytes, checkpoint.read(MANIFEST_NAME, nbytes - SEAL_BYTES, nbytes)
-        known = _looked_up(key)
+    with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            return _look_up(checkpoint)
+        except PermissionError:
+            if not _is_hidden(checkpoint):
+                raise  # it may refer to anything
+    return frozenset()
+
+
+def _is_hidden(checkpoint: Storage) -> bool:
+    """Whether permissions hide a whole directory: it is not of this run."""
+    try:
+        checkpoint.names()
+    except PermissionError:
+        return True
+    return False
+
+
+def _look_up(checkpoint: Storage) -> frozenset[tuple[str, str]]:
+    """Returns what `_references_of` does, or raises an error of the storage. A damaged manifest refers to nothing."""
+    with _lock:
+        known_bytes = _bytes_of.get(checkpoint.url) if checkpoint.is_remote else None
+    if known_bytes is not None:  # one request: its end shows whether it is the same, and as long
+        seal = checkpoint.read_rest(MANIFEST_NAME, known_bytes - SEAL_BYTES, known_bytes)
+        known = _looked_up((checkpoint.url, known_bytes, seal))
         if known is not None:
             return known
-        data = checkpoint.read(MANIFEST_NAME, 0, nbytes)
-        try:
-            references = references_in(data, checkpoint.url)
-        except CorruptionError:
-            return frozenset()
-        with _lock:
-            _known[key] = references
-            _bytes_of[checkpoint.url] = nbytes
-            while len(_known) > _MOST_KEPT:
-                (url, *_), _ = _known.popitem(last=False)
-                _bytes_of.pop(url, None)
-        return references
-    return frozenset()
+    nbytes = checkpoint.size(MANIFEST_NAME)
+    if not SEAL_BYTES <= nbytes <= MANIFEST_LIMIT_BYTES:
+        return frozenset()
+    key = checkpoint.url, nbytes, checkpoint.read(MANIFEST_NAME, nbytes - SEAL_BYTES, nbytes)
+    known = _looked_up(key)
+    if known is not None:
+        return known
+    data = checkpoint.read(MANIFEST_NAME, 0, nbytes)
+    try:
+        references = references_in(data, checkpoint.url)
+    except CorruptionError:
+        return frozenset()
+    with _lock:
+        _known[key] = references
+        _bytes_of[checkpoint.url] = nbytes
+        while len(_known) > _MOST_KEPT:
+            (url, *_), _ = _known.popitem(last=False)
+            _bytes_of.pop(url, None)
+    return references
 
 
 def _looked_up(key: tuple[str, int, bytes]) -> frozenset[tuple[str, str]] | None:

@@ -115,7 +115,8 @@ class TorchSource(Source):
                     tied_to = stored_at.setdefault((leaf.begin, leaf.sizes, leaf.strides, leaf.dtype), key)
                     layout = tensors[tied_to].layout if tied_to in tensors else _in_one_box(leaf, number)
                     tensors[key] = StoredTensor(path, leaf.dtype, layout, tied_to if tied_to != key else None)
-                    digest.update(f"{key}\0{leaf.crc32}\0{leaf.dtype.name}\0{leaf.sizes}\0".encode())
+                    view = leaf.sizes, leaf.strides, leaf.begin - leaf.storage_begin  # of the storage with this CRC32
+                    digest.update(f"{key}\0{leaf.crc32}\0{leaf.dtype.name}\0{view}\0".encode())
                     continue
                 if is_array(leaf) and PARAM_GROUPS not in path:
                     tensors[key] = file.arrays.add(key, path, leaf, len(self._files) + number)

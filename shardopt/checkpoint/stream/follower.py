@@ -222,7 +222,8 @@ class Follower:
                     raise
                 failure = error
                 passed_over.add(found)
-                if not isinstance(error, UnreadableError):  # of a disk, which may come back
+                # A disk may come back, and a manifest that rank 0 sees may be seen by all a moment later.
+                if not isinstance(error, UnreadableError | CheckpointNotFoundError):
                     self._damaged.add(found)
                 if ranks.rank == 0:
                     _log.warning("step %d cannot be taken, looking for another one: %s", found.id.step, error)

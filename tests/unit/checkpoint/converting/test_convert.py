@@ -553,3 +553,31 @@ def test_a_directory_that_is_a_checkpoint_of_another_format_is_taken(tmp_path, t
     (tmp_path / "other" / "config.json").write_text("{}")
     checkpoint.convert(tmp_path / "own", tmp_path / "other", to, check=True)
     checkpoint.convert(tmp_path / "own", tmp_path / "own" / "model.pt", "torch", check=True)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "dcp"])
+def test_files_of_another_source_of_the_same_shapes_are_not_taken(tmp_path, monkeypatch, kind):
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        checkpoint.save(tmp_path / f"{name}-own", {f"w{i}": torch.full((64,), value) for i in range(3)})
+        checkpoint.convert(tmp_path / f"{name}-own", tmp_path / name, kind)
+    calls = []
+
+    def failing(storage, file, *args):
+        calls.append(file.name)
+        if len(calls) == 3:
+            raise OSError(5, "the disk is gone")
+        return write_file(storage, file, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_line, "write_file", failing)
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            checkpoint.convert(tmp_path / "one", tmp_path / "x", "huggingface", max_file_bytes=256)
+    report = checkpoint.convert(tmp_path / "two", tmp_path / "x", "huggingface", max_file_bytes=256, check=True)
+    assert report.bytes_reused == 0
+    with checkpoint.open(tmp_path / "x") as reader:
+        assert {reader.read(key).unique().item() for key in reader.manifest.tensors} == {2.0}
+
+
+def test_one_file_may_have_any_number_of_bytes(tmp_path):
+    checkpoint.save(tmp_path / "own", {"w": torch.zeros(4)})
+    assert checkpoint.convert(tmp_path / "own", tmp_path / "x", "huggingface", max_file_bytes=float("inf")).files == 1

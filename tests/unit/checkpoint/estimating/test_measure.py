@@ -102,3 +102,9 @@ def test_what_a_killed_measurement_leaves_goes_with_a_later_commit(app, monkeypa
         assert manager.steps() == [3]
         manager.save(6, {"step": 6})
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006"]
+
+
+def test_no_random_number_of_the_program_is_drawn(tmp_path):
+    before = torch.get_rng_state()
+    checkpoint.estimate({"w": torch.zeros(1000)}, tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -200,3 +200,14 @@ def test_damage_of_a_part_is_found_before_anything_changes(tmp_path):
     with pytest.raises(CorruptionError, match="this load changed nothing"):
         checkpoint.load(tmp_path / "c", app, strict=MERGE, transactional=True)
     assert not state_of(app).any()
+
+
+def test_tensors_that_are_one_in_the_app_are_compared_in_a_load_that_merges_too(tmp_path):
+    def app(widths, embed, head):
+        app = app_of(torch.zeros(ROWS * len(widths)), widths)
+        return {**app, "model": {**app["model"], "embed": embed, "head": head}}
+
+    checkpoint.save(tmp_path, app((1, 2, 3), torch.ones(4), torch.zeros(4)))
+    one = torch.zeros(4)
+    with pytest.raises(MismatchError, match="found other values"):
+        checkpoint.load(tmp_path, app((6,), one, one), strict=MERGE)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints
+from shardopt.checkpoint.sources import referred
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.cli import main
 from shardopt.errors import CheckpointError
@@ -90,3 +92,30 @@ def test_a_link_stays_while_checkpoints_need_what_is_behind_it(tmp_path):
     remove_checkpoint(storage_of(root / "step-00000002"))
     remove_checkpoint(storage_of(root / "step-00000001"))
     assert left_in(root) == [] and checkpoint.verify(archive).ok
+
+
+def test_nothing_is_removed_while_a_manifest_that_may_refer_to_it_cannot_be_read(tmp_path, monkeypatch, caplog):
+    app = {"kept": torch.rand(20_000), "changed": torch.zeros(10)}
+    size = LocalStorage.size
+
+    def refused(self, name):
+        if name == MANIFEST_NAME and self.url.endswith("2") and not refusals:
+            refusals.append(name)
+            raise PermissionError(13, "403 for a moment", name)
+        return size(self, name)
+
+    refusals: list[str] = []
+    with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
+        manager.save(1, app)
+        app["changed"].add_(1)
+        real = referred._references_of
+
+        def look(storage):
+            with monkeypatch.context() as within:
+                within.setattr(LocalStorage, "size", refused)
+                return real(storage)
+
+        monkeypatch.setattr(referred, "_references_of", look)
+        manager.save(2, app)
+    assert refusals and "403 for a moment" in caplog.text
+    assert checkpoint.verify(tmp_path / "step-00000002").ok

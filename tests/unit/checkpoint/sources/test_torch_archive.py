@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.sources.pickled.stand_ins import Unknown
 from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
@@ -355,3 +356,13 @@ def test_members_that_overlap_are_refused():
     changed = with_entry(bytes(data), 0, longer)
     with pytest.raises(CorruptionError, match="beyond its place"):
         zip_members(reader_of(changed), 0, len(changed), "w")
+
+
+def test_the_digest_tells_other_parts_of_one_storage(tmp_path):
+    both = torch.arange(16.0).view(4, 4)
+    digests = set()
+    for tensor in (both, both.t(), both[0], both[1]):
+        torch.save({"w": tensor}, tmp_path / "x.pt")
+        with checkpoint.open(tmp_path / "x.pt") as reader:
+            digests.add(reader.digest)
+    assert len(digests) == 4

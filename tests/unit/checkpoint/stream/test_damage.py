@@ -8,7 +8,8 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.stream import changes, staged
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, StateError
+from shardopt.checkpoint.stream import follower as follower_module
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, StateError
 from tests.harness import Fault
 from tests.harness.faults import watched
 from tests.support.streams import copied, files_of, flip, is_step, place_of, same_bits, train, zeros_like
@@ -307,3 +308,19 @@ def test_no_failing_read_leaves_a_mixture(tmp_path, weights, app, operation):
             if not struck:
                 break
     assert not struck and step > 4
+
+
+def test_a_step_whose_manifest_is_not_seen_at_once_is_taken_later(tmp_path, weights, app, monkeypatch):
+    publish(tmp_path, weights, 1)
+    follower = checkpoint.Follower(tmp_path, app)
+    follower.update()
+    kept = publish(tmp_path, weights, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(follower_module, "open_source", not_seen)
+        assert follower.update() is None
+    assert follower.update() is not None and follower.step == 2
+    assert same_bits(app, kept[2])
+
+
+def not_seen(storage):
+    raise CheckpointNotFoundError("there is no checkpoint", [Problem(storage.url, "none", "one", "wait")])
