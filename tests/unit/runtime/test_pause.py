@@ -1,6 +1,7 @@
 """The pause of the garbage collector, beside what the program does with it."""
 
 import gc
+import os
 import threading
 
 import pytest
@@ -70,3 +71,26 @@ def test_pauses_of_several_threads():
     leave.set()
     thread.join()
     assert not gc.isenabled() and gc.get_threshold() == (100, 7, 9)
+
+
+def test_a_child_that_is_forked_in_a_pause_collects():
+    gc.set_threshold(100, 7, 9)
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause():
+        with gc_paused():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert inside.wait(30)
+    with gc_paused():  # that of the forking thread ends in the child too
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.get_threshold() == (100, 7, 9) else 1)
+        assert gc.get_threshold()[0] == 0
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.get_threshold() == (100, 7, 9)

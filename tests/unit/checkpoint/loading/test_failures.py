@@ -114,3 +114,13 @@ def test_keys_travel_as_runs_of_places():
         assert _unpack(_pack(keys, stored), stored) == keys
         assert _unpack(_pack(keys, None), None) == keys
     assert _pack(stored[5:17], stored) == [5, 12]
+
+
+class Odd(Exception):
+    def __str__(self):
+        return self.text  # which it lacks
+
+
+def test_an_error_that_has_no_text_is_reported_by_its_type():
+    [problem] = [describe(Odd())["message"]]
+    assert "Odd: an error without a text (AttributeError)" in problem

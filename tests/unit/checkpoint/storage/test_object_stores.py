@@ -401,6 +401,7 @@ def answer(status, more=""):
         *((GenericError(answer(status)), OSError, errno.EINVAL) for status in (400, 405, 411, 416)),
         (GenericError(answer(401)), PermissionError, errno.EACCES),
         (PermissionDeniedError(answer(403)), PermissionError, errno.EACCES),
+        (PermissionDeniedError(answer(403, "<Code>RequestTimeTooSkewed</Code>")), ConnectionError, None),
         (GenericError(answer(404)), FileNotFoundError, errno.ENOENT),
         (FileNotFoundError(answer(404)), FileNotFoundError, errno.ENOENT),
         (AlreadyExistsError(answer(409)), ConnectionError, None),

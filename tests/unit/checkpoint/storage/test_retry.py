@@ -1,6 +1,7 @@
 """Requests that are asked again, and those that are not."""
 
 import errno
+import random
 import threading
 import time
 
@@ -98,6 +99,14 @@ def test_pauses_double_up_to_the_longest():
     with using(FakeClock()) as clock, pytest.raises(CheckpointError):
         Requests(PlannedFileSystem(TimeoutError(), times=99), policy).call("x", "info", "/a")
     assert clock.pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+def test_a_retry_draws_none_of_the_programs_random_numbers():
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    Requests(PlannedFileSystem(TimeoutError(), times=1), QUICK).call("x", "info", "/")
+    assert random.random() == expected
 
 
 def test_a_request_without_an_answer_is_abandoned_and_made_again():
