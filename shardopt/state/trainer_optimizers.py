@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.state.paths import Path, join
+from shardopt.state.paths import STATE, Path, join
 from shardopt.state.state import Stateful
+
+SHARDOPTS_WARM_UP = "shardopt's WarmupOptimizer (docs/integrations/torchrec.md shows it around fused tables)"
 
 
 def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
@@ -18,8 +22,11 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
     Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
     run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
 
+    torchrec's wrappers too. Its warm-up adds a parameter to those of what it wraps, for its position. A combined
+    optimizer lists its parameters anew each time: it never gets that one, and would leave the position out.
+
     Raises:
-        StateError: it is not one optimizer that it wraps.
+        StateError: it is not one optimizer that it wraps, or the wrapper has parameters that what it wraps lacks.
     """
     while isinstance(node, Optimizer) and not is_constructed(node):
         inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
@@ -29,8 +36,21 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
             remedy = "pass the optimizer itself, or save it by its library"
             problem = Problem(join(path) or "app", actual, required, remedy)
             raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
+        _refuse_lost(node, inner[0], path)
         node = inner[0]
     return node
+
+
+def _refuse_lost(wrapper: Any, inner: Any, path: Path) -> None:
+    """Raises StateError for named parameters of a wrapper whose state the optimizer in it does not save."""
+    has, saved = getattr(wrapper, "params", None), getattr(inner, "params", None)
+    if not isinstance(has, Mapping) or not isinstance(saved, Mapping) or saved.keys() >= has.keys():
+        return
+    keys = [join((*path, STATE, name)) for name in has if name not in saved]
+    found = f"state of a {type(wrapper).__module__}.{type(wrapper).__qualname__}, which its state_dict() leaves out"
+    remedy = f"for a warm-up take {SHARDOPTS_WARM_UP}"
+    problems = [Problem(key, found, "state that is saved: a resumed run would begin it anew", remedy) for key in keys]
+    raise StateError("a wrapper of an optimizer has state that cannot be saved", problems)
 
 
 def is_constructed(optimizer: Optimizer) -> bool:

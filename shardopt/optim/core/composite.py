@@ -211,6 +211,10 @@ class StateOfParts(MutableMapping[Any, Any]):
 def _unfit(child: KeyedOptimizer) -> list[Problem]:
     name = type(child).__qualname__
     if not isinstance(child, KeyedOptimizer):
+        if isinstance(getattr(child, "params", None), Mapping):
+            home = f"{type(child).__module__}.{name}"
+            remedy = "put it in a KeyedOptimizer of its params, state and groups (docs/integrations/torchrec.md)"
+            return [Problem(name, f"a {home}, a keyed optimizer of another library", "shardopt's", remedy)]
         return [Problem(name, "an optimizer without names", "a KeyedOptimizer", "build it with shardopt.keyed")]
     if type(child).load_state_dict is not KeyedOptimizer.load_state_dict:
         # All children are checked before any is changed, which a method of its own would not take part in.

@@ -93,6 +93,10 @@ def test_what_could_not_be_loaded_all_or_nothing_is_refused(combine):
         def load_state_dict(self, state_dict, strict=True, convert_dtype=False):
             return super().load_state_dict(state_dict, strict, convert_dtype)
 
+    elsewhere = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    elsewhere.params = {"w": elsewhere.param_groups[0]["params"][0]}
+    with pytest.raises(StateError, match=r"a keyed optimizer of another library; .* KeyedOptimizer of its params"):
+        CombinedOptimizer([elsewhere])
     with pytest.raises(StateError, match=r"SGD: found an optimizer without names; .* shardopt\.keyed"):
         combine(torch.optim.SGD([weight()]))
     with pytest.raises(StateError, match=r"OwnLoading: found a load_state_dict of its own"):

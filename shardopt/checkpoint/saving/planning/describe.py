@@ -21,7 +21,10 @@ from shardopt.checkpoint.format.tensor_bytes import (
 )
 from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
-from shardopt.checkpoint.saving.planning.forgotten_schedules import tell_of_forgotten_schedules
+from shardopt.checkpoint.saving.planning.forgotten_schedules import (
+    tell_of_forgotten_schedules,
+    tell_of_states_without_group,
+)
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
@@ -127,6 +130,7 @@ def describe(
     """
     check_optimizers(flat)
     tell_of_forgotten_schedules(flat)
+    tell_of_states_without_group(flat)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}

@@ -1,6 +1,8 @@
-"""Tells of a schedule of torch's that is not saved beside its optimizer: a resumed run would begin it anew.
+"""Tells of a schedule that would begin anew in a resumed run: of torch's, not saved; of torchrec's, a warm-up.
 
-The optimizer does not know its schedules, only that there are some; so the state that is saved is searched for one.
+An optimizer does not know torch's schedules, only that there are some; so the state that is saved is searched for one.
+torchrec's warm-up keeps its position as the state of a parameter that no group has. Where it is saved
+(`trainer_optimizers.py` refuses it elsewhere), a new optimizer has no place for it before its first step.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.runtime.torch_private import is_scheduled
-from shardopt.state.paths import join
-from shardopt.state.state import FlatState, PerRank
+from shardopt.state.param_groups import PARAMS
+from shardopt.state.paths import STATE, join
+from shardopt.state.state import FlatState, PartialStateful, PerRank, RestoreTarget
+from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 
 _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 
@@ -43,6 +47,34 @@ def tell_of_forgotten_schedules(flat: FlatState) -> None:
         "[optimizer-state]",
         ", ".join(scheduled),
     )
+
+
+def tell_of_states_without_group(flat: FlatState) -> None:
+    """Logs a warning on rank 0 of each optimizer that saves state of a parameter in no group; once for each."""
+    for each in flat.targets:
+        names, optimizer = _with_state_in_no_group(each), each.object
+        if not names or not isinstance(optimizer, Optimizer) or optimizer in _seen:
+            continue
+        _seen.add(optimizer)
+        if not (dist.is_initialized() and dist.get_rank()):
+            _log.warning(
+                "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "
+                "refuse it. Of a warm-up of torchrec's: use %s [optimizer-state]",
+                ", ".join(join((*each.path, STATE, name)) for name in names),
+                SHARDOPTS_WARM_UP,
+            )
+
+
+def _with_state_in_no_group(target: RestoreTarget) -> list[str]:
+    """Returns the parameters, by name, of another library's keyed optimizer that have state and are in no group."""
+    optimizer: Any = target.object
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, PartialStateful) or target.held_names() is None:
+        return []
+    params, state = getattr(optimizer, "params", None), optimizer.state
+    if not isinstance(params, Mapping) or not isinstance(state, Mapping):
+        return []  # torch's own
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group[PARAMS]}
+    return [name for name, each in params.items() if id(each) not in stepped and state.get(each)]
 
 
 def _has_schedule(flat: FlatState) -> bool:

@@ -84,3 +84,57 @@ def test_rates_that_no_schedule_of_torchs_sets_are_not_told_of(tmp_path, caplog)
     by_hand.param_groups[0].update(lr=0.5, initial_lr=1.0)
     warm = WarmupOptimizer(keyed(model), [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4)])
     assert told(tmp_path, caplog, {"model": model, "by_hand": by_hand, "warm": warm}) == []
+
+
+class Keyed(torch.optim.SGD):
+    """torchrec's form of a keyed optimizer."""
+
+    def __init__(self, model):
+        self.params = dict(model.named_parameters())
+        super().__init__(self.params.values(), lr=0.1, momentum=0.9)
+
+    def state_dict(self):
+        return {"state": {name: self.state[each] for name, each in self.params.items() if each in self.state}}
+
+
+class WarmUp(torch.optim.Optimizer):
+    """torchrec's form of a warm-up: its position is the state of a parameter that it adds, and that is in no group."""
+
+    def __init__(self, optimizer, params):
+        self._optimizer, self.params, self.state = optimizer, params, optimizer.state
+        self.params["__warmup"] = torch.nn.Parameter()
+
+    param_groups = property(lambda self: self._optimizer.param_groups)
+
+    def step(self, closure=None):
+        self._optimizer.step()
+        self.state[self.params["__warmup"]] = {"warmup": torch.tensor([1, 0])}
+
+    def state_dict(self):
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._optimizer.load_state_dict(state_dict)
+
+
+def test_a_saved_warm_up_of_another_library_is_told_of(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    inner = Keyed(model)
+    app = {"model": model, "optimizer": WarmUp(inner, inner.params)}
+    checkpoint.save(tmp_path / "0", app)
+    assert not caplog.text
+    model(torch.ones(1, 2)).sum().backward()
+    app["optimizer"].step()
+    checkpoint.save(tmp_path / "1", app)
+    checkpoint.save(tmp_path / "2", app)
+    assert caplog.text.count("optimizer.state.__warmup is saved, but a new optimizer has no place for it") == 1
+
+
+def test_a_warm_up_that_a_combined_optimizer_leaves_out_is_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    inner = Keyed(model)
+    app = {"model": model, "optimizer": WarmUp(inner, dict(inner.params))}  # a combined one lists them anew
+    with pytest.raises(shardopt.errors.StateError) as caught:
+        checkpoint.save(tmp_path / "1", app)
+    assert [each.key for each in caught.value.problems] == ["optimizer.state.__warmup"]
+    assert "shardopt's WarmupOptimizer" in str(caught.value)
