@@ -15,9 +15,10 @@ OnResize = Literal["raise", "keep"]
 
 
 class PerRankState:
-    """An object whose state differs between ranks by intent, such as torchdata's `StatefulDataLoader`.
+    """An object whose state differs between ranks by intent, such as a stream that each rank reads for itself.
 
-    Each rank gets its own state back, through the object's `load_state_dict`.
+    Each rank gets its own state back, through the object's `load_state_dict`. For torchdata's `StatefulDataLoader` take
+    `shardopt.integrations.torchdata.RankPosition`: opened again after a load, it draws one of torch's random numbers.
 
     Args:
         target: has `state_dict` and `load_state_dict`; its state is plain values and small CPU tensors, nested.

@@ -100,7 +100,7 @@ class ResumableSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's samples of each remaining batch of this epoch. Counts nothing, as workers run ahead."""
-        rank, ranks, order, begin, here = self.rank, self.ranks, self._order(), self.position, self._here()
+        rank, ranks, order, begin, here = self.rank, self.ranks, self._order(), self.position, place_of(self)
         self._require_enough_for(ranks)
         self._warn_if_uneven(ranks)
         try:
@@ -123,8 +123,9 @@ class ResumableSampler:
                 for batch in data.through(loader):
                     ...
 
-        What workers draw themselves, such as augmentations, begins anew in an epoch that is resumed in its middle.
-        What fetches batches ahead goes inside, `through(prefetch(loader))`: around it, a resume would skip them.
+        What workers draw themselves, such as augmentations, begins anew in an epoch that is resumed in its middle, or
+        any later one with `persistent_workers`. What fetches batches ahead goes inside, `through(prefetch(loader))`:
+        around it, a resume would skip them. A loader that ends early, as `islice(loader, 3)` does, ends the epoch.
 
         Raises:
             OptionError: the batches of this DataLoader are not this sampler's.
@@ -139,13 +140,13 @@ class ResumableSampler:
             )
         begun = self._begun = (self.position,)
         try:
-            batches, here = opened(loader, self), self._here()
+            batches, here = opened(loader, self), place_of(self)
             for batch in batches:
-                self._refuse_another(here)
+                refuse_another(self, here)
                 self.position = min(self.position + self.batch_size, self.size)
-                here = self._here()
+                here = place_of(self)
                 yield batch
-            self._refuse_another(here)
+            refuse_another(self, here)
             self.epoch, self.position = self.epoch + 1, 0
         finally:
             if self._begun is begun:
@@ -156,7 +157,7 @@ class ResumableSampler:
 
         Logs a warning, once, if batches were drawn and none was counted, as by a loop that is not over `through`.
         """
-        if self._drawn_from == self._here():
+        if self._drawn_from == place_of(self):
             self._warn_once(
                 "batches were drawn from the sampler, and its position is still where they begin: a resume would repeat"
                 " them. Loop over sampler.through(loader), which counts them"
@@ -201,9 +202,6 @@ class ResumableSampler:
         """Returns what the order of an epoch depends on, beside seed and epoch, by its name in the state."""
         return {"size": self.size, "shuffle": self.shuffle}
 
-    def _here(self) -> tuple[int, ...]:
-        return self.seed, self.epoch, self.position
-
     def _batches_from(self, position: int) -> int:
         left = self.size - position
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
@@ -246,14 +244,6 @@ class ResumableSampler:
             problem = Problem("batch_sampler", found, "this sampler", "make DataLoader(dataset, batch_sampler=sampler)")
             raise OptionError("a position in the batches of another sampler", [problem], code="data-position")
 
-    def _refuse_another(self, here: tuple[int, ...]) -> None:
-        """Raises MismatchError if the position is no longer that at which a loader has come."""
-        if self._here() != here:
-            found = f"epoch {self.epoch}, sample {self.position}, which was loaded in the middle of a loop"
-            required = f"epoch {here[1]}, sample {here[2]}, where the loop's loader is"
-            problem = Problem("position", found, required, "leave the loop after a load, and call through() again")
-            raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
-
     def _order(self) -> Tensor:
         """Returns the samples of this epoch in order, int64 [size]."""
         return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
@@ -270,6 +260,20 @@ def opened(loader: Iterable[T], at: ResumableSampler) -> Iterator[T]:
         # torch.manual_seed would change the generators of devices too.
         torch.default_generator.manual_seed(mixed(at.seed, at.epoch, at.position, at.rank))
         return iter(loader)
+
+
+def place_of(at: ResumableSampler) -> tuple[int, ...]:
+    """Returns where a sampler is, as seed, epoch and position."""
+    return at.seed, at.epoch, at.position
+
+
+def refuse_another(at: ResumableSampler, here: tuple[int, ...]) -> None:
+    """Raises MismatchError if the position is no longer that at which a loader has come."""
+    if place_of(at) != here:
+        found = f"epoch {at.epoch}, sample {at.position}, which was loaded in the middle of a loop"
+        required = f"epoch {here[1]}, sample {here[2]}, where the loop's loader is"
+        problem = Problem("position", found, required, "leave the loop after a load, and begin it again")
+        raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
 
 
 def mixed(*seeds: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.utils.data import ConcatDataset, DataLoader
 
 from shardopt.data.mixture import MixtureSampler
-from shardopt.data.sampler import ResumableSampler, opened
+from shardopt.data.sampler import ResumableSampler, opened, place_of, refuse_another
 from shardopt.errors import OptionError, Problem
 
 T = TypeVar("T")
@@ -35,13 +35,18 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
     """Yields the remaining batches of an epoch, and counts each; the last one begins the next epoch.
 
     So a loop that saves after each batch, and is not asked for one more, saves no position at the end of an epoch.
+
+    Raises:
+        MismatchError: the position was loaded meanwhile, and these are the batches of another.
     """
-    left = len(at)
+    left, here = len(at), place_of(at)
     for number, batch in enumerate(opened(batches, at)):
+        refuse_another(at, here)
         if number >= left - 1:
             at.epoch, at.position = at.epoch + 1, 0
         else:
             at.position = min(at.position + at.batch_size, at.size)
+        here = place_of(at)
         yield batch
     if left == 0:
         at.epoch, at.position = at.epoch + 1, 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -99,6 +100,9 @@ class RankPosition:
     On another number of ranks a load raises MismatchError, and changes nothing: the samples that one rank has seen of a
     stream say nothing about where two ranks are to begin.
 
+    What opens the loader for a save, or opens it again after a load, leaves torch's random numbers on the CPU as they
+    were: beside a `RandomState`, dropout goes on as if nothing had been.
+
     Args:
         loader: whose position is saved and restored.
     """
@@ -107,10 +111,19 @@ class RankPosition:
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": PerRank(self._loader.state_dict())}
+        with torch.random.fork_rng(devices=[]):  # a loader that is not open is opened, which draws a seed
+            return {"position": PerRank(self._loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state_dict["position"].value)
+        loader = self._loader
+        loader.load_state_dict(state_dict["position"].value)
+
+        def opened_again() -> Any:
+            del loader._get_iterator  # of the object: the next time it is that of the class
+            with torch.random.fork_rng(devices=[]):  # the seed was drawn before the save
+                return loader._get_iterator()
+
+        loader._get_iterator = opened_again
 
 
 class _Opened:

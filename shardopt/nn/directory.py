@@ -92,7 +92,8 @@ class Directory:
 
 
 def _described(table: Table) -> str:
-    return f"{table.name}: {table.num_embeddings} x {table.embedding_dim}, cut {table.cut!r}"
+    looked_up = f"mode {table.mode!r}, padding_idx {table.padding_idx}"
+    return f"{table.name}: {table.num_embeddings} x {table.embedding_dim}, cut {table.cut!r}, {looked_up}"
 
 
 def _starts(tables: Sequence[Pieces], bases: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ _KEEPALIVE_SECONDS = 60
 OFTEN_SECONDS = 2  # in which who has connected learns of it where the other end has lost the connection
 _PROBE_SECONDS, _PROBES = 6, 127  # after the first one: a network may be cut for 12 minutes
 
+_draw = random.SystemRandom()  # not the program's own generator, which also is the same on all ranks
 _forking = threading.RLock()
 _not_of_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -61,7 +62,7 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 
 def bind(listener: socket.socket, host: str, ports: range | None) -> None:
     """Binds a socket to an address of this host, at one of these ports, or any. Raises OSError: none is free."""
-    for port in [0] if ports is None else random.sample(ports, len(ports)):
+    for port in [0] if ports is None else _draw.sample(ports, len(ports)):
         try:
             listener.bind((host, port))
             return

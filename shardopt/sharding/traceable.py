@@ -7,6 +7,7 @@ key of its own, and is no sum of anything: it can be frozen, and not trained.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -78,29 +79,44 @@ def _inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
 def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor]) -> set[str] | None:
     """Returns the names of the inner tensors that are cut like the wrapper.
 
-    It finds them by letting the wrapper's class cut it again; None if that fails.
+    It finds them by letting the wrapper's class cut it again. None if that fails, or cannot tell on some rank: a single
+    row has no halves; and where ranks have unequally many rows, nor can be told how many a tensor of other rows has.
     """
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return set()
     if not all(isinstance(placement, Replicate) or placement == Shard(0) for placement in tensor.placements):
         return None
+    if min(_rows_of_ranks(tensor) | {local.shape[0]}) < 2:
+        return None
     try:
         with torch.no_grad():
             halves = _inner_tensors(torch.chunk(local.detach(), 2)[0]) or {}
-        return {name for name, part in inner.items() if halves[name].shape != part.shape}
+        split = {name for name, part in inner.items() if halves[name].shape != part.shape}
+        has_other_rows = any(inner[name].shape[0] != local.shape[0] for name in split)
     except Exception:  # of another library's class
         return None
+    return None if has_other_rows and len(_rows_of_ranks(tensor)) > 1 else split
+
+
+def _rows_of_ranks(tensor: DTensor) -> set[int]:
+    """Returns what numbers of rows ranks have, as torch cuts."""
+    rows = {tensor.shape[0]}
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            count = tensor.device_mesh.size(dim)
+            rows = {min(-(-n // count), max(0, n - i * -(-n // count))) for n in rows for i in range(count)}
+    return rows
 
 
 def _part_on_mesh(like: DTensor, part: Tensor, is_split: bool) -> DTensor:
     """Returns a DTensor of this rank's part of one of a composite's tensors."""
-    mesh, placements = like.device_mesh, [*like.placements]
+    mesh, placements, shape = like.device_mesh, [*like.placements], [*part.shape]
     if not is_split:
         placements = [Replicate()] * len(placements)
-    count = 1
-    for dim, placement in enumerate(placements):
-        count *= mesh.size(dim) if isinstance(placement, Shard) else 1
-    shape = part.shape if not part.ndim else (part.shape[0] * count, *part.shape[1:])
+    elif shape[0] == like._local_tensor.shape[0]:
+        shape[0] = like.shape[0]
+    else:  # ranks have equally many
+        shape[0] *= math.prod(mesh.size(dim) for dim, each in enumerate(placements) if isinstance(each, Shard))
     return DTensor.from_local(
         part.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=part.stride()
     )

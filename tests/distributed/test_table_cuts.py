@@ -221,7 +221,8 @@ def test_ranks_with_different_tables_refuse_a_lookup():
     assert first == second
     for words in first:
         assert "tables on rank 1: found users: 2" in words and "required as on rank 0: users: 20 x 8" in words
-    assert "found items: 5 x 4" in first[3] and "found users: 20 x 8, cut 'rows', of torch.float32" in first[4]
+    assert "found items: 5 x 4" in first[3]
+    assert "found users: 20 x 8, cut 'rows', mode 'mean', padding_idx None, of torch.float32" in first[4]
 
 
 def fused_columns():

@@ -166,3 +166,43 @@ def test_torchaos_own_classes(tmp_path):
     checkpoint.load(tmp_path / "c", {"model": model})
     assert torch.equal(model["float8"]._tensor, weights)
     assert all(torch.equal(getattr(model["nf4"], name), each) for name, each in before.items())
+
+
+def _rows_through(url, rows):
+    """Saves and loads codes of so many rows over the ranks; None where a save is refused."""
+    here = [each.clone() for each in torch.chunk(torch.arange(rows * 2.0).view(rows, 2), 2)]
+    mesh = init_device_mesh("cpu", (2,))
+    local = ByRow(here[dist.get_rank()])
+    whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1))
+    wanted = local.codes.clone()
+    try:
+        checkpoint.save(url, {"w": whole})
+    except LayoutError:
+        return None
+    local.codes.zero_()
+    checkpoint.load(url, {"w": whole})
+    return torch.equal(whole._local_tensor.codes, wanted)
+
+
+class ByRow(torch.Tensor):
+    """Codes, and a scale that all rows have."""
+
+    @staticmethod
+    def __new__(cls, codes, scale=None):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale=None):
+        self.codes, self.scale = codes, torch.ones(()) if scale is None else scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        made = operation(args[0].codes, *args[1:], **(kwargs or {}))
+        return [cls(each, args[0].scale) for each in made] if isinstance(made, list) else cls(made, args[0].scale)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(2, None), (3, None), (5, True)])
+def test_rows_that_ranks_have_unequally_are_stored_and_single_ones_refused(tmp_path, rows, expected):
+    assert run_ranks(2, _rows_through, str(tmp_path / "saved"), rows) == [expected] * 2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 
-from shardopt import ResumableSampler, checkpoint
+from shardopt import RandomState, ResumableSampler, checkpoint
 from shardopt.errors import MismatchError, OptionError
 from tests.harness import RanksFailed, run_ranks
 
@@ -214,3 +214,42 @@ def test_an_epoch_that_is_opened_again_draws_none_of_the_programs_random_numbers
     for _ in range(2):
         next(iter(loader))
         assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize("order", [("data", "random"), ("random", "data")], ids="-".join)
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_stream_resumes_beside_the_random_state_of_dropout(tmp_path, at, order):
+    path, whole, resumed = str(tmp_path), [], []
+    torch.manual_seed(0)
+    app = app_beside_random_state(order)
+    if not at:
+        checkpoint.save(path, app)
+    for number, batch in enumerate(app["data"]._loader, 1):
+        whole.append((batch.tolist(), torch.rand(1).item()))
+        if number == at:
+            checkpoint.save(path, app)
+    torch.manual_seed(1)
+    app = app_beside_random_state(order)
+    checkpoint.load(path, app)
+    for batch in app["data"]._loader:
+        resumed.append((batch.tolist(), torch.rand(1).item()))
+    assert len(whole) == 6 and resumed == whole[at:]
+
+
+def app_beside_random_state(order):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from shardopt.integrations.torchdata import RankPosition
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    data = RankPosition(StatefulDataLoader(range(12), batch_size=2))
+    entries = {"data": data, "random": RandomState(on_resize="raise")}
+    return {name: entries[name] for name in order}
+
+
+def test_a_position_loaded_in_the_middle_of_a_loop_is_refused():
+    loader = loader_of(0)
+    saved = loader.state_dict()
+    with pytest.raises(MismatchError, match="leave the loop after a load"):
+        for _ in loader:
+            loader.load_state_dict(saved)

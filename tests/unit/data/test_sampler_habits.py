@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardopt
 from shardopt.errors import MismatchError, OptionError, RankError
+from shardopt.integrations.loader import ResumableLoader
 from tests.harness import run_ranks
 
 SAMPLES = TensorDataset(torch.arange(40))
@@ -151,3 +152,13 @@ def made_before_the_group(store):
 def test_a_sampler_made_before_the_process_group_has_its_ranks(tmp_path):
     first, second = run_ranks(2, made_before_the_group, f"file://{tmp_path}/store", backend=None)
     assert len(first) == len(second) == 20 and {*first, *second} == {*range(40)}
+
+
+def test_a_position_loaded_in_the_middle_of_a_loop_over_a_loader_is_refused():
+    loader = ResumableLoader(torch.arange(16), batch_size=4)
+    saved = loader.state_dict()
+    with pytest.raises(MismatchError, match="leave the loop after a load"):
+        for _ in loader:
+            loader.load_state_dict(saved)
+    assert loader.state_dict() == saved
+    assert len([*loader]) == 4

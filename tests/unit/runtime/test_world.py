@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import random
+import socket
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from shardopt.checkpoint.storage import LocalStorage, marker
 from shardopt.checkpoint.storage.retry import Requests, RetryPolicy
 from shardopt.errors import CheckpointError, RankError
 from shardopt.ranks import Ranks
+from shardopt.runtime.sockets import bind
 from shardopt.world import World, using, world
 from tests.harness.planned_fs import PlannedFileSystem
 from tests.support.worlds import FakeClock
@@ -181,3 +184,10 @@ def test_a_copy_is_made_where_priorities_may_not_be_set(monkeypatch, tmp_path):
         manager.restore(app)
         manager.save(2, app)
     assert checkpoint.verify(f"{mirror}/step-00000002").ok
+
+
+def test_a_port_is_no_number_of_the_programs_generator():
+    before = random.getstate()
+    with socket.socket() as listener:
+        bind(listener, "127.0.0.1", range(20000, 30000))
+    assert random.getstate() == before
