@@ -26,6 +26,7 @@ from shardopt.algorithms.elementwise.base import ElementwiseOptimizer, Numbers, 
 from shardopt.algorithms.options import NOT_NEGATIVE, RATE, Range, are_decays, options_of, refuse_options
 from shardopt.algorithms.registry import Options
 from shardopt.errors import Problem, StateError
+from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.sharding.swapped import MODE_IN_SWAP, refuse_swapped
 
 TRAIN_MODE = "train_mode"
@@ -39,27 +40,43 @@ class ScheduleFree(ElementwiseOptimizer):
     had no gradient for a while averages over its own steps alone.
     """
 
+    @is_part_of(CHANGING)
     def train(self, mode: bool = True) -> None:
         """Switches the model from the averages x to the weights to train y; with `mode=False` from y to x.
 
         Nothing happens in the mode that there is already, nor to a parameter that never had a step, whose x is y. Both
-        ways there is one rounding: y after `eval` and `train` may differ from before in the last bits.
+        ways there is one rounding: y after `eval` and `train` may differ from before in the last bits. One that fails
+        in the middle is taken back.
         """
         if any(group[TRAIN_MODE] != mode for group in self.param_groups):
             refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in self.param_groups))
-        with torch.no_grad():
-            for group in self.param_groups:
-                if group[TRAIN_MODE] == mode:
-                    continue
-                beta = self._beta(group)
+        groups = [group for group in self.param_groups if group[TRAIN_MODE] != mode]
+        begun: list[tuple[dict[str, Any], Tensor, int]] = []
+        try:
+            for group in groups:
                 for parameter in group["params"]:
-                    base = self.state.get(parameter, {}).get("z")
-                    if base is not None:
-                        here = computed_in(parameter)
-                        here.lerp_(computed_in(base), 1 - beta if mode else 1 - 1 / beta)
-                        if here.dtype != parameter.dtype and not parameter.is_complex():
-                            parameter.copy_(here)
+                    begun.append((group, parameter, parameter._version))
+                    self._switch(group, parameter, mode)
+            for group in groups:
                 group[TRAIN_MODE] = mode
+        except BaseException:  # out of memory, or an interrupt: no mix is left, which would be taken for either
+            for group, parameter, version in begun:
+                if parameter._version != version:
+                    self._switch(group, parameter, not mode)
+            for group in groups:
+                group[TRAIN_MODE] = not mode
+            raise
+
+    @torch.no_grad()
+    def _switch(self, group: Options, parameter: Tensor, mode: bool) -> None:
+        base = self.state.get(parameter, {}).get("z")
+        if base is None:
+            return
+        beta = self._beta(group)
+        here = computed_in(parameter)
+        here.lerp_(computed_in(base), 1 - beta if mode else 1 - 1 / beta)
+        if here.dtype != parameter.dtype and not parameter.is_complex():
+            parameter.copy_(here)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; it begins in training mode, regardless of the other groups.

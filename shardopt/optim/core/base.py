@@ -300,9 +300,8 @@ class KeyedOptimizer(Node):
             plan_state(plan, live, offered[STATE])
         if groups is not None and PARAM_GROUPS in offered:
             plan_groups(plan, groups, offered[PARAM_GROUPS])
-        filled: dict[int, Any] = {}
         for group in groups or ():
-            plan.then(partial(group.take, filled))
+            plan.then(partial(group.take, plan.filled))
         plan.then(lambda: self._loaded(offered))
         if not self._children:
             plan.then(self._home.deferred.state_is_loaded)

@@ -215,9 +215,12 @@ def _agrees(row: Row, dtypes: Collection[torch.dtype] | None, on_host: bool) -> 
 
     Args:
         dtypes: in which it computes what the loop computes; None where it was asked for by name.
-        on_host: else all of the row must have one dtype, as kernels of accelerators require.
+        on_host: else state must have the dtype of the other two as well, as kernels of accelerators require.
     """
-    return (dtypes is None or row[0].dtype in dtypes) and (on_host or len({each.dtype for each in row}) == 1)
+    if dtypes is None and on_host:
+        return True  # torch refuses it by itself
+    alike = row[:2] if on_host else row  # kernels of the CPU take state of other dtypes
+    return (dtypes is None or row[0].dtype in dtypes) and len({each.dtype for each in alike}) == 1
 
 
 def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Any]]:

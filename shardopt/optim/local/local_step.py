@@ -35,6 +35,7 @@ from shardopt.optim.local.state import Group, LocalState
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
+from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import free_unsharded_parameters
 from shardopt.runtime.torch_private import gathers_as_torch, step_without_hooks
@@ -172,6 +173,7 @@ class LocalOptimizer:
         """Whether the algorithm has put averages into the parameters, and so refuses steps."""
         return isinstance(self.optimizer, ScheduleFree) and is_evaluating(self.param_groups)
 
+    @is_part_of(CHANGING)
     def train(self, mode: bool) -> None:
         """Switches the parameters between weights to train and weights to evaluate, if the algorithm has both."""
         groups = self.param_groups

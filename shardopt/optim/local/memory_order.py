@@ -20,7 +20,7 @@ from torch import Tensor
 Row = Sequence[Tensor]
 Columns = Sequence[Sequence[Tensor]]
 
-_NBYTES = attrgetter("nbytes")
+_DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
 
 def are_contiguous(tensors: Iterable[Tensor]) -> bool:
@@ -60,11 +60,13 @@ class InOrder:
         self._state = [(place, list(each)) for place, each in enumerate(lists) if place > 1 and id(each) in seen]
         self._without = [place for place, each in enumerate(lists) if place > 1 and _has_none(each)]
         self._nbytes = list(map(_NBYTES, lists[0]))
+        self._dtypes = list(map(_DTYPE, lists[1]))
 
     def still(self, lists: Columns) -> bool:
         """Whether the tensors of this step are still in order; only their state must be the same."""
         return (
             list(map(_NBYTES, lists[0])) == self._nbytes
+            and list(map(_DTYPE, lists[1])) == self._dtypes
             and all(_has_none(lists[place]) for place in self._without)
             and all(len(lists[place]) == len(kept) and all(map(is_, lists[place], kept)) for place, kept in self._state)
             and are_contiguous(chain(lists[0], lists[1]))

@@ -62,7 +62,7 @@ class Shards:
         self.reader = GradientReader(parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
-        """Returns the local tensors that were replaced since the last call; () if none were.
+        """Returns the parameter's local tensors, if they are no longer `local_tensors`; else ().
 
         Raises:
             StateError: the new local tensors have other shapes, so that state cannot follow them.
@@ -81,8 +81,7 @@ class Shards:
             raise StateError(
                 "a parameter was sharded in another way under its optimizer", [problem], code="stale-parameters"
             )
-        replaced, self.local_tensors = self.local_tensors, now
-        return replaced
+        return now
 
     def attach_gradients(self, borrowed: BorrowedGrads, takes_dense: bool = True) -> None:
         """Gives each local tensor its part of the parameter's gradient.

@@ -237,21 +237,28 @@ class LocalState(MutableMapping[Any, Any]):
         It stays the same dicts, which someone may hold, with the same values where the new tensors need them; where
         these have the old ones' dtype, state keeps its own.
         """
-        for old, new in zip(shards.moved(), shards.local_tensors, strict=False):
+        now, moved = shards.moved(), []
+        for old, new in zip(shards.local_tensors, now, strict=False):
             entries, early = self._of_local(old), self._untouched.get(old)
-            written = early is not None and early.written()
-            self._drop(old)
-            if not entries:
-                continue
-            if (old.device, old.dtype) != (new.device, new.dtype):
+            written, values = early is not None and early.written(), {}
+            if entries and (old.device, old.dtype) != (new.device, new.dtype):
                 assert self._spec is not None  # sharded parameters are refused for an unknown class
                 like = initial_state(self._spec, self._optimizer, group, new)
                 keeps_dtype = old.dtype == new.dtype
-                entries.update({name: _like(value, like.get(name), keeps_dtype) for name, value in entries.items()})
-            if early is None:
+                values = {name: _like(value, like.get(name), keeps_dtype) for name, value in entries.items()}
+            moved.append((new, entries, early, written, values))
+        if not now:
+            return
+        # Nothing fails from here on; an interrupt leaves the old ones, and is made up for by the next call.
+        for new, entries, early, written, values in moved:
+            entries.update(values)
+            if entries and early is None:
                 self._optimizer.state[new] = entries
-            else:
+            elif entries:
                 self._untouched[new] = Untouched(entries, written)
+        before, shards.local_tensors = shards.local_tensors, now
+        for old in set(before).difference(now):
+            self._drop(old)
 
     def hand_over(self, tensors: Collection[Tensor] | None = None) -> Callable[[], None]:
         """Lets the inner optimizer make state again for tensors that are about to have their first step.

@@ -18,6 +18,7 @@ from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by
 from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.runtime.signals import is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors
@@ -127,6 +128,7 @@ class OuterOptimizer(OptimizerWrapper):
             self._position[STEPS] = 0
 
     @torch.no_grad()
+    @is_part_of("the sync of islands")
     def sync(self) -> None:
         """Makes all islands meet now: merges running exchanges, and takes an outer step on the rest. Collective."""
         if self.at_sync_point:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardopt.errors import LayoutError, MismatchError, Problem
+from shardopt.runtime.signals import LOADING, is_part_of
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.casts import lost_in_cast
 
@@ -61,6 +62,7 @@ class LoadPlan:
         self.overridden: list[Any] = []  # options to which the code gives other values, `options.Overridden`
         self.algorithms: list[str] = []  # notes on groups that another algorithm has saved
         self.rounded_anew: list[str] = []  # parameters whose state an earlier version rounded to nearest
+        self.filled: dict[int, Any] = {}  # for `options.replaced`
         self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
@@ -141,6 +143,7 @@ class LoadPlan:
                 f"the state does not fit this {self._into}; nothing was changed", problems, code="optimizer-state"
             )
 
+    @is_part_of(LOADING)
     def apply(self) -> None:
         """Carries out the plan: copies into tensors in place, replaces plain values."""
         self.check()

@@ -146,3 +146,69 @@ def test_a_restore_that_fails_to_make_state_leaves_that_of_other_optimizers(tmp_
     with pytest.raises(ShardoptError):
         manager.restore({"first": first, "second": second})
     assert {name: each["exp_avg"].tolist() for name, each in first.state_dict()["state"].items()} == before
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_state_whose_conversion_failed_is_converted_by_the_next_step(monkeypatch, stepped):
+    with fake_rank(0, 2) as mesh:
+        model = torch.nn.Module()
+        model.w = weight = torch.nn.Parameter(shard(torch.ones(4, 2), mesh, Shard(0)))
+        optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+        optimizer.init_state()
+        weight.grad = shard(torch.ones(4, 2), mesh, Shard(0))
+        if stepped:
+            optimizer.step()
+        model.double()
+        weight.grad = shard(torch.ones(4, 2, dtype=torch.double), mesh, Shard(0))
+        with monkeypatch.context() as failing:
+            failing.setattr("shardopt.optim.local.state._like", raising)
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        assert optimizer.state_dict()["state"]["w"]["step"] == stepped
+        optimizer.step()
+        state = optimizer.state_dict()["state"]["w"]
+        assert state["step"] == stepped + 1 and state["exp_avg"].dtype == torch.double
+        assert len(optimizer.state) == 1
+
+
+def raising(*_):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changed", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("method", ["lerp_", "copy_"])
+def test_a_switch_to_averages_that_was_interrupted_is_taken_back(monkeypatch, dtype, changed, method):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
+    groups = [{"match": "0.*"}, {"match": "1.*"}]
+    optimizer = shardopt.keyed("ScheduleFreeSGD", model.named_parameters(), groups=groups, lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+    training = [each.detach().clone() for each in model.parameters()]
+    real, calls = getattr(torch.Tensor, method), []
+
+    def interrupted(self, *args):
+        calls.append(self)
+        if len(calls) == 3 and not changed:
+            raise Interrupt
+        real(self, *args)
+        if len(calls) == 3:
+            raise Interrupt
+        return self
+
+    monkeypatch.setattr(torch.Tensor, method, interrupted)
+    if dtype is torch.float32 and method == "copy_":  # nothing is copied
+        optimizer.eval()
+        assert not calls
+        return
+    with pytest.raises(Interrupt):
+        optimizer.eval()
+    monkeypatch.undo()
+    assert not optimizer.evaluating
+    for each, before in zip(model.parameters(), training, strict=True):
+        torch.testing.assert_close(each.detach(), before)
+    optimizer.eval()
+    averages = [each.detach().clone() for each in model.parameters()]
+    assert not any(map(torch.allclose, averages, training))

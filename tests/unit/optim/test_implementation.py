@@ -54,3 +54,20 @@ def test_the_bits_of_a_parameter_do_not_depend_on_what_is_beside_it(algorithm, b
     for name in ("w", beside):
         for here, alone in zip(together[name], trained(algorithm, dtype, name)[name], strict=True):
             assert torch.equal(here, alone), name
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameter's dtype")
+@pytest.mark.parametrize("algorithm", ["SGD", "Adagrad"])
+def test_gradients_of_another_dtype_step_as_in_torch(algorithm):
+    """From the second step on: the first has seen the tensors lie in order."""
+    found = []
+    for make in (getattr(torch.optim, algorithm), lambda params, lr: shardopt.keyed(algorithm, params, lr=lr)):
+        params = {name: nn.Parameter(torch.ones(3)) for name in "pq"}
+        optimizer = make(params.items(), lr=0.1)
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
+            params["q"].grad = None
+            params["q"].grad_dtype = dtype
+            params["p"].grad, params["q"].grad = torch.full((3,), 0.3), torch.full((3,), 0.3, dtype=dtype)
+            optimizer.step()
+        found.append([each.tolist() for each in params.values()])
+    assert found[0] == found[1]

@@ -115,6 +115,18 @@ def test_tuples_of_tensors_and_groups_that_share_one(tmp_path, load):
     assert type(again.param_groups[1]["betas"]) is tuple and type(again.param_groups[1]["lr"]) is float
 
 
+def test_a_rate_that_two_algorithms_share():
+    def made(rate, other):
+        return shardopt.keyed("adamw", params(), lr=rate, groups=[{"match": "bias", "algorithm": "sgd", "lr": other}])
+
+    saved, shared = made(0.1, 0.2), torch.tensor(0.5)
+    into = made(shared, shared)
+    into.load_state_dict(saved.state_dict())
+    assert [float(group["lr"]) for group in into.param_groups] == pytest.approx(
+        [group["lr"] for group in saved.param_groups]
+    )
+
+
 def test_what_is_saved_is_a_number_and_does_not_change_any_more():
     rate = torch.tensor([0.5])
     optimizer = shardopt.keyed("sgd", params(), lr=rate)

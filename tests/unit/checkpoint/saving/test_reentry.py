@@ -1,5 +1,6 @@
 """A signal handler that saves: it runs between any two lines of the main thread, also within a save or a step."""
 
+import copy
 import importlib
 import signal
 
@@ -197,6 +198,41 @@ def test_a_save_in_a_handler_is_refused_in_the_midst_of_averages(tmp_path, handl
         errors = handled(lambda: manager.save(1, {"model": model, "ema": ema}))
         ema.update()
         is_refused(errors, "a change of averages")
+
+
+def test_a_save_in_a_handler_is_refused_in_the_midst_of_schedule_free_averages(tmp_path, handled, monkeypatch):
+    model = torch.nn.Linear(3, 1)
+    optimizer = shardopt.keyed("ScheduleFreeSGD", model.named_parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    real = torch.Tensor.lerp_
+    monkeypatch.setattr(torch.Tensor, "lerp_", lambda *args: signal.raise_signal(signal.SIGUSR1) or real(*args))
+    errors = handled(lambda: checkpoint.save(tmp_path / "inner", {"model": model, "optimizer": optimizer}))
+    optimizer.eval()
+    del errors[1:]
+    is_refused(errors, "a change of averages")
+    assert not (tmp_path / "inner").exists()
+
+
+def test_a_save_in_a_handler_is_refused_in_the_midst_of_an_optimizers_load(tmp_path, handled):
+    optimizer = shardopt.keyed("adamw", torch.nn.Linear(3, 1).named_parameters(), lr=0.1)
+    optimizer.init_state()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"]["weight"]["exp_avg"] = Interrupting(torch.ones(1, 3))
+    errors = handled(lambda: checkpoint.save(tmp_path / "inner", {"optimizer": optimizer}))
+    optimizer.load_state_dict(state)
+    is_refused(errors, "a load")
+    assert not (tmp_path / "inner").exists()
+
+
+class Interrupting(torch.Tensor):
+    """A signal comes while it is copied."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            signal.raise_signal(signal.SIGUSR1)
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def test_an_error_of_the_handler_ends_the_save_and_leaves_the_root_usable(tmp_path, handled):
