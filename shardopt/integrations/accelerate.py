@@ -101,11 +101,15 @@ class Accelerator(accelerate.Accelerator):
             CheckpointExistsError, CheckpointError: as by `checkpoint.save`.
         """
         self._refuse("save_state", options, self._save_model_state_pre_hook)
-        path = self._folder(output_dir, f"checkpoint_{self.project_configuration.iteration}")
+        project = self.project_configuration
+        saved = self._saved() if output_dir is None else []
+        if saved:  # by this run, one before it in this directory, or one that was loaded by its path
+            project.iteration = max(project.iteration, _number_of(saved[-1]) + 1)
+        path = self._folder(output_dir, f"checkpoint_{project.iteration}")
         checkpoint.save(path, self.app())
-        if output_dir is None:
-            self._remove_old()
-        self.project_configuration.iteration += 1
+        project.iteration += 1
+        if output_dir is None and project.total_limit is not None:
+            self._remove_old([*saved, os.path.basename(path)], max(1, project.total_limit))
         return path
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
@@ -127,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
                 problem = Problem(path, "no checkpoint_…", "one that is committed", "save one, or name its path")
                 raise CheckpointNotFoundError("there is nothing to load", [problem])
             path = f"{path}/{saved[-1]}"
-            self.project_configuration.iteration = int(saved[-1].rpartition("_")[2]) + 1
+            self.project_configuration.iteration = _number_of(saved[-1]) + 1
         checkpoint.load(path, self.app(), init_state=True)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -184,13 +188,18 @@ class Accelerator(accelerate.Accelerator):
             found = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint_\d+", name)]
             found = [name for name in found if storage_of(os.path.join(folder, name)).exists(MANIFEST_NAME)]
         names: list[str] = of_rank_0("the saved states", {"names": found})["names"]
-        return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+        return sorted(names, key=_number_of)
 
-    def _remove_old(self) -> None:
-        limit, saved = self.project_configuration.total_limit, self._saved()
-        if limit is not None and ranks_of(None).rank == 0:
-            for name in saved[: max(0, len(saved) - limit)]:
-                remove_checkpoint(storage_of(os.path.join(self._folder(None, ""), name)))
+    def _remove_old(self, saved: list[str], limit: int) -> None:
+        """Removes all but the last `limit` states. Collective."""
+        folder = self._folder(None, "")
+
+        def remove() -> None:
+            for name in saved[:-limit]:
+                remove_checkpoint(storage_of(os.path.join(folder, name)))
+
+        if len(saved) > limit:
+            ranks_of(None).on_rank_0(f"removing old states in {folder}", remove)
 
     def _refuse(self, call: str, options: Mapping[str, Any], hooks: Mapping[Any, Any]) -> None:
         remedy = "leave it out: shardopt saves and loads the state as it is"
@@ -227,6 +236,10 @@ class _State(FrameworkState):
         self._owner.step = self.value["step"]
         for loader, iteration in zip(self._owner._dataloaders, self.value["iterations"], strict=False):
             loader.iteration = iteration
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("_")[2])
 
 
 def _end_for_both(rest_of: weakref.ref[Any], loader: Any) -> None:

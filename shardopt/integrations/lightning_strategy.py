@@ -107,9 +107,9 @@ class ShardoptMixin:
         return {**framework.value, "state_dict": {}, "optimizer_states": [], "lr_schedulers": schedules}
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint, on rank 0; a half-removed one is no checkpoint."""
-        if ranks_of(None).rank == 0:
-            remove_checkpoint(storage_of(filepath))
+        """Removes a checkpoint, on rank 0; a half-removed one is no checkpoint. Collective."""
+        path = os.fspath(filepath)
+        ranks_of(None).on_rank_0("removing a checkpoint", lambda: remove_checkpoint(storage_of(path)))
 
     def _trainer(self) -> Any:
         return self.lightning_module.trainer  # type: ignore[attr-defined]  # of the strategy that this is mixed into

@@ -79,7 +79,7 @@ class TrainingRun:
         self._stop_on = None if stop_on is None else stop_on if isinstance(stop_on, Preemption) else Preemption(stop_on)
         self._options, self._start_from = options, start_from
         self._manager: Manager | None = None
-        self._last = 0
+        self._last = self._final = 0
         self._handlers: dict[int, Any] = {}  # by signal
 
     @property
@@ -96,6 +96,7 @@ class TrainingRun:
 
     def begin(self, app: App) -> int:
         """Makes the Manager, and loads the newest checkpoint into `app`; returns its step, or 0. Collective."""
+        self._final = 0
         self._manager = Manager(self._root, every=self._every, stop_on=self._stop_on, **self._options)
         if self._stop_on is not None:
             self._handlers = {each: signal.getsignal(each) for each in self._stop_on.all_signals}
@@ -135,10 +136,15 @@ class TrainingRun:
         if self.manager.should_save(step) or passed:
             self.manager.save(step, app(), force=passed)
 
+    def save_last(self, step: int, app: Callable[[], App]) -> None:
+        """Saves the last step if it is not saved yet. Collective."""
+        if step > self._final:
+            self._final = step
+            self.manager.save(step, app(), force=True)
+
     def end(self, step: int, app: Callable[[], App]) -> None:
         """Saves the last step if it is not saved yet, and waits for all running writes. Collective."""
-        if step > 0:
-            self.manager.save(step, app(), force=True)
+        self.save_last(step, app)
         self.manager.close()
         self._manager = None
 

@@ -38,6 +38,7 @@ _OF_THIS_RUN = {
     *("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params"),
     *("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
 }
+_BEFORE_EPOCH = "before_epoch"  # saved when a run ended with an epoch: the loader of the next draws its seed later
 _REMEDY = "let the Trainer make its optimizer, or give it one of torch.optim that has not stepped"
 _log = logging.getLogger("shardopt")
 
@@ -73,6 +74,7 @@ class ShardoptCallback(TrainerCallback):
         self._trainer = trainer
         self._run = TrainingRun(root, every=every, **options)
         self._random: dict[str, Any] | None = None
+        self._before_epoch = False
         self._batches = self._steps = 1  # of an epoch; batches of this rank
         self._samples = 0  # of a step, on all ranks together
         self._order: dict[str, int] = {}  # determines the order of samples; empty where data begins anew
@@ -103,17 +105,22 @@ class ShardoptCallback(TrainerCallback):
         shield_if_listening(loader)
         if self.restored:
             self._load(state, saved.value)
-            self._random = random.state_dict()
+            self._random, self._before_epoch = random.state_dict(), saved.value.get(_BEFORE_EPOCH, False)
             self._skip(loader, saved.value)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Puts the random numbers back if the loader of the epoch has yet to draw its seed from them."""
+        if self._before_epoch:
+            self._put_random_back()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Saves the state after the previous step, if that is due."""
-        if self._random is not None:
-            # Not before: the loader has drawn a seed from these generators since, which this step did not see.
-            RandomState(on_resize="keep").load_state_dict(self._random)
-            self._random = None
+        # Not before: the loader has drawn a seed from these generators since, which this step did not see.
+        self._put_random_back()
         self._run.after_step(state.global_step, lambda: self._app_of(state, **given))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -123,24 +130,37 @@ class ShardoptCallback(TrainerCallback):
             batches = min((steps + 1) * args.gradient_accumulation_steps, self._batches)
             state.epoch = epochs + batches / self._batches
 
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Saves the last step at the last log, behind which the Trainer may load the weights of the best step."""
+        if "total_flos" in state.log_history[-1]:  # other callbacks have removed it from `logs`
+            self._run.save_last(state.global_step, lambda: self._app_of(state, ended=True, **given))
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Saves the last step, and waits for all running writes."""
-        self._run.end(state.global_step, lambda: self._app_of(state, **given))
+        """Waits for all running writes."""
+        self._run.end(state.global_step, lambda: self._app_of(state, ended=True, **given))
 
     def _app(self, saved: FrameworkState, random: RandomState, **given: Any) -> dict[str, Any]:
         (optimizer,) = require_keyed([given["optimizer"]], _REMEDY)
         app = {"model": given["model"], "optimizer": optimizer, "random": random, "trainer": saved}
         return app if given["lr_scheduler"] is None else {**app, "schedule": given["lr_scheduler"]}
 
-    def _app_of(self, state: TrainerState, **given: Any) -> dict[str, Any]:
-        return self._app(FrameworkState(self._state_of(state)), RandomState(on_resize="keep"), **given)
+    def _app_of(self, state: TrainerState, ended: bool = False, **given: Any) -> dict[str, Any]:
+        own = self._state_of(state)
+        if ended and state.global_step % self._steps == 0:
+            own[_BEFORE_EPOCH] = True
+        return self._app(FrameworkState(own), RandomState(on_resize="keep"), **given)
+
+    def _put_random_back(self) -> None:
+        if self._random is not None:
+            RandomState(on_resize="keep").load_state_dict(self._random)
+            self._random = None
 
     def _state_of(self, state: TrainerState) -> dict[str, Any]:
         """Returns rank 0's Trainer state, with the losses and operations since the last log. Collective."""
         trainer, ranks = self._trainer, ranks_of(None)
         own = {name: value for name, value in asdict(state).items() if name not in _OF_THIS_RUN}
         own["stateful_callbacks"] = {
-            type(each).__name__: each.state()["attributes"] for each in _exportable(trainer, state)
+            name: [each.state()["attributes"] for each in callbacks] for name, callbacks in _exportable(trainer).items()
         }
         own["last_logged"] = trainer._globalstep_last_logged
         own["samples"], own["order"] = self._samples, self._order
@@ -158,9 +178,12 @@ class ShardoptCallback(TrainerCallback):
         for name in asdict(state).keys() - _OF_THIS_RUN - {"stateful_callbacks"}:
             if name in saved:
                 setattr(state, name, saved[name])
-        for each in _exportable(trainer, state):
-            for name, value in saved["stateful_callbacks"].get(type(each).__name__, {}).items():
-                setattr(each, name, value)
+        for kind, callbacks in _exportable(trainer).items():
+            states = saved["stateful_callbacks"].get(kind, [])
+            states = states if isinstance(states, list) else [states]  # earlier versions: of one callback per name
+            for each, attributes in zip(callbacks, states, strict=False):
+                for name, value in attributes.items():
+                    setattr(each, name, value)
         # A log divides losses by the steps since the last one, and `train` losses and times by those of this process.
         trainer._initial_global_step, trainer._initial_num_input_tokens_seen = (
             state.global_step,
@@ -302,5 +325,10 @@ def _order_of(loader: Any) -> dict[str, int]:
     return {**order, "seed": sampler.initial_seed} if hasattr(sampler, "initial_seed") else order
 
 
-def _exportable(trainer: Trainer, state: TrainerState) -> list[Any]:
-    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+def _exportable(trainer: Trainer) -> dict[str, list[Any]]:
+    """Returns the callbacks that export a state, by the name of their class, in their order."""
+    found: dict[str, list[Any]] = {}
+    for each in trainer.callback_handler.callbacks:
+        if isinstance(each, ExportableState):
+            found.setdefault(type(each).__name__, []).append(each)
+    return found

@@ -222,6 +222,38 @@ def save_states(folder, sharded, times):
         accelerator.save_state()
 
 
+def save_states_after(folder):
+    """Saves in a directory with states of another program, of which one cannot be removed; returns what is left."""
+    from accelerate.utils import ProjectConfiguration
+
+    from shardopt.errors import RankError
+    from shardopt.integrations import accelerate
+
+    def program(path=None):
+        naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+        accelerator, model = accelerate.Accelerator(cpu=True, project_config=naming), torch.nn.Linear(2, 1)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if path is not None:
+            accelerator.load_state(path)
+        return accelerator
+
+    def fail(storage):
+        raise OSError("cannot be removed")
+
+    be_quiet()
+    first = program()
+    paths = [first.save_state() for _ in range(3)]
+    second, remove, refused = program(paths[-1]), accelerate.remove_checkpoint, False
+    accelerate.remove_checkpoint = fail
+    try:
+        second.save_state()
+    except RankError:
+        refused = True
+    accelerate.remove_checkpoint = remove
+    path = second.save_state()
+    return refused, os.path.basename(path), second._saved()
+
+
 def schedule_by_ranks(folder):
     """Saves, or loads, with a schedule that Accelerate has go by the number of ranks."""
     from shardopt.integrations.accelerate import Accelerator

@@ -147,3 +147,9 @@ def test_a_save_between_the_batches_of_a_step_warns_once(tmp_path, by_steps):
     lines, steps = run_ranks(1, jobs.accumulate, str(tmp_path / "run"), by_steps, deadline_seconds=DEADLINE_SECONDS)[0]
     assert steps == ([2, 5, 8] if by_steps else [*range(9)])
     assert len([line for line in lines if "the gradients accumulated so far are not in it" in line]) == (not by_steps)
+
+
+@NEEDS_ACCELERATE
+def test_states_under_automatic_names_go_on_behind_those_that_are_there(tmp_path):
+    found = run_ranks(2, jobs.save_states_after, str(tmp_path), deadline_seconds=DEADLINE_SECONDS)
+    assert found == [(True, "checkpoint_4", ["checkpoint_3", "checkpoint_4"])] * 2
