@@ -285,13 +285,13 @@ class Follower:
     def _apply(self, ranks: Ranks, what: str, staged: Staged, found: Published) -> float:
         """Applies what was staged, while serving is kept out; returns for how many seconds."""
         doing = f"{what} (applying)"
-        begin = self._enter_pause(ranks, doing)
         try:
+            begin = self._enter_pause(ranks, doing)
             self._is_torn = True
             ranks.agree(doing, work=staged.apply)
             self._at, self._is_torn = found, False  # in the pause: who serves next is told the step of these weights
-        finally:
             pause = world().monotonic() - begin
+        finally:  # also of a pause that was interrupted as it began
             self._leave_pause()
         self._held = staged.held()
         return pause
@@ -302,11 +302,7 @@ class Follower:
                 self._pausing = True
                 self._wait_until(lambda: not self._serving, "serving to end")
 
-        try:
-            ranks.agree(f"{doing} after serving", work=enter)
-        except BaseException:
-            self._leave_pause()
-            raise
+        ranks.agree(f"{doing} after serving", work=enter)
         return world().monotonic()
 
     def _leave_pause(self) -> None:
