@@ -107,8 +107,9 @@ def room_for(sizes: Sizes) -> int:
 
 def noise_of(nbytes: int, device: torch.device) -> Tensor:
     """Returns memory that no file system makes smaller."""
-    own = torch.Generator(device)  # the run's random numbers stay as they are
-    return torch.randint(256, (nbytes,), dtype=torch.uint8, device=device, generator=own)
+    own = torch.Generator()  # the run's random numbers stay as they are
+    own.seed()  # by the system: other bytes on each rank
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cpu", generator=own).to(device)
 
 
 def _padded(nbytes: int) -> int:

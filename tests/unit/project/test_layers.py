@@ -127,6 +127,7 @@ PRIVATE_PLACES = {
     "runtime/torch_gradients.py": "hooks of backward, stages of a GradScaler, what reduces gradients",
     "integrations/accelerate.py": "what an Accelerator was given to prepare and to save",
     "integrations/lightning_state.py": "whether Lightning is about to validate, and that it takes an epoch for resumed",
+    "integrations/torchdata.py": "the iterator that a loader opens after a load",
     "integrations/trainer.py": "the loss since a Trainer's last log, and the step of that",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit,
