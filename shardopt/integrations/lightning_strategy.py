@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -20,7 +19,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
-from shardopt.integrations.run import FrameworkState, of_rank_0
+from shardopt.integrations.run import FrameworkState, of_rank_0, replace_checkpoint
 from shardopt.ranks import ranks_of
 
 __all__ = ["ShardoptMixin", "ShardoptStrategy"]
@@ -79,7 +78,7 @@ class ShardoptMixin:
         beside = f"{path}.new"
         ranks_of(None).on_rank_0(f"clearing {beside}", lambda: remove_checkpoint(storage_of(beside)))
         checkpoints.save(beside, app)
-        ranks_of(None).on_rank_0(f"putting {beside} in the place of {path}", lambda: _replace(path, beside))
+        ranks_of(None).on_rank_0(f"putting {beside} in the place of {path}", lambda: replace_checkpoint(path, beside))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -126,12 +125,3 @@ def _path_of_rank_0(path: str | os.PathLike[str]) -> str:
 def _is_committed(path: str) -> bool:
     what = "looking for a checkpoint"
     return bool(ranks_of(None).on_rank_0(what, lambda: storage_of(path).exists(MANIFEST_NAME)))
-
-
-def _replace(path: str, new: str) -> None:
-    """Replaces one directory by another. Killed at any point, one of the two is whole, here or beside."""
-    old = f"{path}.old"
-    remove_checkpoint(storage_of(old))
-    Path(path).rename(old)
-    Path(new).rename(path)
-    remove_checkpoint(storage_of(old))

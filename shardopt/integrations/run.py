@@ -10,6 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 from shardopt.checkpoint import Manager, Preemption, Strictness, load
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.saving.removal import remove_checkpoint
+from shardopt.checkpoint.sources.referred import referred_in
+from shardopt.checkpoint.storage import is_temporary, storage_of
 from shardopt.errors import Problem, StateError
 from shardopt.ranks import ranks_of
 from shardopt.state.flatten import holds_tensors
@@ -153,6 +157,26 @@ class TrainingRun:
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
+
+
+def replace_checkpoint(path: str, new: str) -> None:
+    """Puts a checkpoint in the place of another, in a file system. Killed at any point, `path` has one of them whole.
+
+    The data files go first, under names of their own; then the manifest replaces the other.
+    """
+    there, beside = storage_of(path), storage_of(new)
+    if there.is_link():  # what it points at stays
+        os.unlink(path)
+        os.rename(new, path)
+        return
+    moved = [name for name in beside.names() if name != MANIFEST_NAME]
+    for name in moved:
+        os.replace(os.path.join(new, name), os.path.join(path, name))
+    there.publish(MANIFEST_NAME, beside.read(MANIFEST_NAME))
+    for name in {*there.names()} - {*moved, *referred_in(there)}:
+        if FILE_NAME.fullmatch(name) or is_temporary(name):
+            there.remove(name)
+    remove_checkpoint(beside)
 
 
 def of_rank_0(what: str, value: dict[str, Any]) -> dict[str, Any]:

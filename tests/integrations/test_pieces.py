@@ -16,7 +16,7 @@ from shardopt.errors import MismatchError, StateError
 from shardopt.integrations.loader import ResumableLoader
 from shardopt.integrations.loggers import log_report_metrics
 from shardopt.integrations.optimizers import keyed_like, make_keyed, require_keyed
-from shardopt.integrations.run import FrameworkState, TrainingRun
+from shardopt.integrations.run import FrameworkState, TrainingRun, replace_checkpoint
 from shardopt.world import using
 from tests.harness import run_ranks_outcomes
 from tests.support.worlds import FakeClock
@@ -222,6 +222,62 @@ def test_storage_options_open_what_a_run_starts_from(tmp_path, monkeypatch):
     run.begin(app)
     assert app["model"]["x"].tolist() == [1.0, 1.0]
     run.end(0, lambda: app)
+
+
+class Killed(BaseException):
+    """What ends a process between two of its calls."""
+
+
+def kill_after(monkeypatch, calls):
+    """Ends the process after so many calls that change a directory."""
+    left = [calls]
+    for name in ("replace", "rename", "unlink", "rmdir"):
+        change = getattr(os, name)
+
+        def changing(*args, change=change, **options):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return change(*args, **options)
+
+        monkeypatch.setattr(os, name, changing)
+
+
+def test_one_of_two_checkpoints_is_whole_wherever_their_replacement_is_killed(tmp_path, monkeypatch):
+    found = []
+    for calls in range(20):
+        path, new = str(tmp_path / f"{calls}.ckpt"), str(tmp_path / f"{calls}.ckpt.new")
+        for value, url in ((1.0, path), (2.0, new)):
+            checkpoint.save(url, {"x": torch.full((3,), value)})
+        with monkeypatch.context() as patched:
+            kill_after(patched, calls)
+            try:
+                replace_checkpoint(path, new)
+                done = True
+            except Killed:
+                done = False
+        app = {"x": torch.zeros(3)}
+        checkpoint.load(path, app)
+        assert checkpoint.verify(path).ok
+        found.append(app["x"][0].item())
+        if done:
+            break
+        checkpoint.save(f"{path}.2", {"x": torch.full((3,), 3.0)})  # the next save leaves nothing behind
+        replace_checkpoint(path, f"{path}.2")
+        assert len(os.listdir(path)) == 2 and not os.path.exists(f"{path}.2")
+    assert done and found[0] == 1.0 and found[-1] == 2.0 and found == sorted(found)
+    assert len(os.listdir(path)) == 2 and not os.path.exists(new)
+
+
+def test_a_link_is_replaced_and_what_it_points_at_stays(tmp_path):
+    for value, name in ((1.0, "kept"), (2.0, "last.new")):
+        checkpoint.save(tmp_path / name, {"x": torch.full((3,), value)})
+    os.symlink(tmp_path / "kept", tmp_path / "last")
+    replace_checkpoint(str(tmp_path / "last"), str(tmp_path / "last.new"))
+    app = {"x": torch.zeros(3)}
+    for value, name in ((1.0, "kept"), (2.0, "last")):
+        checkpoint.load(tmp_path / name, app)
+        assert app["x"][0] == value
 
 
 def hear_the_signal(folder):
