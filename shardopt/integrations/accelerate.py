@@ -41,6 +41,10 @@ __all__ = ["Accelerator"]
 
 _log = logging.getLogger("shardopt")
 _REMEDY = "give `prepare` one of torch.optim's that has not stepped, together with its model; it is keyed there"
+_NOT_STATEFUL = (
+    "leave it out, and read the begun epoch from `accelerator.skip_first_batches(loader, batches)`; or register a "
+    "shardopt.integrations.loader.ResumableLoader, or torchdata's ResumableStatefulLoader, without preparing it"
+)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -53,6 +57,7 @@ class Accelerator(accelerate.Accelerator):
     Raises in `prepare`:
         StateError: an optimizer has stepped, or was built upon parameters that are not those of one model by then; or
             mixed precision is fp16, whose scaler has hold of the step.
+        OptionError: data loaders with `use_stateful_dataloader`.
     """
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +66,19 @@ class Accelerator(accelerate.Accelerator):
         for wrapper in self._optimizers:
             make_keyed(wrapper, self._model_of(wrapper), self._schedules(), _REMEDY)
         return prepared
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares a loader as Accelerate does.
+
+        Raises:
+            OptionError: `use_stateful_dataloader` is on: a loader's own state is not saved, and holds for as many ranks
+                alone.
+        """
+        if self.use_stateful_dataloader:
+            found, required = "True", "False: the position in a loader of Accelerate's is not saved"
+            problem = Problem("dataloader_config.use_stateful_dataloader", found, required, _NOT_STATEFUL)
+            raise OptionError("data that would begin the epoch again", [problem], code="framework")
+        return super().prepare_data_loader(*args, **kwargs)
 
     def app(self, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the app to save and load, for `checkpoint.save`, `load` and `Manager`.

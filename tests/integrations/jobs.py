@@ -288,3 +288,14 @@ def accumulate(folder, by_steps):
         if not by_steps or accelerator.sync_gradients:
             manager.save(batch, accelerator.app())
     return lines, manager.steps()
+
+
+def prepare_stateful_loader():
+    """Prepares a loader that Accelerate gives a state, in which a load would not find its place."""
+    from accelerate import DataLoaderConfiguration
+
+    from shardopt.integrations.accelerate import Accelerator
+
+    be_quiet()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    accelerator.prepare(torch.utils.data.DataLoader([1.0, 2.0]))

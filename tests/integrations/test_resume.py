@@ -153,3 +153,10 @@ def test_a_save_between_the_batches_of_a_step_warns_once(tmp_path, by_steps):
 def test_states_under_automatic_names_go_on_behind_those_that_are_there(tmp_path):
     found = run_ranks(2, jobs.save_states_after, str(tmp_path), deadline_seconds=DEADLINE_SECONDS)
     assert found == [(True, "checkpoint_4", ["checkpoint_3", "checkpoint_4"])] * 2
+
+
+@NEEDS_ACCELERATE
+@pytest.mark.skipif(not jobs.is_installed("torchdata"), reason="torchdata is not installed")
+def test_loaders_with_a_state_of_accelerates_are_refused_when_they_are_prepared():
+    with pytest.raises(RanksFailed, match=r"use_stateful_dataloader: found True; .*skip_first_batches\(loader, "):
+        run_ranks(1, jobs.prepare_stateful_loader, deadline_seconds=DEADLINE_SECONDS)
