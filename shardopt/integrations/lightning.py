@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 
 from shardopt.checkpoint import Manager
 from shardopt.integrations.lightning_state import (
@@ -63,6 +63,10 @@ class ShardoptCheckpoint(Checkpoint):
         """The Manager, during a fit."""
         return self._run.manager
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Moves behind all other callbacks: what a ModelCheckpoint notes of a step is to be saved with it."""
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores: strategy, optimizers and schedules exist by now, and no data was requested yet."""
         framework, self._loaders, self._progress = FrameworkState(), LoaderStates(), None
@@ -77,6 +81,9 @@ class ShardoptCheckpoint(Checkpoint):
         self._run.take_signal_back()
         self._loaders.load_positions(trainer.train_dataloader)
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
+        for each in trainer.callbacks if self.restored else ():
+            if isinstance(each, GradientAccumulationScheduler):  # Lightning does not begin this epoch once more
+                each.on_train_epoch_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Saves if this batch has ended a due step; not after a batch that only accumulated gradients.

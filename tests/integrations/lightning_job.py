@@ -84,12 +84,16 @@ def train(folder, kind, dies_at=None):
     return losses, validated
 
 
-def fit_small(folder, dies_at=None, plateau=False, **options):
-    """Fits on this rank alone, and is interrupted in a batch. Returns what a fit leads to, its batches, validations."""
+def fit_small(folder, dies_at=None, plateau=False, accumulated=None, **options):
+    """Fits on this rank alone, and is interrupted in a batch. Returns what a fit leads to, its batches, validations.
+
+    Args:
+        accumulated: batches of a step, by the epoch from which on.
+    """
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 
     import shardopt
     from shardopt.integrations.lightning import ShardoptCheckpoint
@@ -129,20 +133,26 @@ def fit_small(folder, dies_at=None, plateau=False, **options):
 
     torch.manual_seed(0)
     module, stopping = Module(), EarlyStopping("bad", patience=4, strict=False)
+    callbacks = [Validated(), stopping, ShardoptCheckpoint(folder, every=1)]
+    if plateau:
+        callbacks.append(ModelCheckpoint(f"{folder}/best", monitor="bad", filename="{step}"))
+    if accumulated:
+        callbacks.append(GradientAccumulationScheduler(accumulated))
     trainer = Trainer(
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[Validated(), stopping, ShardoptCheckpoint(folder, every=1)],
+        callbacks=callbacks,
         **{"max_epochs": 4, **options},
     )
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         trainer.fit(module)
     rate = trainer.optimizers[0].param_groups[0]["lr"]
     weights = [parameter.tolist() for parameter in module.parameters()]
-    return (trainer.global_step, rate, stopping.wait_count, weights), batches, validated
+    best = os.path.basename(callbacks[3].best_model_path) if plateau else None
+    return (trainer.global_step, rate, stopping.wait_count, best, weights), batches, validated
 
 
 def resume_small(folder, dies, **options):

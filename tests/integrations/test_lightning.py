@@ -66,6 +66,7 @@ SMALL = {
     "validation across epochs": ({"check_val_every_n_epoch": None, "val_check_interval": 4}, (5, 8, 9)),
     "no validation": ({"limit_val_batches": 0}, (7, 8)),
     "accumulation": ({"plateau": True, "accumulate_grad_batches": 2, "val_check_interval": 3}, (4, 7, 8)),
+    "accumulation that changes": ({"accumulated": {0: 2, 2: 3}}, (4, 6, 8, 9, 20)),
     "steps": ({"plateau": True, "max_steps": 17, "max_epochs": -1}, (7, 8, 15)),
     "short epochs": ({"plateau": True, "limit_train_batches": 5}, (5, 6, 7, 11)),
     "short epochs by a fraction": ({"limit_train_batches": 0.5, "val_check_interval": 2}, (3, 4, 5)),
@@ -83,7 +84,8 @@ def test_a_resume_goes_on_behind_validation_and_epochs_as_if_nothing_had_happene
         assert len({total for *_, total in batches[:6]}) == 6
     for at, (found, seen, again) in resumed.items():
         assert found == outcome, at
-        assert len(seen) <= len(batches) - at + options.get("accumulate_grad_batches", 1), at
+        accumulated = options.get("accumulated", {0: options.get("accumulate_grad_batches", 1)})
+        assert len(seen) <= len(batches) - at + max(accumulated.values()), at
         assert seen == batches[len(batches) - len(seen) :] and again == validated[len(validated) - len(again) :], at
 
 
