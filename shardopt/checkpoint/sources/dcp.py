@@ -35,9 +35,15 @@ _READ_BYTES = 8 << 20  # at a time, of plain values that lie side by side
 class _Chunks(ArchivedTensors):
     """Boxes in one `.distcp` file, at most one per tensor. Parses each box's archive when it is read."""
 
-    def __init__(self, storage: Storage, name: str, chunks: Mapping[str, tuple[DcpTensor, DcpChunk]]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        chunks: Mapping[str, tuple[DcpTensor, DcpChunk]],
+        stamp: tuple[int, ...] | None,
+    ) -> None:
         super().__init__(storage, name)
-        self._chunks = chunks
+        self._chunks, self.stamp = chunks, stamp
 
     def find(self, key: str) -> TensorRecord:
         tensor, chunk = self._chunks[key]
@@ -88,6 +94,7 @@ class DcpSource(Source):
             data = storage.read(DCP_METADATA_NAME, 0, nbytes)
         self.digest = xxhash.xxh3_64_hexdigest(data)
         metadata = read_metadata(data, where)
+        self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._sizes = self._sizes_of_files(metadata)
         self._files: list[tuple[str, dict[str, tuple[DcpTensor, DcpChunk]]]] = []
         placed = self._place(metadata)
@@ -108,11 +115,12 @@ class DcpSource(Source):
 
     def open_file(self, number: int, keys: Collection[str] | None = None) -> OpenFile:
         if number < len(self._files):
-            return _Chunks(self.storage, *self._files[number])
+            name, chunks = self._files[number]
+            return _Chunks(self.storage, name, chunks, self._stamps[name])
         return self._within[number - len(self._files)]
 
     def _sizes_of_files(self, metadata: DcpMetadata) -> dict[str, int]:
-        """Returns the size of each file in bytes; raises if a file is missing or too short."""
+        """Returns the size of each file in bytes, and notes stamps; raises if a file is missing or too short."""
         ends: defaultdict[str, int] = defaultdict(int)
         places: list[DcpChunk | DcpEntry] = [chunk for each in metadata.tensors.values() for chunk in each.chunks]
         for place in [*places, *metadata.values.values()]:
@@ -123,6 +131,7 @@ class DcpSource(Source):
             with wrap_os_errors(f"read {where}"):
                 try:
                     sizes[name] = self.storage.size(name)
+                    self._stamps[name] = self.storage.stamp(name)
                 except FileNotFoundError:
                     raise damaged(where, "no such file") from None
             if sizes[name] < end:

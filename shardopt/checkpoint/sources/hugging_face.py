@@ -64,6 +64,7 @@ class SafetensorsFile(OpenFile):
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(storage, name)
         with self.reading():
+            self.stamp = storage.stamp(name)
             self.nbytes = storage.size(name)
             length = header_length(storage.read(name, 0, 8), self.nbytes, self.where)
             header = storage.read(name, 0, length)

@@ -37,6 +37,7 @@ class _TorchFile(ArchivedTensors):
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(storage, name)
         with self.reading():
+            self.stamp = storage.stamp(name)
             self.nbytes = storage.size(name)
             state = read_archive(self.read_bytes, 0, self.nbytes, self.where)
         if not isinstance(state, dict):

@@ -170,6 +170,10 @@ class Storage(ABC):
         """Returns how many files can still be made here; None if it is unknown, or there is no such limit."""
         return None
 
+    def stamp(self, name: str) -> tuple[int, ...] | None:
+        """Returns what changes when a file is written again or replaced; None where that is not known."""
+        return None
+
     def copy_of(self, name: str) -> int:
         """Returns which of several copies of a file is being read; for `pass_over`."""
         return 0

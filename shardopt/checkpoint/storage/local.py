@@ -113,6 +113,10 @@ class LocalStorage(Storage):
             raise FileNotFoundError(f"{self._path(name)} is no file")
         return status.st_size
 
+    def stamp(self, name: str) -> tuple[int, ...]:
+        status = os.stat(self._path(name))
+        return status.st_size, status.st_mtime_ns  # not the inode, which some file systems number anew
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with _reading(self._path(name)), open(self._path(name), "rb") as file:
             file.seek(begin)

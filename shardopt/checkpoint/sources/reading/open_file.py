@@ -67,6 +67,8 @@ class OpenFile(ABC):
         self.where = f"{storage.url}/{name}"
         self.checked: set[int] = set()
         """The numbers (`summed_with`) of byte ranges that were found intact."""
+        self.stamp: tuple[int, ...] | None = None
+        """Of the storage (`Storage.stamp`), as the file was found; compared after reads, where no checksum does it."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -146,6 +148,15 @@ class OpenFile(ABC):
                         raise
 
             yield read_named
+            if self.stamp is not None:
+                with self.reading():
+                    self._refuse_change(storage.stamp(self.name))
+
+    def _refuse_change(self, stamp: tuple[int, ...] | None) -> None:
+        if stamp != self.stamp:
+            found, remedy = "a file that changed while it was read", "load again, once nobody writes there"
+            problem = Problem(self.where, found, "the file that was opened", remedy)
+            raise CorruptionError("a checkpoint was replaced while it was read", [problem])
 
     def read_into(self, spans: Sequence[Span], once: bool = False) -> None:
         """Fills spans of memory, each from its offset in the file. Verifies nothing."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import struct
 
@@ -829,3 +830,29 @@ def test_a_manifest_that_is_replaced_while_it_is_read_is_read_again(tmp_path, mo
     manifest.write_bytes(other[:-9])
     with pytest.raises(CorruptionError, match="seal"):
         checkpoint.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp", "pt"])
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path, kind):
+    path = tmp_path / ("model.pt" if kind == "pt" else "model")
+
+    def write(value):
+        state = {name: torch.full((1000,), value) for name in ("a", "b")}
+        if kind == "dcp":
+            dcp.save(state, checkpoint_id=path)
+        elif kind == "pt":
+            torch.save(state, path)
+        else:
+            path.mkdir(exist_ok=True)
+            save_file(state, path / "new")
+            (path / "new").replace(path / "model.safetensors")
+        for file in (path, *path.glob("*")):
+            os.utime(file, (value, value))  # clocks of file systems tick slowly
+
+    write(1.0)
+    with checkpoint.open(path) as reader:
+        assert reader.read("a").unique() == 1.0
+        write(2.0)
+        with pytest.raises(CorruptionError, match=r"found a file that changed while it was read.*load again"):
+            reader.read("b")
