@@ -48,6 +48,13 @@ class _TorchFile(ArchivedTensors):
         self._records = {join(path): leaf for path, leaf in self.leaves.items() if isinstance(leaf, TensorRecord)}
         self.arrays = HeldArrays(storage, name)
 
+    def sum_of(self, leaf: TensorRecord) -> int | str:
+        """Returns the checksum of a tensor's storage; of one that has none, a hash of some places in it."""
+        if leaf.crc32 is not None:
+            return leaf.crc32
+        with self.reading():
+            return self.sample(leaf.storage_begin, leaf.storage_begin + leaf.storage_nbytes)
+
     def find(self, key: str) -> TensorRecord:
         raise AssertionError(f"{key} was found when the file was opened")
 
@@ -117,7 +124,7 @@ class TorchSource(Source):
                     layout = tensors[tied_to].layout if tied_to in tensors else _in_one_box(leaf, number)
                     tensors[key] = StoredTensor(path, leaf.dtype, layout, tied_to if tied_to != key else None)
                     view = leaf.sizes, leaf.strides, leaf.begin - leaf.storage_begin  # of the storage with this CRC32
-                    digest.update(f"{key}\0{leaf.crc32}\0{leaf.dtype.name}\0{view}\0".encode())
+                    digest.update(f"{key}\0{file.sum_of(leaf)}\0{leaf.dtype.name}\0{view}\0".encode())
                     continue
                 if is_array(leaf) and PARAM_GROUPS not in path:
                     tensors[key] = file.arrays.add(key, path, leaf, len(self._files) + number)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD_BYTES = 64 << 10  # that are read of a file at first: most headers, and small files as a whole
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 ReadChunks = Callable[[int, int], Iterator[memoryview]]
 """Reads a file between two offsets; yields the bytes in chunks of whole segments, which are soon overwritten."""
@@ -118,6 +119,17 @@ class OpenFile(ABC):
         """Returns the error for a segment that fails its checksum, by its number in the file."""
         number = segment - entry.segment
         return damaged(self.where, f"segment {number} of {entry.key!r} with bytes that fail their checksum")
+
+    def sample(self, begin: int, end: int) -> str:
+        """Returns a hash of some places in a byte range that has no checksum, by which ranks compare their files.
+
+        Empty of remote storage, from which rank 0 reads for all what is compared.
+        """
+        if self.storage.is_remote:
+            return ""
+        step = max(_SAMPLE_BYTES, -(-(end - begin) // _SAMPLES))
+        places = (self.storage.read(self.name, at, min(at + _SAMPLE_BYTES, end)) for at in range(begin, end, step))
+        return xxhash.xxh3_64_hexdigest(b"".join(places))
 
     @contextmanager
     def reading(self) -> Iterator[None]:

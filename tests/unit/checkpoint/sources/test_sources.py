@@ -856,3 +856,26 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path, ki
         write(2.0)
         with pytest.raises(CorruptionError, match=r"found a file that changed while it was read.*load again"):
             reader.read("b")
+
+
+@pytest.mark.parametrize("kind", ["hf", "pt"])
+def test_files_without_checksums_that_have_other_bytes_have_another_digest(tmp_path, kind):
+    def digest_of(*values):
+        state = {f"w{i}": torch.full((100, 1000), value) for i, value in enumerate(values)}
+        if kind == "hf":
+            save_file(state, tmp_path / "model.safetensors")
+        else:
+            torch.save(state, tmp_path / "model.pt")
+        with checkpoint.open(tmp_path) as reader:
+            return reader.digest
+
+    with_sums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        first = digest_of(1.0, 2.0, 3.0)
+        assert first == digest_of(1.0, 2.0, 3.0)
+        assert (
+            len({first, *(digest_of(*values) for values in ((0.0, 2.0, 3.0), (1.0, 0.0, 3.0), (1.0, 2.0, 0.0)))}) == 4
+        )
+    finally:
+        torch.serialization.set_crc32_options(with_sums)
