@@ -377,8 +377,12 @@ def unknown(algorithm: type[Optimizer] | str) -> Problem:
         meant = f"did you mean {near[0]!r}? Otherwise " if near else ""
         found = "a name that is not registered"
         remedy = f"{meant}import the module that registers it, or {remedy}"
+    key = algorithm if isinstance(algorithm, str) else getattr(algorithm, "__qualname__", repr(algorithm))
+    if isinstance(algorithm, type) and any(spec.name == key for spec in algorithms()):
+        remedy = f"use the registered {key}, by that name, or {remedy}"
+        key = f"{algorithm.__module__}.{key}"
     return Problem(
-        key=algorithm if isinstance(algorithm, str) else getattr(algorithm, "__qualname__", repr(algorithm)),
+        key=key,
         found=found,
         required="one of " + ", ".join(spec.name for spec in algorithms()),
         remedy=remedy,

@@ -72,7 +72,8 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
     if strangers:
         found = f"{strangers} tensors without names"
         problems.append(Problem("param_groups", found, "parameters of the model", remedy))
-    if optimizer.state:
+    # Some make their state when they are made, as Adagrad does: that has no step yet, and the keyed one makes the same.
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         problems.append(Problem("state", "that of steps taken", "an optimizer before its first step", remedy))
     if problems:
         raise StateError(

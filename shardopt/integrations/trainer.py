@@ -63,7 +63,8 @@ class ShardoptCallback(TrainerCallback):
         restored: the step that training began with.
 
     Raises when training begins:
-        OptionError: data or accumulation by which training cannot resume in the middle of an epoch.
+        OptionError: data or accumulation by which training cannot resume in the middle of an epoch; a batch size that
+            may change; or `resume_from_checkpoint`, which is the Trainer's own.
         StateError: the optimizer cannot be keyed by parameter name.
         MismatchError: the global batch is another than it was, or the data set has another size; nothing was loaded.
     """
@@ -90,7 +91,7 @@ class ShardoptCallback(TrainerCallback):
     ) -> None:
         """Restores: all parts of the training exist by now, and no data was requested yet."""
         loader, accumulated = given["train_dataloader"], args.gradient_accumulation_steps
-        self._check_data(args, loader)
+        self._check_data(args, loader, state.global_step)
         if _is_stream(loader):  # which has no length, and may be read by one rank for all
             self._batches, batch = args.max_steps * accumulated, args.train_batch_size * args.world_size
         else:
@@ -213,15 +214,23 @@ class ShardoptCallback(TrainerCallback):
         begins = _GoesOn(sampler, epochs, None if done else steps * self._samples, self._order["filled_to"])
         loader.set_sampler(begins)
 
-    def _check_data(self, args: TrainingArguments, loader: Any) -> None:
+    def _check_data(self, args: TrainingArguments, loader: Any, begins_at: int) -> None:
         problems = []
+        if begins_at:  # the Trainer has loaded a checkpoint of its own
+            found, required = f"step {begins_at} of a checkpoint of the Trainer's", "none: this callback resumes"
+            remedy = "leave that option out (the page on the Trainer says how to begin from such a checkpoint)"
+            problems.append(Problem("resume_from_checkpoint", found, required, remedy))
+        if args.auto_find_batch_size:
+            required = "one batch size for the whole run"
+            remedy = "leave it out, and pass a per_device_train_batch_size that fits in memory"
+            problems.append(Problem("auto_find_batch_size", "True", required, remedy))
         if isinstance(loader, DataLoaderDispatcher) and not _is_stream(loader):
             required, remedy = "each rank reads its own batches", "leave it out"
             problems.append(Problem("accelerator_config.dispatch_batches", "True", required, remedy))
         elif not args.ignore_data_skip:
             problems += _unfit_for_skipping(loader, args.gradient_accumulation_steps)
         if problems:
-            raise OptionError("training could not resume in the middle of an epoch", problems, code="framework")
+            raise OptionError("training could not be resumed by this callback", problems, code="framework")
 
     def _check_batch(self, saved: dict[str, Any]) -> None:
         if saved["samples"] != self._samples:

@@ -53,7 +53,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 def test_an_optimizer_made_keyed_trains_as_the_one_that_it_replaces(algorithm, schedule):

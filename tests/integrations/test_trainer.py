@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 from tests.integrations import jobs, trainer_job
 
 DEADLINE_SECONDS = 140.0
@@ -26,3 +26,28 @@ def test_a_run_that_has_ended_goes_on_from_its_last_step(tmp_path):
     assert ended[0] != whole[0] and longer == whole
     assert best[1] == [6, 600] and longer_than_best == evaluated
     assert whole[1] == [10, 1000]  # of two callbacks of one class
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size: found True; .*per_device_train_batch_size that fits"),
+        (
+            {"resume": True},
+            "resume_from_checkpoint: found step 2 of a checkpoint .*leave that option",
+        ),
+        ({"resume": True, "save_only_model": True}, "resume_from_checkpoint: found step 2 "),
+    ],
+)
+def test_options_by_which_a_resume_would_be_another_run_are_refused(tmp_path, options, message):
+    saves = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    first = {name: value for name, value in options.items() if name == "save_only_model"}
+    runs = [("run", {**saves, **first})] if "resume" in options else []
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(
+            1,
+            trainer_job.run_each,
+            str(tmp_path),
+            [*runs, ("run", {**saves, **options, "max_steps": 4})],
+            deadline_seconds=DEADLINE_SECONDS,
+        )

@@ -19,7 +19,7 @@ class Network(torch.nn.Module):
         return {"loss": (y - x.sum(1, keepdim=True).sin()).square().mean(), "logits": y}
 
 
-def run(out, name, **options):
+def run(out, name, resume=None, **options):
     """One run, which goes on from the newest checkpoint under its name."""
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
     from transformers.trainer_callback import ExportableState
@@ -47,7 +47,7 @@ def run(out, name, **options):
     counts = [Count(1), Count(100)]
     trainer = Trainer(Network(), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=counts)
     trainer.add_callback(ShardoptCallback(trainer, f"{folder}/checkpoints", every=100))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     optimizer = trainer.optimizer.optimizer  # the keyed one
     moments = [optimizer.state[each]["exp_avg"] for each in optimizer.params.values()]
     weights = [each.detach().clone() for each in trainer.model.parameters()]

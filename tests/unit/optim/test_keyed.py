@@ -744,6 +744,12 @@ def test_what_is_no_algorithm_at_all_is_refused_by_name(other):
         shardopt.keyed(other, parameters())
 
 
+def test_a_stranger_of_a_registered_name_is_told_by_its_module():
+    stranger = type("SGD", (Signum,), {"__module__": "others.optim"})
+    with pytest.raises(AlgorithmError, match=r"others\.optim\.SGD: found .*; use the registered SGD, by that name, or"):
+        shardopt.keyed(stranger, parameters())
+
+
 def test_a_stranger_is_refused_until_it_is_registered(monkeypatch):
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
     for stranger in (Signum, OwnStep, "signum"):
