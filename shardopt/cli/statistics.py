@@ -18,6 +18,8 @@ from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 BINS = 20
 """The largest number of bins in a histogram."""
 
+_LARGEST_SQUARED, _SMALLER = 2.0**400, 2.0**-600  # beyond it numbers are made smaller, as sums of squares overflow
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -65,7 +67,8 @@ def statistics_of(reader: CheckpointReader, key: str, progress: Progress | None 
     done = Counter(2 * math.prod(info.shape) * info.dtype.itemsize, progress)
     result = Statistics(magnitudes=info.dtype.is_complex)
     finite = 0
-    mean = squares = 0.0  # of the deviations from the mean
+    mean = squares = 0.0  # of the deviations from the mean, both of numbers times `scale`
+    scale = 1.0
     for numbers in _pieces(reader, key, done):
         result.elements += numbers.size
         result.zeros += int(np.count_nonzero(numbers == 0))
@@ -81,14 +84,17 @@ def statistics_of(reader: CheckpointReader, key: str, progress: Progress | None 
         result.maximum = high if result.maximum is None else max(high, result.maximum)
         # Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
         doubles = numbers.astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            own_mean = float(doubles.mean())
-            delta, total = own_mean - mean, finite + numbers.size
-            squares += float(((doubles - own_mean) ** 2).sum()) + delta * delta * finite * numbers.size / total
-            mean += delta * numbers.size / total
+        if scale == 1.0 and max(-low, high) > _LARGEST_SQUARED:
+            mean, squares, scale = mean * _SMALLER, squares * _SMALLER * _SMALLER, _SMALLER
+        if scale != 1.0:
+            doubles *= scale
+        own_mean = float(doubles.mean())
+        delta, total = own_mean - mean, finite + numbers.size
+        squares += float(((doubles - own_mean) ** 2).sum()) + delta * delta * finite * numbers.size / total
+        mean += delta * numbers.size / total
         finite = total
     if result.minimum is not None and result.maximum is not None:
-        result.mean, result.std = mean, math.sqrt(squares / finite) if squares >= 0 else math.nan
+        result.mean, result.std = mean / scale, math.sqrt(squares / finite) / scale
         _fill_histogram(result, _pieces(reader, key, done))
     return result
 

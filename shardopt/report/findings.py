@@ -191,9 +191,11 @@ def _outliers(numbers: Mapping[str, float], kind: str, what: str) -> Iterator[Fi
         if len(of_layers) < _FEWEST_ALIKE:
             continue
         usual = median(of_layers.values())
-        spread = median(abs(math.log(number / usual)) for number in of_layers.values())
+        # Differences of logarithms: the ratio of two numbers may be beyond the range of fp64.
+        distances = {key: math.log(number) - math.log(usual) for key, number in of_layers.items()}
+        spread = median(map(abs, distances.values()))
         for key, number in of_layers.items():
-            if math.log(number / usual) > max(math.log(_LARGE), _SPREAD * spread):
+            if distances[key] > max(math.log(_LARGE), _SPREAD * spread):
                 layers = f"{name} over {len(of_layers):,} layers ({usual:.3g})"
                 text = f"{key} {what.format(number)}, {_times(number / usual)} the median of {layers}"
                 found.append((number / usual, {"kind": kind, "text": text, "tensor": key}))

@@ -39,7 +39,7 @@ def report(
     rules = parse_rules(keep_last, keep_every, best, keep_seconds)
     document = report_document(urls, against, values, log or (), rules)
     if out is not None and page_of is not None:
-        data = page_of(document).encode()
+        data = page_of(document).encode("utf-8", "backslashreplace")  # paths may have bytes that are no text
         with open(out, "wb") as file:
             file.write(data)
         output.line(Span(out, "bold"), f": {nbytes_text(len(data))}, {plural(len(document['findings']), 'finding')}")

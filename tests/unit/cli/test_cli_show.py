@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -196,6 +197,7 @@ EXTREMES = {
     "of nothing": [],
     "of one number": [2.5, 2.5, math.nan],
     "over all of fp64": [1.7e308, -1.7e308],
+    "of large numbers": [1e200, -1e200, 1e200, 3.0],
     "of the least numbers": [5e-324, 1e-323, 0.0],
 }
 
@@ -210,6 +212,11 @@ def test_statistics(tmp_path, capsys, name):
     assert found["zeros"] == numbers.count(0.0) and sum(found["counts"]) == len(finite)
     assert found["minimum"] == min(finite, default=None) and found["maximum"] == max(finite, default=None)
     assert found["edges"] == sorted(found["edges"])
+    if finite:
+        mean = sum(map(Fraction, finite)) / len(finite)
+        variance, unit = sum((Fraction(each) - mean) ** 2 for each in finite) / len(finite), max(map(abs, finite))
+        assert found["mean"] == pytest.approx(float(mean))
+        assert found["std"] == pytest.approx(math.sqrt(variance / Fraction(unit) ** 2) * unit)
     assert "NaN" in shown(capsys, tmp_path / "c", "w")
 
 

@@ -51,6 +51,14 @@ def test_a_layer_that_exploded_is_compared_with_the_same_tensor_of_other_layers(
     assert found["text"] == "layers.2.w has a root mean square of 11, 11 times the median of w over 4 layers (1)"
 
 
+def test_layers_may_differ_beyond_the_range_of_numbers():
+    tensors = [tensor(f"layers.{i}.w", size) for i, size in enumerate([1e-200, 1e150, 1e150, 1e150])]
+    assert not findings_of(document(tensors=tensors))
+    tensors = [tensor(f"layers.{i}.w", size) for i, size in enumerate([1e200, 1e-150, 1e-150, 1e-150])]
+    (found,) = findings_of(document(tensors=tensors))
+    assert found["tensor"] == "layers.0.w"
+
+
 def test_layers_that_differ_by_nature_did_not_explode():
     assert not findings_of(document(tensors=[tensor(f"layers.{i}.w", 3.0**-i) for i in range(12)]))
 

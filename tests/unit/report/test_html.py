@@ -68,6 +68,13 @@ def test_hostile_findings_and_urls_are_text(tmp_path):
     assert not [each for each in page.attributes if each[1].startswith("on")]
 
 
+def test_a_path_of_bytes_that_are_no_text_is_escaped(tmp_path):
+    path, page = tmp_path / "c\udcff", tmp_path / "report.html"
+    checkpoint.save(path, {"w": torch.ones(2)})
+    assert main(["report", str(path), "-o", str(page)]) == 0
+    assert "c\\udcff" in page.read_text()
+
+
 def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else(tmp_path):
     _, text = page_with(["w"], tmp_path)
     page = Page(text)
