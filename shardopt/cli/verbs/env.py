@@ -130,12 +130,17 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     """
     storage = storage_of(url, durable=True)
     what = f"trying the storage {url}"
+    made: list[str] = []  # directories that were not there, innermost first
 
     def prepare() -> str:
+        above = "" if storage.is_remote else storage.url
+        while above and not os.path.isdir(above):
+            made.append(above)
+            above = os.path.dirname(above)
         storage.make()
-        made = world().random_name(6)
-        marker.write_marker(storage, made)
-        return made
+        name = world().random_name(6)
+        marker.write_marker(storage, name)
+        return name
 
     name = ranks.on_rank_0(what, prepare)
     own, neighbours = (file_name(name, rank % ranks.size, 0) for rank in (ranks.rank, ranks.rank + 1))
@@ -145,10 +150,13 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
         ranks.agree(what, lambda: marker.wait_for_marker(storage, name))
         writing = _seconds(ranks, what, lambda: storage.write(own, [data]))
         reading = _seconds(ranks, what, lambda: storage.read(neighbours))
+        ranks.agree(what, lambda: storage.remove(own))
     finally:
         storage.remove(own)
         if ranks.rank == 0:
             marker.remove_marker(storage, name)
+            for path in made:
+                storage_of(path).remove_if_empty()
     total = nbytes * ranks.size
     return {
         "url": storage.url,

@@ -16,6 +16,8 @@ from shardopt.cli.rules import parse_rules
 from shardopt.cli.verbs import ls
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
 
+_NEXT_SAVE = "the next save of the run removes what is left of them"
+
 
 def prune(
     output: Output,
@@ -44,9 +46,13 @@ def prune(
     freed = bytes_freed(listing, unwanted)
     if yes:
         _refuse_changed(root, listing, kept)
-        with wrap_os_errors(f"remove checkpoints of {listing.url}"):
-            # At once, as they may refer to each other's files.
-            failed = remove_checkpoints([storage_of(each.url) for each in unwanted])
+        try:
+            with wrap_os_errors(f"remove checkpoints of {listing.url}"):
+                # At once, as they may refer to each other's files.
+                failed = remove_checkpoints([storage_of(each.url) for each in unwanted])
+        except KeyboardInterrupt:
+            output.complain(f"interrupted: checkpoints may be without manifests, with files left; {_NEXT_SAVE}")
+            raise
         if failed:
             remedy = "make it writable, or move it away; the others are removed"
             problems = [Problem(each.url, str(error), "a removal", remedy) for each, error in failed.items()]
@@ -65,9 +71,19 @@ def prune(
         output.line(Span(f"would remove {counted}: step {steps}; --yes removes them", "yellow"))
     else:
         output.line("would remove nothing")
+    _print_unfinished(output, listing, kept)
     urls = {"unwanted": [each.url for each in unwanted], "removed": [each.url for each in unwanted if yes]}
     output.data({**ls.document(listing, rules, kept), **urls})
     return 0
+
+
+def _print_unfinished(output: Output, listing: RunListing, kept: Collection[CheckpointId]) -> None:
+    """Says what stays without a manifest below the newest checkpoint, also of a removal that was interrupted."""
+    newest = max((id.step for id in kept), default=-1)
+    unfinished = [each for each in listing.checkpoints if each.condition == "unfinished" and each.in_run]
+    steps = ", ".join(_name(each) for each in unfinished if each.id is not None and each.id.step < newest)
+    if steps:
+        output.line(f"unfinished stay: step {steps}, of saves or removals that broke off; {_NEXT_SAVE}")
 
 
 def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointId]) -> None:

@@ -22,7 +22,7 @@ def test_what_it_says_of_this_machine(tmp_path, monkeypatch, capsys):
     secrets = ("NCCL_API_KEY", "SLURM_JWT", "SLURM_PMIX_COOKIE", "TORCH_OF_TOMORROW")
     for name in secrets:
         monkeypatch.setenv(name, "hush")
-    assert main(["env", str(tmp_path / "a"), "--mib", "1", "--json"]) == 0
+    assert main(["env", str(tmp_path / "a" / "b"), "--mib", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["shardopt"] == shardopt.__version__
     assert found["packages"]["torch"] == version("torch") and "gloo" in found["torch"]["backends"]
@@ -30,7 +30,7 @@ def test_what_it_says_of_this_machine(tmp_path, monkeypatch, capsys):
     assert {found["variables"][name] for name in secrets} == {"(not shown)"} and "hush" not in json.dumps(found)
     assert [place["pid"] for place in found["ranks"]] == [os.getpid()]
     assert found["storage"]["bytes"] == 1 << 20 and found["storage"]["write_bytes_per_second"] > 0
-    assert list((tmp_path / "a").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_to_write(tmp_path, capsys):
@@ -49,8 +49,10 @@ def _probe_own(folder):
 
 
 def test_ranks_that_share_a_directory(tmp_path):
-    found = run_ranks(2, _probe, str(tmp_path))
-    assert found[0]["bytes"] == 2 << 20 and list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        found = run_ranks(2, _probe, str(tmp_path / name))
+        assert found[0]["bytes"] == 2 << 20 and [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
 @pytest.mark.exhaustive  # other hosts may take their time to see a file: it is looked for ten seconds

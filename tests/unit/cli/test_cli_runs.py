@@ -207,6 +207,23 @@ def test_prune_gives_no_place_to_what_is_damaged_and_leaves_it(run, capsys):
     assert {path.name[-3:] for path in run.iterdir()} == {"050", "300", "400", "500"}
 
 
+def test_prune_says_what_one_that_was_interrupted_has_left(run, monkeypatch, capsys):
+    from shardopt.checkpoint.saving import removal
+
+    def interrupted(storage, names):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(removal, "_remove_each", interrupted)
+        assert main(["prune", str(run), "--keep-last", "3", "--yes"]) == 130
+    assert "interrupted: checkpoints may be without manifests" in capsys.readouterr().err
+    assert main(["prune", str(run), "--keep-last", "3", "--yes"]) == 0
+    assert "unfinished stay: step 100, 200, of saves or removals that broke off; the next" in capsys.readouterr().out
+    with checkpoint.Manager(run) as manager:
+        manager.save(600, {"step": 600})
+    assert sorted(path.name[-3:] for path in run.glob("step-*")) == ["300", "400", "500", "600"]
+
+
 def test_prune_of_a_run_that_changes_removes_nothing(run, monkeypatch, capsys):
     from shardopt.cli.verbs import prune
 
