@@ -30,6 +30,7 @@ from shardopt.optim.averages.tensors import (
     is_inexact,
     names_of_averages,
     refuse_other_shapes,
+    refuse_uncounted,
 )
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
@@ -173,8 +174,7 @@ class Averaging:
                 if n == 0 or not is_inexact(averages[0].dtype):
                     torch._foreach_copy_(averages, weights)
                 else:
-                    device, dtype = averages[0].device, averages[0].dtype
-                    converted = [weight.detach().to(device, dtype) for weight in weights]
+                    converted = [weight.detach().to(averages[0].device, averages[0].dtype) for weight in weights]
                     if own:
                         # torch's formulas take the step towards the weights as one weight for all: a lerp.
                         torch._foreach_lerp_(averages, converted, step_size)
@@ -303,7 +303,7 @@ class Averaging:
                 Numbers that it cannot hold are errors.
 
         Raises:
-            MismatchError: lists everything that does not fit; nothing was changed.
+            MismatchError: lists what does not fit, also averages without a count where none is; nothing was changed.
             StateError: the averages stand in the model.
         """
         plan = LoadPlan(strict, convert_dtype, into="averaging")
@@ -334,8 +334,9 @@ class Averaging:
         offered = self._of_averaged_model(offered)
         plan_keys(plan, saves_groups=False, offered=offered)
         if STATE in offered:
+            own, state = self._state(), by_own_names(offered[STATE], self._averages)
             remedy = "load what was saved from the same model and kind of average, or pass strict=False"
-            plan.mapping(STATE, self._state(), by_own_names(offered[STATE], self._averages), remedy)
+            plan.mapping(STATE, own, refuse_uncounted(plan, own, state), remedy)
 
     def _of_averaged_model(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
         """Converts the state of torch's `AveragedModel` to our form; returns any other unchanged."""
@@ -395,6 +396,5 @@ class Averaging:
 
     def _refuse_swapped(self, why: str) -> None:
         if self.swapped:
-            remedy = "call swap() to put them back"
-            problem = Problem(type(self).__name__, "averages in the model", "its own weights", remedy)
-            raise StateError(why, [problem], code="averages")
+            texts = "averages in the model", "its own weights", "call swap() to put them back"
+            raise StateError(why, [Problem(type(self).__name__, *texts)], code="averages")

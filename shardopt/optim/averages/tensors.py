@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shardopt.errors import Problem, StateError
+from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.sharding.gradients import is_added_up
 from shardopt.state.names import before_all, names_alike, plain_name, plain_names_in
-from shardopt.state.param_groups import N_AVERAGED
+from shardopt.state.param_groups import AVERAGING, N_AVERAGED
+from shardopt.state.paths import STATE
 
 SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 
@@ -30,6 +32,39 @@ def by_own_names(state: Any, own: Collection[str]) -> Any:
         return state
     alike = names_alike([name for name in state if isinstance(name, str)], own)
     return {alike.get(name, name): each for name, each in state.items()}
+
+
+def refuse_uncounted(plan: LoadPlan, own: Mapping[str, Any], offered: Any) -> Any:
+    """Notes a problem if averages come without a count to those without updates: the next one would overwrite them.
+
+    Args:
+        own: the state of the averages.
+        offered: that to load. Averages that stay have their own tensors in it, or none; in a description those that
+            are loaded are on the meta device.
+
+    Returns:
+        What is offered; with the count that is here if there is a problem.
+    """
+    count = own[AVERAGING][N_AVERAGED]
+    if count or not isinstance(offered, Mapping):
+        return offered
+    counted = offered.get(AVERAGING)
+    number = counted.get(N_AVERAGED) if isinstance(counted, Mapping) else counted
+    stays = plan.descriptions and number is count
+    if number is not None and not stays:
+        return offered
+    entries = [entry for name, entry in offered.items() if name in own and name != AVERAGING]
+    tensors = [tensor for entry in entries if isinstance(entry, Mapping) for tensor in entry.values()]
+    if not any(not stays or (isinstance(tensor, Tensor) and tensor.is_meta) for tensor in tensors):
+        return offered
+    plan.problem(
+        plan.seen_as(f"{STATE}.{AVERAGING}.{N_AVERAGED}"),
+        "averages without their number of updates",
+        "that number, as the first update would overwrite them with the weights",
+        "call update() once before the load, so that they count as those of one update, and let the number be "
+        'missing: strict=False, or Strictness(missing="ignore") for a checkpoint',
+    )
+    return {**offered, AVERAGING: own[AVERAGING]}
 
 
 def names_of_averages(model: nn.Module, names: Iterable[str], averaged: Collection[str]) -> dict[str, str]:

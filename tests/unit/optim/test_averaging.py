@@ -303,6 +303,43 @@ def test_resumed_averages_continue_bit_for_bit(kind, tmp_path):
     assert_equal(averages(resumed), averages(ours))
 
 
+def test_averages_without_a_count_are_not_overwritten_by_the_next_update(tmp_path):
+    """The first update copies the weights; a count of 0 that was saved is one."""
+    net = torch.nn.Linear(1, 1, bias=False)
+    offered = {"state": {"weight": {"ema": torch.full((1, 1), 5.0)}}}
+    torch.save({"model": net.state_dict(), "ema": offered}, tmp_path / "own.pt")
+
+    def load(ema, **options):
+        checkpoint.load(tmp_path / "own.pt", {"model": net, "ema": ema}, **options)
+
+    lenient = checkpoint.Strictness(missing="ignore")
+    for refused in (
+        lambda ema: ema.load_state_dict(offered),
+        lambda ema: ema.load_state_dict(offered, strict=False),
+        load,
+        lambda ema: load(ema, strict=lenient),
+    ):
+        with pytest.raises(
+            MismatchError, match=r"__averaging.n_averaged: found averages without .* call update\(\) once"
+        ):
+            refused(shardopt.EMA(net, 0.5))
+    for loaded in (lambda ema: ema.load_state_dict(offered, strict=False), lambda ema: load(ema, strict=lenient)):
+        ema = shardopt.EMA(net, 0.5)
+        ema.update()  # as the error says
+        loaded(ema)
+        torch.nn.init.ones_(net.weight)
+        ema.update()
+        assert ema.n_averaged == 2 and averages(ema)["weight"] == 3
+
+    before = shardopt.EMA(net, 0.5)
+    checkpoint.save(tmp_path / "before", {"model": net, "ema": before})
+    again = shardopt.EMA(net, 0.5)
+    checkpoint.load(tmp_path / "before", {"model": net, "ema": again})
+    again.load_state_dict(before.state_dict())
+    checkpoint.load(tmp_path / "before", {"model": net, "ema": again}, select=r"^model\.")
+    assert again.n_averaged == 0
+
+
 def test_what_does_not_fit_is_refused_whole():
     net = model()
     ema = shardopt.EMA(net, use_buffers=True)
