@@ -12,9 +12,9 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, PartialLoadError, StateError
 from shardopt.optim.core.composite import CompositeOptimizer
+from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
 from tests.support.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train
 
 each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import PartialLoadError, StateError
+from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
 from tests.harness import run_ranks
 from tests.support.optimizers import same
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 import shardopt
 from shardopt import WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
-from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import InputError, PartialLoadError, RankError
 from shardopt.nn import ShardedEmbeddingBag, Table
 from shardopt.optim import CombinedOptimizer
+from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks
 from tests.support.embeddings import (

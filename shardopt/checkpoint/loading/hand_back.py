@@ -1,21 +1,13 @@
-"""Hands objects their loaded state.
-
-Until all objects have it, optimizers refuse to step, and errors say how far the load got, and who wrote the checkpoint.
-"""
+"""Hands objects their loaded state. Errors say how far the load got, and who wrote the checkpoint."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.codes import Code
-from shardopt.errors import CheckpointError, CorruptionError, PartialLoadError, Problem, ShardoptError
+from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.version import WRITER
@@ -31,27 +23,6 @@ _REFUSALS: frozenset[Code] = frozenset(
     ("damaged", "does-not-fit", "optimizer-state", "by-position", "object-refused", "cast-overflow")
 )
 """The codes of errors whose cause may be that another version wrote the checkpoint."""
-
-_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-
-
-def mark_partial_load(optimizers: Iterable[Optimizer], what: str) -> None:
-    """Makes `step` of these optimizers raise PartialLoadError, until `unmark_partial_load`."""
-
-    def refuse(*unused: Any) -> None:
-        raise PartialLoadError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
-
-    for optimizer in optimizers:
-        if optimizer not in _hooks:
-            _hooks[optimizer] = optimizer.register_step_pre_hook(refuse)
-
-
-def unmark_partial_load(optimizers: Iterable[Optimizer]) -> None:
-    """Lets these optimizers step again."""
-    for optimizer in optimizers:
-        hook = _hooks.pop(optimizer, None)
-        if hook is not None:
-            hook.remove()
 
 
 @contextmanager

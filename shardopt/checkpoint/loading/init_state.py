@@ -113,7 +113,7 @@ def init_unstepped(
     try:
         # A round of its own: what is made may communicate by itself, so that all must have got here.
         ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"], begun))
-    except Exception:
+    except BaseException:  # also Ctrl-C
         _take_back(begun)
         raise
     return partial(_take_back, begun)

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,8 +24,6 @@ from shardopt.checkpoint.loading.hand_back import (
     MAY_HAVE_CHANGED,
     damage_told,
     hand_back,
-    mark_partial_load,
-    unmark_partial_load,
     writer_told,
 )
 from shardopt.checkpoint.loading.init_state import init_unstepped
@@ -48,10 +47,11 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check, check_all, check_casts, fill
 from shardopt.checkpoint.storage import absolute_url, use_options
-from shardopt.errors import Problem, ShardoptError
+from shardopt.errors import Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.runtime.deferred_checks import failed_steps_remain, taking_state
 from shardopt.runtime.gc_pause import gc_paused
+from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.state.flatten import flatten
@@ -191,12 +191,10 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
     """Loads; with `init_state`, first makes optimizers' state. Also returns the warnings."""
     what = f"loading {url}"
     look, rules, undo = prepare(ranks, what, url, app, options)
-    try:
-        return _load_into(ranks, what, look, rules, options)
-    except ShardoptError:
+    with ExitStack() as unless_read:
         if undo is not None:
-            undo()
-        raise
+            unless_read.callback(undo)
+        return _load_into(ranks, what, look, rules, options, unless_read)
 
 
 def prepare(
@@ -239,9 +237,13 @@ def prepare(
 
 
 def _load_into(
-    ranks: Ranks, what: str, look: Look, rules: RulesDue | None, options: LoadOptions
+    ranks: Ranks, what: str, look: Look, rules: RulesDue | None, options: LoadOptions, unless_read: ExitStack
 ) -> tuple[LoadReport, list[Problem]]:
-    """Loads into the state that `app` has, step by step. Also returns the warnings."""
+    """Loads into the state that `app` has, step by step. Also returns the warnings.
+
+    Args:
+        unless_read: has what takes back the state that was made for this load; emptied once the app is loaded.
+    """
     begin = world().monotonic()
     with damage_told(CHANGED_NOTHING):
         plan = compare_with_app(ranks, what, look, options)
@@ -250,6 +252,7 @@ def _load_into(
         arguments = other_arguments(schedules, names) if schedules else []
     with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
         bytes_read, loaded = _read(ranks, what, plan, options)
+    unless_read.pop_all()
     if schedules:
         paths = [each.path for each in loaded]
         warn_of_other_rates(each for each in schedules if each[0].path in paths)

@@ -29,6 +29,7 @@ from shardopt.optim.state_dict.offered import with_named_groups
 from shardopt.optim.state_dict.options import saved_options, warn_of
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_groups, plan_keys, plan_state
 from shardopt.ranks import Group, SharedGroup, ranks_of
+from shardopt.runtime.partial_loads import loading_alone
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_private import (
     after_load_state_dict,
@@ -144,13 +145,15 @@ class KeyedOptimizer(Node):
         """
         plan = LoadPlan(strict, convert_dtype, convert_state=convert_state)
         self.plan_load(plan, state_dict)
+        plan.check()
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
-        plan.apply()
-        noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew
-        if noted and self._shared_group.ranks.rank == 0:
-            warn_of(plan)
-        self.post_load_state_dict()
-        self._after_load()
+        with loading_alone(self):
+            plan.apply()
+            noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew
+            if noted and self._shared_group.ranks.rank == 0:
+                warn_of(plan)
+            self.post_load_state_dict()
+            self._after_load()
         return plan.unmatched
 
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:

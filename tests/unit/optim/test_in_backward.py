@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import shardopt
 from shardopt import GradientClipping, GradientClippingOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
-from shardopt.checkpoint.loading.hand_back import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
 from shardopt.optim import (
     CombinedOptimizer,
@@ -25,6 +24,7 @@ from shardopt.optim import (
     KeyedOptimizerWrapper,
     OptimizerWrapper,
 )
+from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
 from tests.support.fake_rank import fake_rank, sharded_tensor
 from tests.support.optimizers import same
 

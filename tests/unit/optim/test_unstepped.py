@@ -258,6 +258,19 @@ def test_a_load_that_fails_in_the_middle_leaves_no_room_of_its_own(tmp_path):
     assert names_with_state(optimizer) == ["c"]
 
 
+def test_a_load_that_is_interrupted_leaves_no_room_of_its_own(tmp_path):
+    save_stepped(tmp_path / "c", "a", "c")
+    optimizer = shardopt.keyed("adamw", parameters())
+    optimizer.init_state(names=["c"])
+
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(tmp_path / "c", {"o": optimizer}, init_state=True, progress=interrupt)
+    assert names_with_state(optimizer) == ["c"]
+
+
 def test_restore_falls_back_to_a_checkpoint_of_fewer_parameters(tmp_path):
     manager = checkpoint.Manager(tmp_path)
     optimizer = shardopt.keyed("adamw", parameters())
