@@ -32,7 +32,7 @@ def rate(optimizer):
 
 
 def option(optimizer):
-    optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), 0.9)
 
 
 def counter(optimizer):

@@ -129,7 +129,7 @@ def islands_that_differ(root):
     told = {
         "overlap": raised(optimizer_of, here, params, process_group=None),
         "options": raised(optimizer_of, here, params, every=2 + island),
-        "outer": raised(optimizer_of, here, params, outer_options={"lr": 1.0 + island}),
+        "outer": raised(optimizer_of, here, params, outer_options={"lr": torch.tensor(1 + island * 1e-6)}),
     }
     mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("across", "own"))
     bias = {"bias": torch.nn.Parameter(torch.zeros(3))}

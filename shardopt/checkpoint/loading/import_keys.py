@@ -308,7 +308,16 @@ def _join_options(section: str, known: Collection[str], stored: Stored) -> None:
     equal: dict[str, Any] = {}  # one object for options that are equal, as they were one group
     for name, keys in options.items():
         own = _taken(keys, stored)
-        stored.values[f"{section}.{name}"] = equal.setdefault(repr(sorted(own.items())), own)
+        stored.values[f"{section}.{name}"] = equal.setdefault(repr(_exact(own)), own)
+
+
+def _exact(value: Any) -> Any:
+    """Returns what has another text where any digit of a tensor differs; torch prints four."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return sorted((repr(name), _exact(each)) for name, each in value.items())
+    return [type(value).__name__, *map(_exact, value)] if isinstance(value, list | tuple) else value
 
 
 def _nested(pieces: Mapping[Path, Any]) -> Any:

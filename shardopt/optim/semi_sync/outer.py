@@ -18,6 +18,7 @@ from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by
 from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.options import as_number
 from shardopt.runtime.signals import is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.gradients import is_frozen
@@ -90,7 +91,8 @@ class OuterOptimizer(OptimizerWrapper):
         """
         options = {name: repr(value) for name, value in self._position.items() if name not in (STEPS, BEGUN, ISLANDS)}
         groups = [
-            {name: value for name, value in group.items() if name != PARAMS} for group in self._optimizer.param_groups
+            {name: as_number(value) for name, value in group.items() if name != PARAMS}
+            for group in self._optimizer.param_groups
         ]
         options["outer"] = f"{type(self._optimizer).__name__} {groups}"
         numels = self._islands.agree_on({**self._params_by_name, **(new or {})}, options)

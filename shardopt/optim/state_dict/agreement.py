@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem
+from shardopt.optim.state_dict.options import as_number
 from shardopt.ranks import Ranks
 from shardopt.ranks.kinds import exchange, kind_by_rank, kinds_of, pack_kinds, unpack_kinds
 from shardopt.sharding.gradients import takes_gradient
@@ -110,7 +111,7 @@ def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
             if len(tensors) == 1 and tensors[0] is value and value.numel() <= most_elements:
                 texts[name] = repr(value.tolist())
         elif isinstance(value, bool | int | float | str | tuple | list | None):
-            texts[name] = repr(value)
+            texts[name] = repr(as_number(value))  # torch prints four digits of a tensor
     return texts
 
 

@@ -879,3 +879,22 @@ def test_files_without_checksums_that_have_other_bytes_have_another_digest(tmp_p
         )
     finally:
         torch.serialization.set_crc32_options(with_sums)
+
+
+def test_rates_that_differ_behind_the_fourth_digit_stay_those_of_their_parameters(tmp_path):
+    rates = {"weight": torch.tensor(0.00123451), "bias": torch.tensor(0.00123449)}
+    model = torch.nn.Linear(3, 2)
+    groups = [{"params": [getattr(model, name)], "lr": rate} for name, rate in rates.items()]
+    save_flattened(tmp_path / "flat", model, stepped(model, groups))
+    named = [{"params": [(name, getattr(model, name))], "lr": 0.5} for name in rates]
+    optimizer = shardopt.keyed("adamw", named)
+    app = {"model": model, "optim": optimizer}
+    checkpoint.load(tmp_path / "flat", app, init_state=True, select=r"^(model|optim)\.")
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([*map(float, rates.values())], rel=1e-7)
+
+
+def stepped(model, groups):
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
