@@ -6,7 +6,7 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from operator import is_
 from typing import Any, NamedTuple
@@ -148,7 +148,7 @@ class LoadPlan:
         """Carries out the plan: copies into tensors in place, replaces plain values."""
         self.check()
         with torch.no_grad():
-            for into, offered in self._copies:
+            for into, offered in _without_overlaps(self._copies):
                 into.copy_(offered)
         for mapping, name, value in self._values:
             mapping[name] = value
@@ -244,6 +244,24 @@ class LoadPlan:
                 f"numbers that {into.dtype} can hold, of at most {largest}",
                 "keep this state in a wider dtype",
             )
+
+
+def _without_overlaps(copies: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Returns copies that do not depend on their order: clones what is offered from memory that is loaded into."""
+    written = {_memory(into) for into, _ in copies}
+    return [
+        (into, offered.clone() if _memory(offered) in written and not _is_same(into, offered) else offered)
+        for into, offered in copies
+    ]
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _is_same(into: Tensor, offered: Tensor) -> bool:
+    """Whether both are the same elements, of tensors of one shape and memory."""
+    return into.data_ptr() == offered.data_ptr() and into.stride() == offered.stride() and into.dtype == offered.dtype
 
 
 def _is_plain(tensor: Tensor) -> bool:

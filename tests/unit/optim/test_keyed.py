@@ -139,6 +139,23 @@ def test_its_own_tensors_are_not_copied():
     assert [tensor._version for tensor in tensors(saved)] == versions
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_its_own_tensors_under_exchanged_names_are_read_before_they_are_overwritten(sharded):
+    with fake_rank(0, 2) as mesh:
+        weights = [torch.ones(3, 2), torch.ones(3, 2)]
+        if sharded:
+            weights = [shard(weight, mesh, Shard(0)) for weight in weights]
+        optimizer = adam({name: torch.nn.Parameter(weight) for name, weight in zip("ab", weights, strict=True)}, 2)
+        saved = optimizer.state_dict()
+        before = copy.deepcopy(saved)["state"]
+        saved["state"] = {"a": saved["state"]["b"], "b": saved["state"]["a"]}
+        optimizer.load_state_dict(saved)
+        now = optimizer.state_dict()["state"]
+        for name, other in ("ab", "ba"):
+            for mine, wanted in zip(tensors(now[name]), tensors(before[other]), strict=True):
+                assert torch.equal(local_tensors(mine)[0], local_tensors(wanted)[0])
+
+
 def test_another_order_of_parameters_and_groups_loads():
     patterns = [{"match": r"\.w", "lr": 0.5}, {"match": r"\.b", "lr": 0.25}]
     source = adam(groups=patterns, steps=2)
