@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, refusal_to_step
-from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.errors import AlgorithmError, Problem, ShardoptError, StateError
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.node import Node
 from shardopt.optim.local.modes import step_in_own_modes
@@ -72,8 +72,16 @@ class CompositeOptimizer(KeyedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        for child in self._stepped:
-            step_nested(child)
+        for place, child in enumerate(self._stepped):
+            try:
+                step_nested(child)
+            except ShardoptError as error:
+                if place:  # what it says of steps is of that child alone
+                    error.message += (
+                        f"; {place} of {len(self._stepped)} parts of this {type(self).__name__} had stepped"
+                    )
+                    error.args = (error.message,)
+                raise
         self._after_step()
         return loss
 

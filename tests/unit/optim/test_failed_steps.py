@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import ShardoptError, StateError
+from shardopt.errors import AlgorithmError, ShardoptError, StateError
 from shardopt.optim import KeyedOptimizerWrapper
 from tests.support.fake_rank import fake_rank, shard
 
@@ -213,3 +213,14 @@ def test_a_switch_to_averages_that_was_interrupted_is_taken_back(monkeypatch, dt
     optimizer.eval()
     averages = [each.detach().clone() for each in model.parameters()]
     assert not any(map(torch.equal, averages, training))
+
+
+def test_a_part_that_refuses_to_step_tells_of_those_that_have_stepped():
+    weights = {"a": torch.nn.Parameter(torch.zeros(3)), "b": torch.nn.Parameter(torch.zeros(4, 6)[:, :2])}
+    groups = [{"match": "b", "algorithm": "sgd", "lr": 0.1, "fused": True}]  # strided memory
+    optimizer = shardopt.keyed("adamw", weights, groups=groups)
+    for weight in weights.values():
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(AlgorithmError, match="no step was taken; 1 of 2 parts of this CombinedOptimizer had stepped"):
+        optimizer.step()
+    assert weights["a"].any()
