@@ -54,7 +54,7 @@ from shardopt.state.state import (
     refuse_chains,
     takes_any_state,
 )
-from shardopt.state.trainer_optimizers import is_constructed, unwrapped
+from shardopt.state.trainer_optimizers import unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
@@ -148,7 +148,7 @@ def _set_in_tuple(
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
-    if isinstance(node, Optimizer) and not is_constructed(node):
+    if isinstance(node, Optimizer):
         node = unwrapped(node, path)
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's

@@ -15,6 +15,8 @@ from shardopt.state.state import Stateful
 
 SHARDOPTS_WARM_UP = "shardopt's WarmupOptimizer (docs/integrations/torchrec.md shows it around fused tables)"
 
+_OF_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
 
 def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
     """Returns the optimizer inside the class that another library's trainer has put around it.
@@ -26,7 +28,8 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
     optimizer lists its parameters anew each time: it never gets that one, and would leave the position out.
 
     Raises:
-        StateError: it is not one optimizer that it wraps, or the wrapper has parameters that what it wraps lacks.
+        StateError: it is not one optimizer that it wraps, the wrapper has parameters that what it wraps lacks, or it is
+            torch's ZeroRedundancyOptimizer.
     """
     while isinstance(node, Optimizer) and not is_constructed(node):
         inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
@@ -38,6 +41,11 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
             raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
         _refuse_lost(node, inner[0], path)
         node = inner[0]
+    if any(each.__module__ == _OF_ZERO for each in type(node).__mro__):
+        required = "an optimizer whose ranks have their state at one time"
+        remedy = "take shardopt.keyed with fully_shard, which shards its state as well"
+        problem = Problem(join(path) or "app", f"torch's {type(node).__name__}", required, remedy)
+        raise StateError("what has its state on one rank at a time cannot be saved and loaded", [problem])
     return node
 
 

@@ -1,6 +1,7 @@
 """Wrappers of other libraries around an optimizer, a schedule or a model: stand-ins with the shapes that those have."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from shardopt import checkpoint
 from shardopt.errors import CorruptionError, PartialLoadError, StateError
 from shardopt.state.flatten import flatten
 from shardopt.state.trainer_optimizers import is_constructed, unwrapped
+from tests.support.fake_rank import fake_rank
 
 
 class Delegating(torch.optim.Optimizer):
@@ -217,3 +219,15 @@ def test_what_has_run_its_constructor_is_itself():
         copied = copy.deepcopy(optimizer)
         assert is_constructed(copied)
     assert unwrapped(model) is model
+
+
+def test_zero_redundancy_optimizers_are_refused_at_the_save_and_the_load(tmp_path):
+    with warnings.catch_warnings(action="ignore"):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = nn.Linear(1, 1)
+    checkpoint.save(tmp_path / "c", {"optimizer": torch.optim.AdamW(model.parameters())})
+    with fake_rank(0, 2):
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(StateError, match="optimizer: found torch's ZeroRedundancyOptimizer; .*fully_shard"):
+            call(tmp_path / "c", {"optimizer": optimizer})
