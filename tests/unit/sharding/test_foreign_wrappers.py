@@ -229,5 +229,5 @@ def test_zero_redundancy_optimizers_are_refused_at_the_save_and_the_load(tmp_pat
     with fake_rank(0, 2):
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     for call in (checkpoint.save, checkpoint.load):
-        with pytest.raises(StateError, match="optimizer: found torch's ZeroRedundancyOptimizer; .*fully_shard"):
+        with pytest.raises(StateError, match=r"optimizer: found torch's ZeroRedundancyOptimizer; .*fully_shard"):
             call(tmp_path / "c", {"optimizer": optimizer})
