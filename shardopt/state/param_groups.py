@@ -46,6 +46,8 @@ one asked for.
 """
 STORAGE_OPTIONS: Mapping[str, str | None] = {"state_dtype": None, "master_dtype": None, "rounding": None}
 """Options that say in how many bits state and parameters are stored, each with its default."""
+SAVED_BY = "by which it was saved"
+"""In errors, behind what the checkpoint has: a cause of which others follow, so that loads list it first."""
 
 _NOTES = frozenset({ALGORITHM, GIVEN, UNTOUCHED, PARAMS, NAMES_OF_TORCH})
 _NAME_LISTS = (PARAMS, UNTOUCHED, ELSEWHERE)

@@ -15,6 +15,7 @@ from shardopt.errors import Problem, ShardoptError
 from shardopt.state.param_groups import (
     ALGORITHM,
     PARAMS,
+    SAVED_BY,
     Groups,
     groups_elsewhere,
     groups_of,
@@ -95,7 +96,7 @@ class StateOfObject:
                     'with Strictness(unexpected="ignore"); or, if it has state of the same names, load with '
                     "strict=False and init_state=True, which takes that and no options"
                 )
-                return Problem(f"{key}.{ALGORITHM}", f"{saved_by}, by which it was saved", own, remedy)
+                return Problem(f"{key}.{ALGORITHM}", f"{saved_by}, {SAVED_BY}", own, remedy)
         return None
 
     def refused(self, strictness: Strictness) -> Iterator[Problem]:

@@ -30,6 +30,7 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
+from shardopt.state.param_groups import SAVED_BY
 from shardopt.state.state import FlatState
 
 _UNEXPECTED = (
@@ -96,7 +97,7 @@ def reconcile(
         is_first = ranks.rank in [group[0] for group in with_problems]
         sends_keys = ranks.rank in [group[0] for group in with_keys]
         return [
-            describe(MismatchError("", _weights_first(match.problems)), ranks.size) if is_first else None,
+            describe(MismatchError("", _causes_first(match.problems)), ranks.size) if is_first else None,
             _pack(match.unexpected, stored) if sends_keys else None,
         ]
 
@@ -130,7 +131,7 @@ def reconcile(
     if refused or merged["failed"]:
         on_some = not refused and merged["failed"] < ranks.size
         where = f"{what} failed on {merged['where']}: " if on_some else ""
-        problems = _weights_first([*(Problem(**problem) for problem in merged["problems"]), *refused])
+        problems = _causes_first([*(Problem(**problem) for problem in merged["problems"]), *refused])
         message = f"{where}the checkpoint does not fit the app; nothing was changed"
         if hint := _other_names(problems, match, names):
             message += f"\nStored tensors have the missing names after {hint}."
@@ -151,9 +152,9 @@ def _other_names(problems: Sequence[Problem], match: Match, names: Names) -> str
     return rename_hint(missing, stored, fitting)
 
 
-def _weights_first(problems: Iterable[Problem]) -> list[Problem]:
-    """Sorts problems: weights first, then optimizer state; stable."""
-    return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
+def _causes_first(problems: Iterable[Problem]) -> list[Problem]:
+    """Sorts problems: first what names its cause, then weights, then optimizer state; stable."""
+    return sorted(problems, key=lambda each: (SAVED_BY not in each.found, _OF_OPTIMIZERS.search(each.key) is not None))
 
 
 def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:

@@ -33,6 +33,7 @@ from shardopt.state.param_groups import (
     NAMES_OF_TORCH,
     OWN,
     PARAMS,
+    SAVED_BY,
     Numbered,
     numbers_in,
     other_algorithm,
@@ -107,7 +108,7 @@ def _problems_of_groups(
                 f"resume with {another}; or begin anew: leave the optimizer out of the app, and load with "
                 'Strictness(unexpected="ignore")'
             )
-            yield Problem(f"{keys[first]}.algorithm", f"{another}, by which it was saved", numbered.algorithm, resume)
+            yield Problem(f"{keys[first]}.algorithm", f"{another}, {SAVED_BY}", numbered.algorithm, resume)
             continue
         forms = {id(stored[name]): _form(stored[name], keys[name]) for name in _distinct(stored)}
         alike: dict[Any, list[str]] = {}

@@ -23,7 +23,7 @@ from shardopt.runtime.signals import is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors
-from shardopt.state.param_groups import PARAMS
+from shardopt.state.param_groups import PARAMS, SAVED_BY
 from shardopt.state.paths import STATE
 
 ANCHORS = "anchors."
@@ -227,7 +227,7 @@ class OuterOptimizer(OptimizerWrapper):
                 f"resume with {stored.get(ISLANDS)}; or {sync}, and load within optimizer.as_island(...), which says "
                 "whose inner state each island takes"
             )
-            then = f"{stored.get(ISLANDS)} islands, by which it was saved"
+            then = f"{stored.get(ISLANDS)} islands, {SAVED_BY}"
             plan.problem(f"{key}.{ISLANDS}", then, str(self._islands.count), remedy)
         if self._takes_any_islands and steps != 0:
             apart = f"{steps} local steps since islands met, and weights of each island"

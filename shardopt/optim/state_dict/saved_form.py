@@ -26,6 +26,7 @@ from shardopt.state.param_groups import (
     GIVEN,
     IMPLEMENTATION_OPTIONS,
     PARAMS,
+    SAVED_BY,
     STORAGE_OPTIONS,
     UNTOUCHED,
     are_named,
@@ -178,7 +179,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
     for each in variants:
         for name, stored, here in group.unlike(each):
             remedy = f"resume with {name}={stored!r}, by which the state was made"
-            plan.problem(f"{where}.{name}", f"{stored!r}, by which it was saved", repr(here), remedy)
+            plan.problem(f"{where}.{name}", f"{stored!r}, {SAVED_BY}", repr(here), remedy)
     left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
     if any(STORAGE_OPTIONS.keys() <= each.keys() for each in (saved, *variants)):
         _plan_storage(plan, where, group, by_member)
@@ -224,9 +225,7 @@ def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapp
                 continue
             noted.add((name, stored))
             key = f"{plan.section(PARAM_GROUPS)}.{member}" if member else where
-            plan.problem(
-                f"{key}.{name}", f"{stored!r}, by which it was saved", repr(here[name]), _storage_remedy(name, stored)
-            )
+            plan.problem(f"{key}.{name}", f"{stored!r}, {SAVED_BY}", repr(here[name]), _storage_remedy(name, stored))
 
 
 def _storage_remedy(name: str, stored: Any) -> str:
@@ -305,7 +304,7 @@ def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) 
             f"resume with {stored}; or begin anew with {here}: leave the optimizer out of the app, and load with "
             'Strictness(unexpected="ignore"); or load with strict=False, which takes the state that fits and no options'
         )
-        plan.problem(key, f"{stored}, by which it was saved", here, remedy)
+        plan.problem(key, f"{stored}, {SAVED_BY}", here, remedy)
         return
     plan.unmatched.unexpected_keys.append(key)
     plan.algorithms.append(f"{where}: saved by {stored}; {here} takes the state that fits, with its own options")
