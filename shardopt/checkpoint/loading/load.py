@@ -255,7 +255,7 @@ def _load_into(
     unless_read.pop_all()
     if schedules:
         paths = [each.path for each in loaded]
-        warn_of_other_rates(each for each in schedules if each[0].path in paths)
+        warn_of_other_rates([each for each in schedules if each[0].path in paths], plan.flat)
         for line in arguments:
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
     if ranks.rank == 0:

@@ -33,6 +33,14 @@ _REMEDY = (
     'Strictness(unexpected="ignore") while it is attached, and then make it again with last_epoch= the steps that it '
     'had made, less one, and set "lr" of each group to what was loaded, as StepLR changes it when it is made'
 )
+_MAY_SET_ITS_OWN = (
+    "its next step may set its own. To keep those of the groups, make it again after the load, with last_epoch= the "
+    "steps that it has made, less one"
+)
+_NOT_SAVED = (
+    'checkpoints of this optimizer have no groups. After this load set "lr" of each group to the rate of the schedule, '
+    "and call save_param_groups(True) of the optimizer; in later runs before the load"
+)
 
 _NO_ARGUMENTS = frozenset({"self", "optimizer", "last_epoch", "verbose"})
 _MADE_OF_ARGUMENTS = ("_schedule_phases", "_milestones", "total_size", "step_ratio")
@@ -73,14 +81,20 @@ def schedule_problems(
                 yield target.path, replace(problem, key=f"{key}.{problem.key}")
 
 
-def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]]) -> None:
+def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]], flat: FlatState) -> None:
     """Logs a warning if loaded schedules have set other rates than the groups of their optimizer have now."""
+    not_saved = {
+        id(group)
+        for each in flat.targets
+        if isinstance(each.object, Optimizer) and PARAM_GROUPS not in each.state
+        for group in each.object.param_groups
+    }
     by_groups: dict[int, list[tuple[str, LRScheduler]]] = {}
     for target, schedule in loaded:
         if isinstance(getattr(schedule, _LAST, None), list):  # a class of somebody's may differ
             for first in _live_groups(schedule)[:1]:  # wrappers of an optimizer have its very groups
                 by_groups.setdefault(id(first), []).append((join(target.path), schedule))
-    for schedules in by_groups.values():
+    for first, schedules in by_groups.items():
         groups = _live_groups(schedules[0][1])
         now = [_number(group.get("lr")) for group in groups]
         last = [[*map(_number, getattr(schedule, _LAST))] for _, schedule in schedules]
@@ -89,12 +103,11 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]]) -> 
         if not all(last) or any(all(i < len(each) and each[i] == now[i] for i in used) for each in last):
             continue
         _log.warning(
-            "the rates of %s are %s, and those of its optimizer's groups %s: its next step may set its own. To keep "
-            "those of the groups, make it again after the load, with last_epoch= the steps that it has made, less one "
-            "[optimizer-state]",
+            "the rates of %s are %s, and those of its optimizer's groups %s: %s [optimizer-state]",
             ", ".join(name for name, _ in schedules),
             ", ".join(map(str, last)),
             now,
+            _NOT_SAVED if first in not_saved else _MAY_SET_ITS_OWN,
         )
 
 

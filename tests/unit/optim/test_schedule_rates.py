@@ -8,6 +8,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
 from shardopt.errors import MismatchError
+from shardopt.optim import KeyedOptimizerWrapper
 
 RATES = {"bias": 0.2, "weight": 0.1}
 
@@ -269,3 +270,25 @@ def test_keys_that_are_passed_over_are_one_line_of_the_log(tmp_path, caplog):
     caplog.clear()
     checkpoint.load(tmp_path / "c", {f"x{i}": i for i in range(7)}, strict=False)
     assert not [each for each in caplog.records if "passed over" in each.message]
+
+
+def test_rates_of_an_optimizer_that_saves_no_groups_are_told_of_and_resume_as_said(tmp_path, caplog):
+    def app():
+        model = torch.nn.Linear(4, 1)
+        optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda its: torch.optim.SGD(its, lr=1.0))
+        schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+
+    checkpoint.save(tmp_path / "c", trained(app(), 3))
+    into = app()
+    checkpoint.load(tmp_path / "c", into, init_state=True)
+    (line,) = [each.message for each in caplog.records if "those of its optimizer's groups" in each.message]
+    assert "[0.5], and" in line and "save_param_groups(True)" in line and "make it again" not in line
+    (group,) = into["optimizer"].param_groups
+    group["lr"] = into["schedule"].get_last_lr()[0]
+    into["optimizer"].save_param_groups(True)
+    checkpoint.save(tmp_path / "d", trained(into, 1))
+    again = app()
+    again["optimizer"].save_param_groups(True)
+    checkpoint.load(tmp_path / "d", again, init_state=True)
+    assert again["optimizer"].param_groups[0]["lr"] == 0.25
