@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.traceable import seen_through
+from shardopt.sharding.traceable import is_composite, seen_through
 from shardopt.sharding.wrapper import is_wrapper
 
 
@@ -97,6 +97,12 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
         actual, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
     elif tensor.is_nested:
         actual, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its components"
+    elif own_class and is_composite(tensor):
+        actual, remedy = (
+            f"the tensor subclass {type(tensor).__name__} of other tensors",
+            "freeze it, and where it is cut give each rank two rows or more: then it is stored as these; or leave it out "
+            "(select=)",
+        )
     elif own_class and (type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor)):
         # A class that runs operations by itself may have no memory at all: a MaskedTensor's address is null.
         actual, remedy = (

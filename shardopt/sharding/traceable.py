@@ -82,7 +82,11 @@ def _split_names(tensor: DTensor, local: Tensor, inner: dict[str, Tensor]) -> se
     It finds them by letting the wrapper's class cut it again. None if that fails, or cannot tell on some rank: a single
     row has no halves; and where ranks have unequally many rows, nor can be told how many a tensor of other rows has.
     """
-    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+    is_one = [size == 1 for size in tensor.device_mesh.shape]  # such a dimension of the mesh cuts nothing
+    if all(
+        isinstance(each, Replicate) or (one and isinstance(each, Shard))
+        for each, one in zip(tensor.placements, is_one, strict=True)
+    ):
         return set()
     if not all(isinstance(placement, Replicate) or placement == Shard(0) for placement in tensor.placements):
         return None
