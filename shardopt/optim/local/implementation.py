@@ -211,16 +211,15 @@ def _has_kernel(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
 
 
 def _agrees(row: Row, dtypes: Collection[torch.dtype] | None, on_host: bool) -> bool:
-    """Whether the fused implementation takes the dtypes of a local tensor, its gradient and its state.
+    """Whether the fused implementation takes the dtypes of a local tensor, its gradient and its state: all the same.
 
     Args:
         dtypes: in which it computes what the loop computes; None where it was asked for by name.
-        on_host: else state must have the dtype of the other two as well, as kernels of accelerators require.
+        on_host: whether it is the one of the CPU.
     """
     if dtypes is None and on_host:
         return True  # torch refuses it by itself
-    alike = row[:2] if on_host else row  # kernels of the CPU take state of other dtypes
-    return (dtypes is None or row[0].dtype in dtypes) and len({each.dtype for each in alike}) == 1
+    return (dtypes is None or row[0].dtype in dtypes) and len({each.dtype for each in row}) == 1
 
 
 def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Any]]:

@@ -1,5 +1,7 @@
 """torch's implementation is chosen for each tensor by itself: replicas have other tensors beside them on each rank."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -71,3 +73,26 @@ def test_gradients_of_another_dtype_step_as_in_torch(algorithm):
             optimizer.step()
         found.append([each.tolist() for each in params.values()])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "entry"), [("SGD", {"momentum": 0.9}, "momentum_buffer"), ("Adagrad", {}, "sum")]
+)
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_state_of_another_dtype_steps_as_in_torch(algorithm, options, entry, dtype, other):
+    """State that a program has converted: torch's loops take it, and its fused kernels raise in the middle."""
+    found = []
+    for make in (getattr(torch.optim, algorithm), partial(shardopt.keyed, algorithm)):
+        params = {name: nn.Parameter(torch.linspace(0.5, 1, 5, dtype=dtype)) for name in "pq"}
+        optimizer = make(params.items(), lr=0.1, **options)
+        for _ in range(3):
+            for each in params.values():
+                each.grad = torch.full_like(each, 0.3)
+            optimizer.step()
+            state = optimizer.state[params["q"]]
+            state[entry] = state[entry].to(other)
+        found.append((params["p"].detach(), [*params["q"].tolist(), *optimizer.state[params["q"]][entry].tolist()]))
+    torch.testing.assert_close(found[0][0], found[1][0])  # which may be fused
+    assert found[0][1] == found[1][1]
