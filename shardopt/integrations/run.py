@@ -16,6 +16,7 @@ from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.storage import is_temporary, storage_of
 from shardopt.errors import Problem, StateError
 from shardopt.ranks import ranks_of
+from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.state.flatten import holds_tensors
 from shardopt.state.values import decode_value, encode_value
 
@@ -141,10 +142,11 @@ class TrainingRun:
             self.manager.save(step, app(), force=passed)
 
     def save_last(self, step: int, app: Callable[[], App]) -> None:
-        """Saves the last step if it is not saved yet. Collective."""
+        """Saves the last step if it is not saved yet, and waits until it is copied. Collective."""
         if step > self._final:
             self._final = step
             self.manager.save(step, app(), force=True)
+            wait_for_copies()  # a framework may change the weights from here on, such as to those of the best step
 
     def end(self, step: int, app: Callable[[], App]) -> None:
         """Saves the last step if it is not saved yet, and waits for all running writes. Collective."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 
 import fsspec
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.saving.writing import staging
 from shardopt.errors import MismatchError, StateError
 from shardopt.integrations.loader import ResumableLoader
 from shardopt.integrations.loggers import log_report_metrics
@@ -198,6 +200,25 @@ def test_what_a_tier_alone_is_due_for_stays_out_of_the_root(tmp_path):
     assert run.manager.steps() == [4]
     run.end(6, lambda: app)
     assert checkpoint.Manager(tmp_path / "root").steps() == [4, 6]
+
+
+def test_the_last_step_is_copied_by_the_time_that_a_framework_may_change_its_weights(tmp_path, monkeypatch):
+    copy_on_host = staging.copy_on_host
+
+    def copy_slowly(host, source):
+        time.sleep(0.05)
+        copy_on_host(host, source)
+
+    monkeypatch.setattr(staging, "copy_on_host", copy_slowly)
+    model = torch.nn.Linear(1, 1, bias=False)
+    app = {"model": model, "optimizer": shardopt.keyed("sgd", model.named_parameters(), lr=0.1)}
+    run = TrainingRun(tmp_path, stage="lazy", stop_on=None)
+    run.begin(app)
+    model.weight.data.fill_(3)
+    run.save_last(1, lambda: app)
+    model.weight.data.fill_(7)
+    run.end(1, lambda: app)
+    assert checkpoint.Manager(tmp_path).restore(app) == 1 and model.weight.item() == 3
 
 
 class Asking(MemoryFileSystem):
