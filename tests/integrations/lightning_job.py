@@ -282,3 +282,23 @@ def fit_and_evaluate(folder, saved_by):
     fitting.test(trained, batches, ckpt_path=path)  # of a trainer that has its optimizers
     found["test after fit"] = trained.seen, torch.equal(wanted, trained.network.weight)
     return found
+
+
+def remove_on_rank_0(folder):
+    """Removes a checkpoint, and one that cannot be removed, as a rank may that decides by a metric of its own."""
+    from shardopt import checkpoint
+    from shardopt.integrations import lightning_strategy
+    from shardopt.integrations.run import of_rank_0
+
+    def fail(storage):
+        raise OSError("it is in use")
+
+    paths = [f"{folder}/{name}" for name in "ab"]
+    for path in paths:
+        checkpoint.save(path, {"step": 1})
+    strategy = lightning_strategy.ShardoptMixin()
+    if dist.get_rank() == 0:
+        strategy.remove_checkpoint(paths[0])
+        lightning_strategy.remove_checkpoint = fail
+        strategy.remove_checkpoint(paths[1])
+    return of_rank_0("what is left", {"names": sorted(os.listdir(folder))})["names"]

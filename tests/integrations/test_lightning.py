@@ -128,6 +128,16 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by)
         )
 
 
+def test_a_rank_that_alone_removes_a_checkpoint_waits_for_none_and_goes_on_where_it_cannot(tmp_path):
+    first, second = run_ranks(2, with_log, lightning_job.remove_on_rank_0, str(tmp_path))
+    assert first[0] == second[0] == ["b"]
+    lines = [line for line in first[1] + second[1] if "could not be removed" in line]
+    assert lines == [
+        f"{tmp_path}/b could not be removed, and stays: it is in use; make it writable, or move it away "
+        "[storage-failed]"
+    ]
+
+
 def with_log(function, *args):
     """Calls, and returns the result with the log lines of shardopt."""
     lines, handler = [], logging.Handler()
