@@ -166,7 +166,7 @@ class Planning:
     """One rank's side of the agreement on the plan of a save; call the methods in this order.
 
     Args:
-        plans: of earlier saves; the plan of this one is added.
+        plans: of earlier saves; the plan of this one is added. Saves of other threads may change it meanwhile.
 
     Attributes:
         description: this rank's state; replaced where what is written is a copy of it.
@@ -178,7 +178,8 @@ class Planning:
     planned: Planned
 
     def __init__(self, ranks: Ranks, call: Call, plans: PlanCache) -> None:
-        self._ranks, self._call, self._plans = ranks, call, plans
+        self._ranks, self._call, self._cache = ranks, call, plans
+        self._plans = dict(plans)  # which stay until this save ends, as they were reported
         self._geometry = ""  # the fingerprint of what this rank describes
 
     def report_state(self, description: Description) -> _Report:
@@ -240,9 +241,9 @@ class Planning:
         if not comparison.kept:
             plan = plan or SavePlan(geometry, self._ranks.size, self.description.check_replicas == "all")
             writes = RankWrites(plan, rank, self.description.views)
-            plans[comparison.job, rank] = KeptPlan(plan, writes, self._geometry)
-            while len(plans) > _MOST_KEPT:
-                del plans[next(iter(plans))]
+            plans[comparison.job, rank] = self._cache[comparison.job, rank] = KeptPlan(plan, writes, self._geometry)
+            for oldest in list(self._cache)[:-_MOST_KEPT]:
+                self._cache.pop(oldest, None)
         return values
 
     def report(self) -> tuple[Any, dict[str, str]]:
