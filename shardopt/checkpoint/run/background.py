@@ -96,6 +96,18 @@ class Turns(Generic[J]):
                 self._worker = worker
             self._jobs.append((self.failures.begin(), job))
 
+    def begin_alone(self, job: J) -> bool:
+        """Begins as `begin` does a job for which no other rank waits. Returns whether there is a thread for it.
+
+        Without one the job has failed like one that was begun, and is dropped: the save that it follows is committed.
+        """
+        try:
+            self.begin(job)
+        except RuntimeError as error:  # Python's for a limit of the system
+            self._fail(self.failures.begin(), job, error)
+            return False
+        return True
+
     def withdraw_waiting(self) -> list[J]:
         """Removes and returns the jobs whose turn has not come."""
         with self._changed:
@@ -122,11 +134,14 @@ class Turns(Generic[J]):
             try:
                 self._do(job)
             except BaseException as error:  # the training continues meanwhile
-                _log.error("%s failed in the background: %s", self._describe(job), error)
-                self.failures.note(number, error)
+                self._fail(number, job, error)
             with self._changed:
                 self._jobs.popleft()
                 self._changed.notify(_ALL)
+
+    def _fail(self, number: int, job: J, error: BaseException) -> None:
+        _log.error("%s failed in the background: %s", self._describe(job), error)
+        self.failures.note(number, error)
 
 
 class Task:

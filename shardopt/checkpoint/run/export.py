@@ -137,8 +137,9 @@ class Exporter(Task):
         for candidate in candidates:
             if not any(candidate is each for each in due):
                 candidate.hold.close()
-        if due:
-            self._turns.begin(due)
+        if due and not self._turns.begin_alone(due):
+            for candidate in due:
+                candidate.hold.close()
 
     def _describe(self, job: Sequence[_Candidate]) -> str:
         return f"exporting {job[0].url if len(job) == 1 else self._run.root.url} to {self._root.url}"

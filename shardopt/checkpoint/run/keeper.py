@@ -88,7 +88,7 @@ class Keeper(Task):
             self._tidy(root)
         elif not self._turns.jobs:
             self._newest = None
-            self._turns.begin(root)
+            self._turns.begin_alone(root)
             self._turns.finish(_WAIT_SECONDS)
 
     def note(self, id: CheckpointId, noted: Noted) -> None:

@@ -117,7 +117,11 @@ def _remove_each(storage: Storage, names: Sequence[str]) -> None:
         return
     threads = _FAR_THREADS if storage.is_remote else _THREADS
     with world().thread_pool(threads, "shardopt-remove") as pool:
-        for _ in pool.map(storage.remove, names):
+        try:
+            removals = pool.map(storage.remove, names)
+        except RuntimeError:  # Python's for a limit of the system: this thread does what no other can
+            removals = map(storage.remove, names)
+        for _ in removals:
             pass
 
 

@@ -81,6 +81,43 @@ def test_the_files_of_many_ranks_are_removed_by_several_threads(root, tmp_path, 
     assert storage.names() == [] and len(threads) > 2
 
 
+@pytest.fixture
+def without_threads(monkeypatch):
+    """A list of names: no thread with one of them can begin, as at the limit of a container."""
+    names, start = [], threading.Thread.start
+
+    def limited(thread):
+        if thread.name.startswith(tuple(names)):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return names
+
+
+def test_files_are_removed_also_where_no_thread_is_to_be_had(tmp_path, without_threads):
+    write_checkpoint(f"{tmp_path}/c", 40, 1)
+    without_threads.append("shardopt-remove")
+    remove_checkpoint(storage_of(f"{tmp_path}/c"))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_save_raises_nothing_where_what_follows_it_gets_no_thread(root, without_threads, tmp_path, caplog):
+    """It used to raise after the commit, on rank 0 alone."""
+    manager = checkpoint.Manager(root, keep=1, export=checkpoint.Export(tmp_path))
+    without_threads += ["shardopt-tidy", "shardopt-export"]
+    for step in (1, 2):
+        manager.save(step, {"x": torch.ones(3)})
+    assert manager.steps() == [1, 2]
+    assert "removing from" in caplog.text and "exporting" in caplog.text
+    with pytest.raises(RuntimeError, match="start new thread"):
+        manager.close()
+    without_threads.clear()
+    with checkpoint.Manager(root, keep=1) as manager:
+        manager.save(3, {"x": torch.ones(3)})
+    assert manager.steps() == [3]
+
+
 def test_training_does_not_wait_for_what_is_removed(root, monkeypatch):
     monkeypatch.setattr(keeper, "_WAIT_SECONDS", 0.05)
     held, reached = threading.Event(), threading.Event()
