@@ -37,7 +37,9 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, max_bytes_pe
     files = {file.name: file for file in whole.manifest.files}
     try:
         with wrap_os_errors(f"copy {whole.url} to {whole.share.url}"):
-            if whole.share.record() is None:
+            if whole.share.record() != whole.record:
+                if not any(hosts.number in have for have in whole.holders.values()):
+                    whole.share.clear()  # its files are of another save
                 whole.share.make()
                 whole.share.publish(RECORD_NAME, whole.record)
             for name, _ in fetches:
