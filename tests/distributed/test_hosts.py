@@ -343,10 +343,17 @@ def in_domains(root, hosts):
     load_first = app_of(1)
     checkpoint.save(url_of(root, hosts, 7), load_first)  # by whom no domain is named
     host = hosts[dist.get_rank()]
-    tier = Tier(f"{root}/host-{host}/run", every=1, copies=2, domain=f"rack-{host // 2}")
-    with checkpoint.Manager(f"{root}/root", destinations=[tier], every=9) as manager:
+
+    def manager_in(domain):
+        tier = Tier(f"{root}/host-{host}/run", every=1, copies=2, domain=domain)
+        return checkpoint.Manager(f"{root}/root", destinations=[tier], every=9)
+
+    with manager_in(f"rack-{host // 2}") as manager:
         manager.save(1, app_of(1))
         manager.wait()
+    # One host alone has another now: hosts that met again for it used to wait for those that did not.
+    with manager_in("rack-9" if host == 0 else f"rack-{host // 2}") as manager:
+        assert manager.restore(app_of(0)) == 1
 
 
 def test_copies_go_to_other_failure_domains(tmp_path):

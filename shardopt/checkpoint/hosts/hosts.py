@@ -42,22 +42,21 @@ class Hosts:
         of_rank: the number of each rank's host; hosts are numbered in the order of their first ranks.
         number: of this rank's host.
         leaders: the leader of each host.
-        domains: the failure domain of each host: those of one are lost together. None where none was given.
+        domains: the failure domain of each host: those of one are lost together. None where none was given. Tiers give
+            them, once the hosts have met.
     """
 
-    def __init__(
-        self, ranks: Ranks, root: str, directory: HostDirectory, of_rank: Sequence[int], domains: Sequence[str | None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, root: str, directory: HostDirectory, of_rank: Sequence[int]) -> None:
         # Weak: these ranks keep this, for as long as there are such.
         self._ranks, self._rank = weakref.ref(ranks), ranks.rank
-        self.root, self.directory, self.domains = root, directory, tuple(domains)
-        self.domain: str | None = None  # as this rank gave it
+        self.root, self.directory = root, directory
         self.of_rank = tuple(of_rank)
         self.number = self.of_rank[ranks.rank]
         leaders: dict[int, int] = {}
         for rank, host in enumerate(of_rank):
             leaders.setdefault(host, rank)
         self.leaders = tuple(leaders.values())
+        self.domains: Sequence[str | None] = [None] * len(leaders)
         self._server: FileServer | None = None
         self._at: list[At] = []
         self._clients: dict[int, FileClient] = {}
@@ -118,38 +117,30 @@ class Hosts:
 _met: list[Hosts] = []
 
 
-def hosts_of(
-    ranks: Ranks, root: str, domain: str | None = None, serves: Callable[[HostDirectory], Files] = SharesOnly
-) -> Hosts:
+def hosts_of(ranks: Ranks, root: str, serves: Callable[[HostDirectory], Files] = SharesOnly) -> Hosts:
     """Returns the hosts of these ranks at a path; the first call connects them. Collective.
 
     Args:
         root: of the directory on each host; ranks may give other paths for it.
-        domain: the failure domain of this rank's host; that of its leader counts. None for any. Where they have met
-            under others, they meet again.
         serves: what others of these ranks may ask a host for.
 
     Raises:
         CheckpointError: a host's directory cannot be used.
     """
     met: Hosts | None = ranks.kept.get(("hosts", root, serves))
-    if met is not None and domain in (None, met.domain):
+    if met is not None:
         return met
-    if met is not None:  # by somebody who named no domain
-        _met.remove(met)
-        met.close()
     for hosts in [each for each in _met if each.is_gone]:  # of a job that this process was in before
         _met.remove(hosts)
         hosts.close()
     what = f"meeting at {root} on each host"
-    directory, (of_rank, domains) = ranks.agree(
+    directory, of_rank = ranks.agree(
         what,
         work=partial(HostDirectory, root),
-        report=lambda opened: [opened.identity, domain],
+        report=lambda opened: opened.identity,
         decide=_numbered,
     )
-    hosts = Hosts(ranks, root, directory, of_rank, domains)
-    hosts.domain = domain
+    hosts = Hosts(ranks, root, directory, of_rank)
     try:
         _, at = ranks.agree(
             what,
@@ -166,13 +157,7 @@ def hosts_of(
     return hosts
 
 
-def _numbered(reports: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[str | None]]:
-    """Returns the number of each rank's host, in the order of their first ranks, and the hosts' domains."""
+def _numbered(identities: Sequence[str]) -> list[int]:
+    """Returns the number of each rank's host, in the order of their first ranks."""
     numbers: dict[str, int] = {}
-    domains: list[str | None] = []
-    of_rank = []
-    for identity, domain in reports:
-        of_rank.append(numbers.setdefault(identity, len(numbers)))
-        if len(domains) < len(numbers):
-            domains.append(domain)
-    return of_rank, domains
+    return [numbers.setdefault(identity, len(numbers)) for identity in identities]

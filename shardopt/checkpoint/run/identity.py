@@ -27,15 +27,26 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
+def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts], domains: Sequence[str | None]) -> None:
     """Checks that tiers' directories belong to this run, or to none yet. Collective over `ranks`; writes nothing.
+
+    Args:
+        domains: the failure domain of this rank's host, by tier; those of the hosts' leaders then count.
 
     Raises:
         CheckpointError: a directory is of another run, or has no record of a run, or a damaged one; or root and mirror
             are of two runs, or the root cannot be read. Each directory is named.
         CorruptionError: neither the root nor the mirror has a record that is whole.
     """
-    _look_at_all(ranks, f"looking whose steps are at {_paths(tiers)}", tiers, lambda seen: _check(run.roots, seen))
+
+    def decide(reports: list[list[Any]]) -> list[list[str | None]]:
+        _refuse_others(run.roots, [seen for seen, _ in reports])
+        return [[reports[leader][1][number] for leader in hosts.leaders] for number, hosts in enumerate(tiers)]
+
+    what = f"looking whose steps are at {_paths(tiers)}"
+    _, of_tiers = ranks.agree(what, lambda: _look_at_own(tiers), lambda seen: [seen, domains], decide)
+    for hosts, of_hosts in zip(tiers, of_tiers, strict=True):
+        hosts.domains = of_hosts
 
 
 def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
@@ -75,9 +86,13 @@ def _look_at_all(
         for hosts in tiers:
             if mark is not None and hosts.is_leader:
                 hosts.directory.keep_once(LABEL_NAME, mark)
-        return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
+        return _look_at_own(tiers)
 
     return ranks.agree(what, work=look, report=lambda seen: seen, decide=decide)[1]
+
+
+def _look_at_own(tiers: Sequence[Hosts]) -> list[Any]:
+    return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
 
 
 def _look_at(hosts: Hosts) -> list[Any]:

@@ -72,7 +72,8 @@ class Tiers(Task):
         self._side.of(self._ranks)
         hosts_now = self._hosts()
         if hosts_now != self._met:
-            refuse_tiers_of_others(self._run, self._ranks, hosts_now)
+            domains = [tier.domain for tier in self._tiers]
+            refuse_tiers_of_others(self._run, self._ranks, hosts_now, domains)
             self._met = hosts_now
             self._led = [each.directory.path for each in hosts_now if each.is_leader]
 
@@ -230,7 +231,7 @@ class Tiers(Task):
         return self._alone
 
     def _hosts(self) -> list[Hosts]:
-        return [hosts_of(self._ranks, tier.path, tier.domain) for tier in self._tiers]
+        return [hosts_of(self._ranks, tier.path) for tier in self._tiers]
 
     def _due(self, step: int) -> list[int]:
         return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
