@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
@@ -27,7 +28,22 @@ from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.world import world
 
 _SLOW_SHARE = 0.5  # of the time to stop: the rest is for what comes before the save, a step and a save under way
+_MOST_KNOWN = 1000  # checkpoints, in a run that saves for months: who saves an older one again gets an error
 _log = logging.getLogger("shardopt.checkpoint")
+
+
+class _Known(NamedTuple):
+    """A checkpoint that was committed or restored here.
+
+    Args:
+        url: where it is.
+        save_id: the id of its save.
+        added: metrics, after the commit; on rank 0.
+    """
+
+    url: str
+    save_id: str
+    added: dict[str, float]
 
 
 class AfterCommit:
@@ -49,9 +65,7 @@ class AfterCommit:
         self._run, self.tiers, self._mirror, self._exporter = run, tiers, run.mirror, exporter
         self._keeper, self._stop_seconds = Keeper(run, self._in_use), stop_seconds
         self.copying: list[Task] = [each for each in (tiers, run.mirror) if each is not None]
-        self._known: dict[CheckpointId, str] = {}  # committed or restored here, and where
-        self._save_ids: dict[CheckpointId, str] = {}  # of these
-        self._added: dict[CheckpointId, dict[str, float]] = {}  # metrics, after the commit
+        self._known: dict[CheckpointId, _Known] = {}  # the same ones on all ranks
         self._committing = world().lock()
         self.base: str | None = None
 
@@ -65,7 +79,6 @@ class AfterCommit:
             self._mirror.prepare()
         with self._committing:
             self._keeper.make_way(id)
-            self._added.pop(id, None)
         if self.tiers is not None and in_turn:
             self.tiers.make_room()
 
@@ -76,12 +89,15 @@ class AfterCommit:
             metrics: of the checkpoint.
             in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
         """
-        self._save_ids[id] = report.save_id
+        url = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
+        with self._committing:
+            self._known[id] = _Known(url, report.save_id, {})
+            for oldest in list(self._known)[:-_MOST_KNOWN]:  # in the order of commits: the same on all ranks
+                del self._known[oldest]
         noted = Noted(world().wall_clock(), metrics, report.save_id)  # here, as it may come to the root much later
         if self.tiers is None or not (in_turn or is_on_hosts(report.url)):
             self._committed_at_root(id, report.seconds, noted)
             return
-        self._known[id] = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
         then = partial(self._committed_at_root, id, report.seconds, noted)
         self.tiers.begin(id, report.url, self._run.due.was_at(id.step), then)
 
@@ -94,10 +110,13 @@ class AfterCommit:
         checkpoint = self._run.root.checkpoint(id)
         noted = noted_of(checkpoint) if noted is None else noted
         with self._committing:
-            noted = noted._replace(metrics={**noted.metrics, **self._added.get(id, {})})
+            known = self._known.get(id)
+            if known is not None:
+                noted = noted._replace(metrics={**noted.metrics, **known.added})
+                self._known[id] = known._replace(url=checkpoint.url)
             if self._stop_seconds is not None:
                 self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
-            self._known[id] = self.base = checkpoint.url
+            self.base = checkpoint.url
             if self._mirror is not None:
                 self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies())
             if self._exporter is not None:
@@ -118,7 +137,7 @@ class AfterCommit:
                 self.tiers.restored(None)
             return
         id, url, seconds = restored.id, restored.url, restored.report.save_seconds
-        self._known, self._save_ids = {id: url}, {id: restored.report.save_id}
+        self._known = {id: _Known(url, restored.report.save_id, {})}
         self.base = url if url == self._run.root.checkpoint(id).url else None  # and not a copy elsewhere
         self._keeper.restored(id, restored.damaged)
         if self._exporter is not None:
@@ -158,14 +177,16 @@ class AfterCommit:
 
         def add() -> None:
             roots = [root.checkpoint(id) for root in run.roots]
-            save_id = self._save_ids.get(id) or next(filter(None, map(save_id_of, roots)), None)
+            known = self._known.get(id)
+            save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
             if save_id is None:
                 raise run.not_found(id)
             numbers = numbers_of(metrics)
             with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
                 for root in roots:
                     add_to(root, save_id, numbers)
-                self._added[id] = {**self._added.get(id, {}), **numbers}
+                if known is not None:
+                    known.added.update(numbers)
                 if run.root.is_committed(id):
                     noted = noted_of(checkpoint)
                     self._keeper.note(id, noted)
@@ -198,8 +219,7 @@ class AfterCommit:
         if self.tiers is not None and on_tiers:
             self.tiers.delete(id)
         self._keeper.forget(id)
-        for known in (self._known, self._save_ids, self._added):
-            known.pop(id, None)
+        self._known.pop(id, None)
         if self.base == self._run.root.checkpoint(id).url:
             self.base = None
 
@@ -209,11 +229,13 @@ class AfterCommit:
         Args:
             at_root: whether one that a tier alone has does not count; it may be on its way to the root.
         """
-        if at_root and self.tiers is not None and is_on_hosts(self._known.get(id, "")):
+        known = self._known.get(id)
+        if known is not None and at_root and self.tiers is not None and is_on_hosts(known.url):
             self.tiers.finish()
-        url = self._known.get(id)
-        if url is None or (at_root and is_on_hosts(url)):
+            known = self._known.get(id)
+        if known is None or (at_root and is_on_hosts(known.url)):
             return None
+        url = known.url
         is_there = self._run.ranks.on_rank_0(
             f"looking for step {id.step} in {self._run.root.url}",
             lambda: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),

@@ -80,10 +80,10 @@ class Keeper(Task):
             noted: of that checkpoint, which stays in any case.
         """
         self._saved = id
-        self._noted[id] = noted
         ranks, root = self._run.ranks, self._run.root
         if ranks.rank:
             return
+        self._noted[id] = noted
         if not (root.storage.is_remote or ranks.size > _MANY_RANKS):
             self._tidy(root)
         elif not self._turns.jobs:
@@ -134,6 +134,10 @@ class Keeper(Task):
 
     def _unwanted(self, root: Root) -> list[CheckpointId]:
         ids, branches = root.ids(), self._run.branches
+        listed = {name for each in self._run.roots for name in each.names}
+        for id in list(self._noted):  # what others note meanwhile stays
+            if id.name not in listed:
+                self._noted.pop(id, None)
         own = [id for id in ids if branches.has(id)]
         unwanted = [id for id in ids if branches.is_removed(id)] if branches else []
         whole = root.committed_of(own)

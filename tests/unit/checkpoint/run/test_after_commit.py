@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.run import after_commit
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.mirror import MirrorCopier
@@ -38,6 +39,20 @@ def test_tasks_are_begun_in_one_order(tmp_path, monkeypatch):
             manager.wait()
     at_root = ["tiers", "mirror", "export", "retention"]
     assert begun == [("tiers", 1), *((task, 2) for task in at_root), *((task, 3) for task in at_root)]
+
+
+def test_what_is_known_of_checkpoints_does_not_grow_with_those_that_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(after_commit, "_MOST_KNOWN", 3)
+    keep = checkpoint.Retention(last=1, best=("loss", "min", 1))
+    with checkpoint.Manager(tmp_path, keep=keep) as manager:
+        for step in range(1, 9):
+            manager.save(step, app_of(step), metrics={"loss": abs(step - 3)})
+            manager.add_metrics(step, {"accuracy": 0.5})
+        after = manager._after
+        assert manager.steps() == [3, 8] and [id.step for id in after._known] == [6, 7, 8]
+        assert {id.step for id in after._keeper._noted} <= {3, 7, 8}  # what was there before the last removal
+        manager.add_metrics(3, {"accuracy": 0.75})  # which is only on disk now
+        assert manager.metrics(3) == {"loss": 0.0, "accuracy": 0.75}
 
 
 def test_a_manager_with_none_of_them_enters_none_of_their_code(tmp_path):
