@@ -30,7 +30,7 @@ from shardopt.checkpoint.saving.background_save import BackgroundSave, Staged
 from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveTerms
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.writing.earlier import Kept
-from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps
+from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps, track
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.saving.writing.staging import Offsets, Shares, Staging
 from shardopt.checkpoint.storage import absolute_url, use_options
@@ -129,6 +129,7 @@ class AsyncSaver:
         pending = background.pending
         staged: Staged | BaseException
         try:
+            track(pending)
             self._ranks = side
             self._pending, self._agreed_on_failure, self._thread = pending, False, None
             # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends

@@ -54,7 +54,7 @@ class BackgroundSave:
         self._copied = world().event()
         self._copy_error: BaseException | None = None
         self._staging_seconds = 0.0
-        self.pending = PendingSave(url)  # last: from now on it has to end
+        self.pending = PendingSave(url)
 
     def hand_over(self, staged: Staged | BaseException) -> None:
         """Hands over the state to save, or this rank's error of staging. The first call counts."""

@@ -48,7 +48,6 @@ class PendingSave:
         self._error: BaseException | None = None
         self._reported = False
         self._replaced = False  # whether a load has replaced the state since
-        _tracked.append(self)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, and returns the report of the save. Local.
@@ -192,6 +191,11 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
 
 _tracked: list[PendingSave] = []
 """The saves that were not reported to the program yet."""
+
+
+def track(save: PendingSave) -> None:
+    """Adds a save, which whoever calls ends from now on, whatever interrupts: else the program ends with an error."""
+    _tracked.append(save)
 
 
 def untrack(save: PendingSave) -> None:

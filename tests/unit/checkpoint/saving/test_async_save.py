@@ -16,8 +16,10 @@ from torch import nn
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.async_save import AsyncSaver
+from shardopt.checkpoint.saving.background_save import BackgroundSave
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing import staging
+from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.saving.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
 from shardopt.optim import CombinedOptimizer
@@ -408,6 +410,21 @@ def test_an_interrupt_stays_one_and_fails_the_save(saver, tmp_path, monkeypatch)
         saver.save(tmp_path / "one", {"x": torch.ones(3)})
     with pytest.raises(KeyboardInterrupt):
         saver.pending.result(30)
+
+
+def test_an_interrupt_before_a_save_begins_leaves_none_to_end(saver, tmp_path, monkeypatch):
+    """The program used to end with exit code 1 for it, though a later save had succeeded."""
+    init = BackgroundSave.__init__
+
+    def interrupted(self, *args):
+        init(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(BackgroundSave, "__init__", interrupted)
+        saver.save(tmp_path / "one", {"x": torch.ones(3)})
+    assert tracked_urls() == []
+    saver.save(tmp_path / "one", {"x": torch.ones(3)}).result(30)
 
 
 def test_nothing_of_a_save_is_kept_but_host_memory(saver, tmp_path):
