@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from shardopt.world import Thread, world
 
@@ -19,6 +21,10 @@ class Failures:
     """Holds the failures of tasks by turn number; turns have one order on all ranks. Any thread may call."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all turns."""
         self._lock = world().lock()
         self._begun = self._raised = 0
         self._failed: dict[int, BaseException] = {}
@@ -75,10 +81,16 @@ class Turns(Generic[J]):
         self, do: Callable[[J], None], describe: Callable[[J], str], name: str, low_priority: bool = False
     ) -> None:
         self._do, self._describe, self._name, self._low_priority = do, describe, name, low_priority
+        self.failures = Failures()
+        self.reset()
+        _made.add(self)
+
+    def reset(self) -> None:
+        """Forgets all jobs, and their failures, in a process that has no thread for them."""
         self._changed = world().condition()
         self._jobs: deque[tuple[int, J]] = deque()  # the first is under way
         self._worker: Thread | None = None
-        self.failures = Failures()
+        self.failures.reset()
 
     @property
     def jobs(self) -> list[J]:
@@ -165,3 +177,15 @@ class Task:
         """Waits as `finish` does. Raises a failure that was not raised yet. Local."""
         self.finish()
         self.failures.raise_taken()
+
+
+_made: WeakSet[Turns[Any]] = WeakSet()
+
+
+def _reset_in_child() -> None:
+    # A forked child has none of the threads, and what they do is its parent's: nothing is waited for.
+    for turns in _made:
+        turns.reset()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)

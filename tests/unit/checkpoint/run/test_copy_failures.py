@@ -1,6 +1,10 @@
 """Failures in the background: each is raised once on each rank, whichever has met it first."""
 
-from shardopt.checkpoint.run.background import Failures
+import os
+import signal
+import threading
+
+from shardopt.checkpoint.run.background import Failures, Turns
 
 
 def failed(*numbers):
@@ -39,3 +43,33 @@ def test_one_that_is_met_after_the_next_was_taken_here_is_raised_too():
     assert str(failures.take()) == "2"
     failures.note(1, OSError("slow"))
     assert str(failures.take()) == "slow"
+
+
+def test_a_forked_child_waits_for_no_job_of_its_parent():
+    """It has no thread for it, and used to hang as it left the `with` of a Manager."""
+    began, gate, done = threading.Event(), threading.Event(), []
+
+    def do(job):
+        done.append(job)
+        began.set()
+        gate.wait(30)
+
+    turns = Turns(do, str, "shardopt-test")
+    turns.begin("parent's")
+    turns.failures.note(turns.failures.begin(), OSError("parent's"))
+    assert began.wait(30)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(30)
+            gate.set()
+            turns.finish()
+            turns.begin("child's")
+            turns.finish()
+            os._exit(0 if turns.failures.take() is None and done == ["parent's", "child's"] else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert turns.jobs == ["parent's"] and str(turns.failures.take()) == "parent's"
+    gate.set()
+    turns.finish()
