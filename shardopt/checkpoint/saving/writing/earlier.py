@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import xxhash
 from torch import Tensor
@@ -105,6 +107,7 @@ class Kept:
         self._save_id = ""
         self._boxes: dict[tuple[str, Box], TensorBytes] = {}
         self._next: dict[tuple[str, Box], TensorBytes] = {}
+        _made.add(self)
 
     def of(self, save_id: str, request: WriteRequest) -> TensorBytes | None:
         """Returns a box as that save wrote it; None if it is not here."""
@@ -130,3 +133,15 @@ class Kept:
     def forget(self) -> None:
         """Forgets everything, before its memory is freed."""
         self._boxes, self._next, self._save_id, self.memory = {}, {}, "", None
+
+
+_made: WeakSet[Kept] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A forked child does not inherit the memory (`runtime/host_memory.py`): a read of it would end the process.
+    for kept in _made:
+        kept.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardopt.checkpoint.saving.writing.earlier import Kept
 from shardopt.checkpoint.saving.writing.staging import Copy, Staging
 from shardopt.runtime import accelerator as accelerators
 from shardopt.runtime import host_memory
@@ -121,6 +122,15 @@ def test_a_forked_child_has_none_of_it_and_can_make_its_own():
     staged.finish()
     assert mapping_of(old) is not None
     assert torch.equal(old[:4000].view(torch.float32), app["x"])
+
+
+def test_a_forked_child_compares_with_nothing_that_its_parent_has_kept():
+    """A publisher in a child used to end by a signal, as it read memory that is not there."""
+    kept, request = Kept(), SimpleNamespace(key="x", box=None)
+    kept.begin()
+    kept.end("saved", [(request, torch.ones(3))])
+    in_child(lambda: kept.of("saved", request) is None and kept.memory is None)
+    assert kept.of("saved", request) is not None
 
 
 def test_what_is_given_back_takes_no_memory_though_someone_still_has_it():
