@@ -35,7 +35,7 @@ from shardopt.checkpoint.run.metrics import Noted, noted_of
 from shardopt.checkpoint.run.retention import Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem, UnreadableError
 from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
@@ -205,6 +205,8 @@ class Exporter(Task):
             # what was the best of a run is not replaced on a guess.
             save_id, is_alike = record.get("save_id"), record.get("best", self._by) == self._by
             value = float(record["value"]) if is_alike and record["value"] is not None else math.nan
+        except UnreadableError:  # it may be of a better one
+            raise
         except (ValueError, TypeError, LookupError, AttributeError, CorruptionError) as error:
             _log.warning("%s/%s is not what was written (%s): written again", self._root.url, RECORD_NAME, error)
             return None
@@ -249,6 +251,8 @@ def _noted(candidate: _Candidate) -> Noted:
         return candidate.noted
     try:
         return noted_of(storage_of(candidate.url))
+    except UnreadableError:  # it may be the best one: nothing is exported this time
+        raise
     except CorruptionError as error:
         _log.warning("%s", error)
         return Noted(None, {})

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardopt.checkpoint import Manager, Retention
+from shardopt.checkpoint import Export, Manager, Retention
 from shardopt.checkpoint.run.listing import look_at
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.storage.local import unreadable
-from shardopt.errors import CheckpointError
+from shardopt.errors import CheckpointError, UnreadableError
 
 
 def _unreadable_once(monkeypatch: pytest.MonkeyPatch, ends: str) -> list[str]:
@@ -52,6 +52,31 @@ def test_the_best_checkpoint_stays_if_the_disk_fails_to_return_its_manifest(
         assert failed and 1 in manager.steps()
         manager.save(5, app, metrics={"loss": 0.8})
         assert 1 in manager.steps() and 2 not in manager.steps()
+
+
+@pytest.mark.parametrize("file", ["root/step-00000001/manifest.json", "export/export.json"])
+def test_the_best_export_stays_if_the_disk_fails_to_return_what_is_known_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """What could not be read used to be worth nothing, so that a worse one was exported in its place."""
+    app = {"model": {"w": torch.zeros(4)}}
+    with Manager(tmp_path / "root") as manager:
+        for step, loss in ((1, 0.1), (2, 0.5)):
+            manager.save(step, app, metrics={"loss": loss})
+
+    def restore() -> None:
+        with Manager(tmp_path / "root", export=Export(tmp_path / "export", best=("loss", "min"))) as manager:
+            manager.restore(app)
+
+    if file == "export/export.json":
+        restore()
+    with monkeypatch.context() as patched:
+        _unreadable_once(patched, file)
+        with pytest.raises(UnreadableError):
+            restore()
+    assert not (tmp_path / "export" / "step-00000002").exists()
+    restore()
+    assert (tmp_path / "export" / "step-00000001").is_dir()
 
 
 def test_added_metrics_replace_none_that_the_disk_fails_to_return(
