@@ -129,8 +129,8 @@ def describe(
         StateError, LayoutError: something in it cannot be stored; names all of it.
     """
     check_optimizers(flat)
-    tell_of_forgotten_schedules(flat)
-    tell_of_states_without_group(flat)
+    tell_of_forgotten_schedules(flat, members)
+    tell_of_states_without_group(flat, members)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,8 +29,12 @@ _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def tell_of_forgotten_schedules(flat: FlatState) -> None:
-    """Logs a warning on rank 0 if optimizers have a schedule, and none is saved; once for each optimizer."""
+def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning if optimizers have a schedule, and none is saved; once for each optimizer.
+
+    Args:
+        members: the numbers in the job of the ranks that save, of which the first one logs; None for all.
+    """
     scheduled = {
         join(each.path): each.object
         for each in flat.targets
@@ -39,7 +43,7 @@ def tell_of_forgotten_schedules(flat: FlatState) -> None:
     if not scheduled:
         return
     _seen.update(scheduled.values())
-    if (dist.is_initialized() and dist.get_rank()) or _has_schedule(flat):
+    if not _is_first(members) or _has_schedule(flat):
         return
     _log.warning(
         "a schedule sets the rates of %s, and none is in the app: a resumed run would begin it anew. Add it "
@@ -49,14 +53,18 @@ def tell_of_forgotten_schedules(flat: FlatState) -> None:
     )
 
 
-def tell_of_states_without_group(flat: FlatState) -> None:
-    """Logs a warning on rank 0 of each optimizer that saves state of a parameter in no group; once for each."""
+def _is_first(members: Sequence[int] | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank() == (0 if members is None else members[0])
+
+
+def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning of each optimizer that saves state of a parameter in no group; once for each. `members` as above."""
     for each in flat.targets:
         names, optimizer = _with_state_in_no_group(each), each.object
         if not names or not isinstance(optimizer, Optimizer) or optimizer in _seen:
             continue
         _seen.add(optimizer)
-        if not (dist.is_initialized() and dist.get_rank()):
+        if _is_first(members):
             _log.warning(
                 "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "
                 "refuse it. Of a warm-up of torchrec's: use %s [optimizer-state]",

@@ -4,11 +4,14 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.saving.planning.forgotten_schedules import tell_of_forgotten_schedules
 from shardopt.optim import WarmupOptimizer, WarmupPolicy, WarmupStage
+from shardopt.state.flatten import flatten
 
 
 def keyed(model):
@@ -67,6 +70,17 @@ def test_a_schedule_that_is_not_saved_is_told_of_once(tmp_path, caplog, maker):
     CosineAnnealingLR(optimizer, 10)
     (line,) = told(tmp_path, caplog, {"model": model, "optimizer": optimizer, "notes": ["none"]})
     assert "sets the rates of optimizer, and none is in the app" in line and "last_epoch=" in line
+
+
+@pytest.mark.parametrize(("members", "is_told"), [((1, 3), True), ((0, 1), False), (None, False)])
+def test_the_first_of_the_ranks_that_save_tells(monkeypatch, caplog, members, is_told):
+    """It used to be the first of the job, which a group need not have."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    CosineAnnealingLR(optimizer, 10)
+    tell_of_forgotten_schedules(flatten({"optimizer": optimizer}), members)
+    assert bool(caplog.records) is is_told
 
 
 @pytest.mark.parametrize("maker", OPTIMIZERS)
