@@ -58,7 +58,7 @@ def _is_first(members: Sequence[int] | None) -> bool:
 
 
 def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning of each optimizer that saves state of a parameter in no group; once for each. `members` as above."""
+    """Logs a warning, once for each optimizer that saves state of a parameter in no group; `members` as above."""
     for each in flat.targets:
         names, optimizer = _with_state_in_no_group(each), each.object
         if not names or not isinstance(optimizer, Optimizer) or optimizer in _seen:
