@@ -321,4 +321,12 @@ _with_waiting: set[DeferredChecks] = set()  # kept until they were run, though t
 _failed: WeakSet[DeferredChecks] = WeakSet()
 _taking: list[StateChecks] = []  # of all threads
 
-os.register_at_fork(after_in_child=_taking.clear)  # a forked child has none of the threads that take state
+
+def _forget_in_child() -> None:
+    """Forgets the threads that take state, which a forked child does not have; one may have held the lock."""
+    global _lock
+    _lock = world().lock()
+    _taking.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -144,3 +144,11 @@ def raise_for_other_checkpoint(urls: Sequence[str], other: int) -> NoReturn:
     seen = f"another checkpoint on rank {other}{at} than on rank 0"
     problem = Problem(urls[0], seen, "the same on every rank", remedy)
     raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
+
+
+def _unlock_in_child() -> None:
+    global _lock
+    _lock = world().lock()  # a thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)

@@ -7,6 +7,7 @@ which it found them still are, and otherwise takes its own back. Of the two one 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -152,3 +153,11 @@ def _each(look: Callable[[str], T], names: Sequence[str], is_remote: bool) -> It
         return [look(name) for name in names]
     with world().thread_pool(_FAR_THREADS, "shardopt-look") as pool:
         return list(pool.map(look, names))
+
+
+def _unlock_in_child() -> None:
+    global _lock
+    _lock = world().lock()  # a thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
