@@ -94,7 +94,7 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]], fla
         if isinstance(getattr(schedule, _LAST, None), list):  # a class of somebody's may differ
             for first in _live_groups(schedule)[:1]:  # wrappers of an optimizer have its very groups
                 by_groups.setdefault(id(first), []).append((join(target.path), schedule))
-    for number, schedules in by_groups.items():
+    for group_id, schedules in by_groups.items():
         groups = _live_groups(schedules[0][1])
         now = [_number(group.get("lr")) for group in groups]
         last = [[*map(_number, getattr(schedule, _LAST))] for _, schedule in schedules]
@@ -107,7 +107,7 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]], fla
             ", ".join(name for name, _ in schedules),
             ", ".join(map(str, last)),
             now,
-            _NOT_SAVED if number in not_saved else _MAY_SET_ITS_OWN,
+            _NOT_SAVED if group_id in not_saved else _MAY_SET_ITS_OWN,
         )
 
 
