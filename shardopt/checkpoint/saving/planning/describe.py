@@ -27,6 +27,7 @@ from shardopt.checkpoint.saving.planning.forgotten_schedules import (
 )
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
+from shardopt.checkpoint.saving.planning.unsaved_metrics import tell_of_unsaved_metrics
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import LayoutWriter
@@ -131,6 +132,7 @@ def describe(
     check_optimizers(flat)
     tell_of_forgotten_schedules(flat, members)
     tell_of_states_without_group(flat, members)
+    tell_of_unsaved_metrics(flat)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}

@@ -1,0 +1,41 @@
+"""A metric in the app that saves nothing is told of once; one that saves its states, or that a model has, is not."""
+
+import torch
+
+from shardopt import checkpoint
+
+
+class Metric(torch.nn.Module):
+    """As torchmetrics': states are attributes; metrics are equal by a metric of their values."""
+
+    def __init__(self):
+        super().__init__()
+        self._persistent = {"total": False}
+        self.total = torch.zeros(())
+
+    def persistent(self, mode):
+        self._persistent["total"] = mode
+
+    def state_dict(self, *args, **kwargs):
+        return {"total": self.total} if self._persistent["total"] else {}
+
+    def load_state_dict(self, state): ...
+
+    def __hash__(self):
+        return hash(id(self.total))
+
+    def __eq__(self, other):
+        return Metric()
+
+
+def test_a_metric_that_saves_nothing_is_told_of_once(tmp_path, caplog):
+    model = torch.nn.Linear(2, 1)
+    model.accuracy = Metric()
+    metrics = torch.nn.ModuleDict({"a": Metric(), "b": Metric()})
+    saved = Metric()
+    saved.persistent(True)
+    app = {"model": model, "auc": Metric(), "metrics": metrics, "saved": saved, "empty": torch.nn.Identity()}
+    for number in range(2):
+        checkpoint.save(tmp_path / str(number), app)
+        (line,) = [each.message for each in caplog.records if "persistent(True)" in each.message]
+        assert line.startswith("nothing of auc, metrics is saved")
