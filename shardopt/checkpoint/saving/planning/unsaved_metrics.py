@@ -39,6 +39,7 @@ def tell_of_unsaved_metrics(flat: FlatState) -> None:
 
 
 def _has_metric(module: Module) -> bool:
-    """Whether it is or has a metric with states, which torchmetrics lists by name with their being saved."""
-    states = (getattr(each, "_persistent", None) for each in module.modules())
+    """Whether it is or has a metric with states, which torchmetrics' have by name."""
+    metrics = (each for each in module.modules() if callable(getattr(each, "persistent", None)))
+    states = (getattr(each, "metric_state", None) for each in metrics)
     return any(isinstance(each, Mapping) and len(each) > 0 for each in states)

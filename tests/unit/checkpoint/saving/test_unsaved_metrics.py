@@ -10,14 +10,17 @@ class Metric(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self._persistent = {"total": False}
-        self.total = torch.zeros(())
+        self.total, self.is_persistent = torch.zeros(()), False
+
+    @property
+    def metric_state(self):
+        return {"total": self.total}
 
     def persistent(self, mode):
-        self._persistent["total"] = mode
+        self.is_persistent = mode
 
     def state_dict(self, *args, **kwargs):
-        return {"total": self.total} if self._persistent["total"] else {}
+        return self.metric_state if self.is_persistent else {}
 
     def load_state_dict(self, state): ...
 
