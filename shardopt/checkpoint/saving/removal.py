@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.sources.referred import References, references_under, referred_in
+from shardopt.checkpoint.sources.referred import References, references_under, referred_in, require_readable
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
 from shardopt.world import world
@@ -62,14 +62,17 @@ def remove_checkpoints(storages: Sequence[Storage]) -> Mapping[Storage, Exceptio
         The error of each that could not be removed. The others are removed all the same.
 
     Raises:
-        CheckpointError: a manifest beside them cannot be read. They are no checkpoints any more then, and have all
-            their data files.
+        CheckpointError: a manifest beside them cannot be read. They stay then. If it was readable a moment ago, they
+            are no checkpoints any more, and have all their data files.
     """
     failed: dict[Storage, Exception] = {}
     names: dict[Storage, list[str] | None] = {}  # of files to remove; None of links
-    for storage in storages:
+    _require_readable_beside(storages)
+    for i, storage in enumerate(storages):
         with _noted(failed, storage):
             names[storage] = None if storage.is_link() else _files_without_manifest(storage)
+        if storage in failed:
+            _require_readable_beside(storages[i + 1 :])  # it stays, and is one of those beside the others
     # After the manifests: from now on no save can refer to what only they had.
     referred = _referred_in([storage for storage in names if names[storage] != []])
     for storage, files in names.items():
@@ -81,6 +84,18 @@ def remove_checkpoints(storages: Sequence[Storage]) -> Mapping[Storage, Exceptio
             storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
             storage.remove_if_empty()
     return failed
+
+
+def _require_readable_beside(storages: Sequence[Storage]) -> None:
+    """Raises CheckpointError if a manifest beside those that have theirs yet cannot be read."""
+    roots: dict[str, tuple[Storage, set[str]]] = {}
+    for storage in storages:
+        parent = storage.parent()
+        with suppress(OSError, CheckpointError):  # its removal will say so
+            if parent is not None and MANIFEST_NAME in storage.names():
+                roots.setdefault(parent[0].url, (parent[0], set()))[1].add(parent[1])
+    for root, names in roots.values():
+        require_readable(root, names)
 
 
 def _files_without_manifest(storage: Storage) -> list[str]:

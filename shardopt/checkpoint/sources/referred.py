@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,7 +17,8 @@ from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_
 from shardopt.checkpoint.format.decoding import references_in
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
-from shardopt.errors import CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
+from shardopt.redaction import without_secrets
 from shardopt.world import world
 
 References = Mapping[str, frozenset[str]]
@@ -79,6 +80,20 @@ def references_under(root: Storage, but: str | None = None) -> References:
     return {directory: frozenset(names) for directory, names in referred.items()}
 
 
+def require_readable(root: Storage, but: Collection[str]) -> None:
+    """Raises what `references_under` would, before anything is removed. Reads only manifests that were not read before.
+
+    Args:
+        but: directories that are not looked into. Those named as records of runs are not either: of these there may be
+            as many as of checkpoints.
+    """
+    with _lock:
+        known = set(_bytes_of)
+    names = [name for name in root.names() if not (name in but or name.endswith(".json"))]
+    unread = [name for name in names if root.child(name).url not in known]
+    _each(lambda name: _references_of(root.child(name)), unread, root.is_remote)
+
+
 def referred_in(storage: Storage) -> frozenset[str]:
     """Returns the names of the files in a checkpoint's directory that checkpoints beside it refer to."""
     parent = storage.parent()
@@ -93,10 +108,21 @@ def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, NotADirectoryError):
         try:
             return _look_up(checkpoint)
-        except PermissionError:
-            if not _is_hidden(checkpoint):
-                raise  # it may refer to anything
+        except (PermissionError, UnreadableError) as error:
+            if isinstance(error, UnreadableError) or not _is_hidden(checkpoint):
+                raise _unknown(checkpoint, error) from without_secrets(error)
     return frozenset()
+
+
+def _unknown(checkpoint: Storage, error: PermissionError | UnreadableError) -> CheckpointError:
+    """Returns the error for a manifest that may refer to anything. `require_readable` looks at it from now on."""
+    with _lock:
+        _bytes_of.pop(checkpoint.url, None)
+    found = error.problems[0].found if isinstance(error, UnreadableError) else str(error.strerror or error)
+    remedy = "make it readable, or move this checkpoint away"
+    problem = Problem(f"{checkpoint.url}/{MANIFEST_NAME}", found, "a manifest that can be read", remedy)
+    kind = UnreadableError if isinstance(error, UnreadableError) else CheckpointError
+    return kind("nobody knows which files of others a checkpoint needs", [problem])
 
 
 def _is_hidden(checkpoint: Storage) -> bool:

@@ -119,3 +119,47 @@ def test_nothing_is_removed_while_a_manifest_that_may_refer_to_it_cannot_be_read
         manager.save(2, app)
     assert refusals and "403 for a moment" in caplog.text
     assert checkpoint.verify(tmp_path / "step-00000002").ok
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """A list of ends of URLs of checkpoints whose manifests this process may not read."""
+    ends, read = [], LocalStorage.read
+
+    def limited(self, name, *args):
+        if name == MANIFEST_NAME and self.url.endswith(tuple(ends)):
+            raise PermissionError(13, "Permission denied", f"{self.url}/{name}")
+        return read(self, name, *args)
+
+    monkeypatch.setattr(LocalStorage, "read", limited)
+    return ends
+
+
+def with_manifests(root):
+    return sorted(path.parent.name for path in root.glob("*/manifest.json"))
+
+
+def test_checkpoints_stay_whole_while_a_manifest_beside_them_cannot_be_read(tmp_path, refused, caplog):
+    """They used to lose their manifests, and to keep their data."""
+    run = tmp_path / "run"
+    save(tmp_path / "other", 7)
+    run.mkdir()
+    (tmp_path / "other/step-00000007").rename(run / "theirs")
+    refused.append("theirs")
+    save(run, 1, 2, 3, keep=1)
+    assert with_manifests(run) == ["step-00000001", "step-00000002", "step-00000003", "theirs"]
+    assert f"{run}/theirs/manifest.json: found Permission denied" in caplog.text
+    assert "make it readable, or move this checkpoint away" in caplog.text
+    refused.clear()
+    save(run, 4, keep=1)
+    assert left_in(run) == with_manifests(run) == ["step-00000004", "theirs"]
+    refused.append("theirs")  # which has been read: only once this is found too late
+    save(run, 5, 6, 7, keep=1)
+    assert with_manifests(run) == ["step-00000005", "step-00000006", "step-00000007", "theirs"]
+
+
+def test_checkpoints_stay_beside_one_that_can_be_neither_removed_nor_read(tmp_path, refused, protected, caplog):
+    save(tmp_path, 3, 4, 5)
+    refused.append("3")
+    save(tmp_path, 6, keep=1)
+    assert with_manifests(tmp_path) == [f"step-0000000{step}" for step in (3, 4, 5, 6)]
