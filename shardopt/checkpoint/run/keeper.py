@@ -44,7 +44,7 @@ class Keeper(Task):
         self._saved: CheckpointId | None = None
         self._damaged: frozenset[str] = frozenset()
         self._warned = False
-        self._staying: dict[str, str] = {}  # URL → why it could not be removed, as was told
+        self._staying: dict[str, str] = {}  # URL → why it was not removed, as was told
         self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
@@ -167,12 +167,16 @@ class Keeper(Task):
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
         """Returns the steps that rules keep. Reads each manifest once, and only if a rule needs what it has."""
-        rules = self._run.rules
+        rules, unread = self._run.rules, []
         if rules.best is not None or rules.seconds is not None:
-            for id in set(whole) - self._noted.keys():
-                self._noted[id] = _noted_or_nothing(root, id)
+            for id in sorted(set(whole) - self._noted.keys()):
+                try:
+                    self._noted[id] = _noted_or_nothing(root, id)
+                except (UnreadableError, PermissionError) as error:  # it may be the best one: it stays this time
+                    unread.append(id)
+                    self._tell_once(root.checkpoint(id).url, "stays, as its metrics cannot be read", error, "readable")
         noted = {id.step: self._noted.get(id, _NOTHING) for id in whole}
-        pinned = {id.step: "pinned" for id in (self._resumed, self._saved) if id is not None and id in whole}
+        pinned = {id.step: "pinned" for id in (self._resumed, self._saved, *unread) if id is not None and id in whole}
         metrics, now = {step: each.metrics for step, each in noted.items()}, world().wall_clock()
         ages = {step: now - each.saved_at for step, each in noted.items() if each.saved_at is not None}
         return reasons_to_keep(noted, rules, metrics, pinned, ages)
@@ -186,15 +190,20 @@ class Keeper(Task):
         root.forget(free)
         self._say_removed([url for id in free if (url := root.checkpoint(id).url) in self._damaged])
         failed = {storage.url: error for storage, error in remove_checkpoints(list(map(root.checkpoint, free))).items()}
-        told = {url: self._staying.pop(url, None) for url in (root.checkpoint(id).url for id in free)}
-        for url, error in failed.items():
-            self._staying[url] = str(error)
-            if told[url] != str(error):  # once, and not at each save
-                remedy = "make it writable, or move it away"
-                _log.warning("%s could not be removed, and stays: %s; %s [storage-failed]", url, error, remedy)
+        for url in (root.checkpoint(id).url for id in free):
+            if url in failed:
+                self._tell_once(url, "could not be removed, and stays", failed[url], "writable")
+            else:
+                self._staying.pop(url, None)
         for id in free:
             if record_name(id.name) in root.names and root.checkpoint(id).url not in failed:
                 root.storage.remove(record_name(id.name))
+
+    def _tell_once(self, url: str, what: str, error: Exception, required: str) -> None:
+        """Logs why a checkpoint stays: once, and not at each save."""
+        if self._staying.get(url) != str(error):
+            self._staying[url] = str(error)
+            _log.warning("%s %s: %s; make it %s, or move it away [storage-failed]", url, what, error, required)
 
     def _say_removed(self, damaged: Collection[str]) -> None:
         if damaged:
@@ -214,7 +223,7 @@ def _logging_failures(root: Root) -> Iterator[None]:
 def _noted_or_nothing(root: Root, id: CheckpointId) -> Noted:
     try:
         return noted_of(root.checkpoint(id))
-    except UnreadableError:  # it may be the best one: nothing is removed this time
+    except UnreadableError:
         raise
     except CorruptionError as error:
         _log.warning("%s", error)

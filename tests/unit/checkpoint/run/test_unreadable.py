@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +19,14 @@ from shardopt.checkpoint.storage.local import unreadable
 from shardopt.errors import CheckpointError, UnreadableError
 
 
-def _unreadable_once(monkeypatch: pytest.MonkeyPatch, ends: str) -> list[str]:
-    """Has the first read of a file fail as one of a broken disk does; returns what has failed."""
+def _unreadable_once(monkeypatch: pytest.MonkeyPatch, ends: str, times: float = 1) -> list[str]:
+    """Has the first reads of a file fail as those of a broken disk do; returns what has failed."""
     failed: list[str] = []
 
     def failing(original: Callable[..., bytes]) -> Callable[..., bytes]:
         def read(self: LocalStorage, name: str, *args: Any, **kwargs: Any) -> bytes:
             url = f"{self.url}/{name}"
-            if url.endswith(ends) and not failed:
+            if url.endswith(ends) and len(failed) < times:
                 failed.append(url)
                 raise unreadable(url, OSError(errno.EIO, os.strerror(errno.EIO)))
             return original(self, name, *args, **kwargs)
@@ -77,6 +78,25 @@ def test_the_best_export_stays_if_the_disk_fails_to_return_what_is_known_of_it(
     assert not (tmp_path / "export" / "step-00000002").exists()
     restore()
     assert (tmp_path / "export" / "step-00000001").is_dir()
+
+
+def test_one_whose_metrics_are_never_readable_stays_and_so_does_the_best_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing at all was removed."""
+    keep = Retention(last=1, best=("loss", "min", 1))
+    app = {"x": torch.zeros(4)}
+    with Manager(tmp_path) as manager:
+        for step, loss in ((1, 0.5), (2, 0.3), (3, 0.6)):
+            manager.save(step, app, metrics={"loss": loss})
+        manager.add_metrics(1, {"accuracy": 0.9})
+    _unreadable_once(monkeypatch, "step-00000001.metrics.json", math.inf)
+    with Manager(tmp_path, keep=keep) as manager:
+        for step in (4, 5, 6):
+            manager.save(step, app, metrics={"loss": 0.9})
+        assert manager.steps() == [1, 2, 6]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "step-00000001 stays, as its metrics cannot be read" in line and "move it away" in line
 
 
 def test_added_metrics_replace_none_that_the_disk_fails_to_return(
