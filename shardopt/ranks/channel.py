@@ -91,8 +91,8 @@ class Channel:
         return Entry(session.name, hmac.new(bytes.fromhex(session.key), b"files", "sha256").hexdigest(), ())
 
     def begin_round(self, call: Call, deadline_seconds: float) -> None:
+        self.reported = False  # first: who is interrupted between these lines owes the others a report
         self._round += 1
-        self.reported = False
         self.call, self.deadline_seconds = call, deadline_seconds
 
     def decide(self, message: dict[str, Any], decide: Decide) -> dict[str, Any]:

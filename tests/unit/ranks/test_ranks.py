@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
 from shardopt.ranks import Ranks, call_on, ranks_of
 from shardopt.ranks import ranks as ranks_module
+from shardopt.ranks.channel import Channel
 from shardopt.ranks.collectives import accelerator_of
 from shardopt.ranks.connections import heartbeat
 from shardopt.ranks.connections.frames import MAIN
@@ -412,6 +413,25 @@ def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
     outcomes = together(ranks, call)
     assert type(outcomes.pop(0)) is KeyboardInterrupt
     assert alike(outcomes, RankError) == "x failed on rank 0: KeyboardInterrupt:  [rank-failed]"
+
+
+@pytest.mark.parametrize("before", ["_round", "reported", "call"])
+def test_an_interrupt_between_two_lines_of_a_round_that_begins_is_known(tmp_path, before):
+    """It counted the round, as one in which the others had a report: they waited for it, and this rank for them."""
+
+    class Interrupted(Channel):
+        def __setattr__(self, name, value):
+            if name == before:
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    ranks = Job("hash", tmp_path).start()
+    together(ranks, lambda here: here.agree("w", lambda: None))
+    channel = ranks[1].channel
+    channel.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        ranks[1].agree("x", lambda: None)
+    assert channel.broken is not None or channel._round == 1
 
 
 # Ranks that are in different calls.
