@@ -192,7 +192,13 @@ class Exporter(Task):
                 _remove(self._root.child(name))
 
     def _record(self) -> Any:
-        return json.loads(self._root.read_record(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
+        """Returns the record, None if there is none; one that is damaged has nothing in it. Raises UnreadableError."""
+        try:
+            return json.loads(self._root.read_record(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
+        except UnreadableError:  # it may be of a better one
+            raise
+        except (ValueError, CorruptionError):
+            return {}
 
     def _existing(self, candidates: Sequence[_Candidate]) -> _Existing | None:
         """Returns the export that is there; None if there is none that is complete."""
@@ -205,10 +211,8 @@ class Exporter(Task):
             # what was the best of a run is not replaced on a guess.
             save_id, is_alike = record.get("save_id"), record.get("best", self._by) == self._by
             value = float(record["value"]) if is_alike and record["value"] is not None else math.nan
-        except UnreadableError:  # it may be of a better one
-            raise
-        except (ValueError, TypeError, LookupError, AttributeError, CorruptionError) as error:
-            _log.warning("%s/%s is not what was written (%s): written again", self._root.url, RECORD_NAME, error)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            _log.warning("%s/%s is not what was written: it is written again", self._root.url, RECORD_NAME)
             return None
         for each in candidates:
             if each.id == id and _save_id(each) is not None:  # what its metric is now, or it was saved again

@@ -278,6 +278,18 @@ def test_records_of_earlier_versions(tmp_path):
     assert exported(tmp_path / "hf") == ("step-00000004", 4.0)
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", '{"name"', '{"name": 5}'])
+def test_a_damaged_record_is_written_again_and_other_folders_go(tmp_path, caplog, damaged):
+    """It stopped all exports, after they were written: their folders piled up."""
+    with manager_at(tmp_path) as manager:
+        save_all(manager, {1: 1.0})
+        (tmp_path / "hf" / "export.json").write_text(damaged)
+        save_all(manager, {2: 1.0, 3: 1.0})
+    assert exported(tmp_path / "hf") == ("step-00000003", 3.0)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "export.json is not what was written" in line
+
+
 def test_delete_waits_for_an_export_of_the_step(tmp_path, monkeypatch):
     began, go_on, convert_on = threading.Event(), threading.Event(), module.convert_on
 
