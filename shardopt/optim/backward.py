@@ -32,6 +32,7 @@ from shardopt.runtime.torch_gradients import (
     reduced_by_ddp,
 )
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
+from shardopt.sharding.swapped import STEP_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import local_tensors
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.state import Tied
@@ -184,6 +185,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             self._now.looked_for_gradients = True
             if self._now.backward == _NONE and not self._now.waiting:
                 warn_of_no_gradients(self._names)
+        refuse_swapped(STEP_IN_SWAP, self._now.waiting)
         for parameter in list(self._now.waiting):
             self._update(parameter)
         return loss
@@ -220,6 +222,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         with self._now.lock:
             backward = backward_under_way()
             if backward != self._now.backward:
+                refuse_swapped(STEP_IN_SWAP, self._names)  # of all, before the first of them is stepped
                 if self._now.backward == _NONE:
                     self._refuse_reduced()
                 if in_pipeline_schedule():

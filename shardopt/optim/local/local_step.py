@@ -223,10 +223,10 @@ class LocalOptimizer:
     def step_alone(self, parameter: Tensor) -> None:
         """Takes one step on a single parameter, with the options of its group; leaves all others unchanged.
 
-        Only of an elementwise algorithm, which computes the same in a step on all parameters.
+        Only of an elementwise algorithm, which computes the same in a step on all parameters. The caller has asked
+        `refuse_swapped`, once for all that it steps.
         """
         wait_for_copies()
-        refuse_swapped(STEP_IN_SWAP, [parameter])
         group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
         here = group["params"][place : place + 1]
         if shards is None or not here or here[0] is not parameter or all(group is not e for e in self.param_groups):

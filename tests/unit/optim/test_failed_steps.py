@@ -120,6 +120,26 @@ def test_a_step_in_backward_is_refused_while_averages_are_in_the_model():
     assert not optimizer.state_dict()["state"]
 
 
+def test_a_step_in_backward_is_refused_before_the_part_without_averages_has_moved(monkeypatch):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = shardopt.in_backward(model, "sgd", lr=0.1)
+    ema, before = shardopt.EMA(model[0], 0.5), [each.detach().clone() for each in model.parameters()]
+    ema.swap()
+    with pytest.raises(StateError, match="a step would train the averages"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert all(map(torch.equal, model.parameters(), before))
+    with pytest.raises(StateError, match="a step would train the averages"), optimizer.accumulate():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    ema.swap()
+    looked = []
+    monkeypatch.setattr("shardopt.optim.backward.refuse_swapped", lambda *_: looked.append(1))
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(looked) == 1 and not any(map(torch.equal, model.parameters(), before))
+
+
 class Stateless(torch.optim.Optimizer):
     """Has a form of state that only its steps can make."""
 
