@@ -280,10 +280,12 @@ class LocalState(MutableMapping[Any, Any]):
             empty = [state[local] for local in tensors if local in state and not state[local]]
         among = () if not self._untouched else self._untouched if tensors is None else tensors
         early = {each: self._untouched[each] for each in among if each in self._untouched and each.grad is not None}
+        written = {local for local, untouched in early.items() if untouched.written()}
+        # No state is out of both for a moment, so that an interrupt loses none; what is in both counts as early.
         for local, untouched in early.items():
-            del self._untouched[local]
-            if untouched.written():
+            if local in written:
                 state[local] = untouched.entries
+            del self._untouched[local]
 
         def undo() -> None:
             for made in list(state)[known:]:

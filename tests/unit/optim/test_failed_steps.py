@@ -18,15 +18,18 @@ LOCAL = str(Path(shardopt.__file__).parent / "optim" / "local")
 
 
 @contextmanager
-def failing_at(number):
-    """A MemoryError at the n-th line of a step on local tensors, counted from 1; gives a list, empty until then."""
+def failing_at(number, function=None):
+    """A MemoryError at the n-th line of a step on local tensors, counted from 1; gives a list, empty until then.
+
+    With a function, only its lines count.
+    """
     lines, failed = 0, []
 
     def trace(frame, event, arg):
         nonlocal lines
         if not frame.f_code.co_filename.startswith(LOCAL):
             return None
-        if event == "line":
+        if event == "line" and function in (None, frame.f_code.co_name):
             lines += 1
             if lines == number:
                 failed.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
@@ -75,6 +78,35 @@ def test_after_a_first_step_that_failed_all_state_is_there():
             *actual, where = found
             assert actual == sound, where
         assert line > 100  # the line at which the kernel had run
+
+
+def stepped_with_written_state(mesh, fail_at):
+    """Weights and state after steps from momenta that were written before the first; and where a step failed."""
+    weights = {name: torch.nn.Parameter(shard(torch.ones(4, 2), mesh, Shard(0))) for name in "abc"}
+    optimizer = shardopt.keyed("sgd", weights, lr=0.1, momentum=0.9)
+    optimizer.init_state()
+    for weight, entries in zip(weights.values(), optimizer.state_dict()["state"].values(), strict=True):
+        weight.grad = shard(torch.ones(4, 2), mesh, Shard(0))
+        entries["momentum_buffer"].to_local().fill_(0.5)
+    try:
+        with failing_at(fail_at, "hand_over") as failed:
+            optimizer.step()
+    except MemoryError:
+        optimizer.step()
+    state = optimizer.state_dict()["state"].values()
+    tensors = [*weights.values(), *(entries["momentum_buffer"] for entries in state)]
+    return [each.to_local().tolist() for each in tensors], failed
+
+
+def test_state_written_before_the_first_step_outlives_an_interrupt_anywhere_in_its_handing_over():
+    with fake_rank(0, 2) as mesh:
+        sound, failed = stepped_with_written_state(mesh, 0)
+        for line in range(1, 100):
+            found, failed = stepped_with_written_state(mesh, line)
+            if not failed:
+                break
+            assert found == sound, failed
+        assert line > 20 and not failed
 
 
 class Interrupt(BaseException):
