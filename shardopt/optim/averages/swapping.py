@@ -32,7 +32,7 @@ class AveragesInModel:
         self._own = {
             name: [local.detach().clone() for local in local_tensors(tensor)] for name, tensor in tensors.items()
         }
-        self._versions: dict[str, list[int]] | None = None  # until all averages are there
+        self._versions: dict[str, list[int]] | None = None  # unless all averages are there
 
     def put_in(self) -> None:
         """Puts the averages in their place. Also if it is interrupted, `put_back` is to be called."""
@@ -61,13 +61,14 @@ class AveragesInModel:
                 pairs.extend(zip(weights, self._own[name], strict=True))
         if not lose:
             self._refuse_written(params)
+        self._versions = None  # these copies write, too, and may be interrupted
         for local, own in pairs:
             local.copy_(own)
         note_swapped_back(self._holder)
 
     def _refuse_written(self, params: Mapping[str, Tensor]) -> None:
         versions, before = self._versions_now(), self._versions
-        if before is None:  # `put_in` did not come to its end
+        if before is None:  # `put_in` or `put_back` did not come to its end
             return
         written = [name for name in versions if versions[name] != before[name]]
         written += [name for name, param in params.items() if self._params.get(name) is not param]

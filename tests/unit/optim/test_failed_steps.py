@@ -113,7 +113,8 @@ class Interrupt(BaseException):
     pass
 
 
-def test_an_interrupted_swap_is_undone_by_the_next(monkeypatch):
+@pytest.mark.parametrize("back", [False, True])
+def test_an_interrupted_swap_is_undone_by_the_next(monkeypatch, back):
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     own = [each.detach().clone() for each in model.parameters()]
     ema = shardopt.EMA(model, 0.5)
@@ -121,6 +122,8 @@ def test_an_interrupted_swap_is_undone_by_the_next(monkeypatch):
         for each in ema.state_dict()["state"].values():
             for average in each.values():
                 average.fill_(7)
+    if back:
+        ema.swap()
     copy_, copies = torch.Tensor.copy_, []
 
     def interrupted(self, other, *args):
