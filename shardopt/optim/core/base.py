@@ -304,6 +304,7 @@ class KeyedOptimizer(Node):
         if groups is not None and PARAM_GROUPS in offered:
             plan_groups(plan, groups, offered[PARAM_GROUPS])
         for group in groups or ():
+            group.keep(plan.filled)
             plan.then(partial(group.take, plan.filled))
         plan.then(lambda: self._loaded(offered))
         if not self._children:

@@ -80,6 +80,13 @@ class KeyedGroup:
         names = self.saved[PARAMS]
         return f"{section}.{names[0]}" if names else f"{section}[{position}]"
 
+    def keep(self, filled: dict[int, Any]) -> None:
+        """Enters tensors of options that are kept, before any group takes some: no other that shares one fills it."""
+        for value in [self.live[name] for name in self.kept & self.live.keys()]:
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, Tensor):
+                    filled.setdefault(id(each), as_number(each))
+
     def take(self, filled: dict[int, Any]) -> None:
         """Puts the options of `saved` that a load has changed into the group; `filled` as for `replaced`."""
         for name, value in self.saved.items():

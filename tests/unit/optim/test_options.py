@@ -127,6 +127,26 @@ def test_a_rate_that_two_algorithms_share():
     )
 
 
+@pytest.mark.parametrize("kept", ["first", "second"])
+def test_a_kept_rate_that_shares_its_tensor_with_one_that_is_loaded(kept):
+    """Whichever of both is loaded first."""
+
+    def made(rate, other):
+        first = shardopt.keyed("adamw", {"w": nn.Parameter(torch.ones(2))}, lr=rate)
+        second = shardopt.keyed("sgd", {"w": nn.Parameter(torch.ones(2))}, lr=other)
+        combined = CombinedOptimizer([("first", first), ("second", second)])
+        combined.save_param_groups(True)
+        return combined, {"first": first, "second": second}
+
+    saved, shared = made(0.1, 0.2)[0], torch.tensor(0.5)
+    into, parts = made(shared, shared)
+    parts[kept].keep_options("lr")
+    into.load_state_dict(saved.state_dict())
+    wanted = [0.5, 0.2] if kept == "first" else [0.1, 0.5]
+    assert [float(group["lr"]) for group in into.param_groups] == pytest.approx(wanted)
+    assert parts[kept].param_groups[0]["lr"] is shared
+
+
 def test_what_is_saved_is_a_number_and_does_not_change_any_more():
     rate = torch.tensor([0.5])
     optimizer = shardopt.keyed("sgd", params(), lr=rate)
