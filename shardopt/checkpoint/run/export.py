@@ -4,7 +4,8 @@
     <url>/export.json                            {"name": "step-00000500", "save_id": "9f…", "best": ["loss", "min"],
                                                  "value": 0.5}: written once it is whole
 
-The one before is removed only then. Exports may lag behind the saves: of those that wait only the last or best is made.
+The one before is removed only then. Of the same step, saved again, it is in the other of two folders: step-00000500 and
+step-00000500-again. Exports may lag behind the saves: of those that wait only the last or best is made.
 
 A folder counts as the export of a checkpoint only by the id of its save: a step may be saved again. A value counts only
 for the metric that is asked for, and while its step is part of the run. Records of earlier versions have neither id nor
@@ -39,6 +40,7 @@ from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionErro
 from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
+_AGAIN = "-again"
 _log = logging.getLogger("shardopt.checkpoint")
 _OWN_FILES = re.compile(
     rf"model(-\d{{5}}-of-\d{{5}})?{re.escape(DATA_SUFFIX)}(\.index\.json)?|{re.escape(JOURNAL_NAME)}.*"
@@ -89,8 +91,9 @@ class _Candidate(NamedTuple):
 
 
 class _Existing(NamedTuple):
-    """The export that is there: of which save, and its value; NaN where any value is better."""
+    """The export that is there: its folder, of which save, and its value; NaN where any value is better."""
 
+    folder: str
     id: CheckpointId
     save_id: str | None
     value: float
@@ -154,39 +157,42 @@ class Exporter(Task):
         """Exports the best of the candidates that is not damaged, unless it is no better than what is there."""
         there, ranked = self._existing(candidates), self._ranked(candidates)
         for each in ranked:
-            is_there = there is not None and (there.id, there.save_id) == (each.id, _save_id(each))
-            if not is_there:
-                if there is not None and not self._is_better(self._value(each), there.value):
-                    return
+            if there is not None and (there.id, there.save_id) == (each.id, _save_id(each)):
+                folder = there.folder
+            elif there is not None and not self._is_better(self._value(each), there.value):
+                return
+            else:
+                folder = each.id.name
+                if there is not None and there.folder == folder:
+                    folder += _AGAIN
                 try:
-                    self._convert(each)
+                    self._convert(each, folder)
                 except (CorruptionError, CheckpointNotFoundError) as error:
                     if each is ranked[-1]:
                         raise
                     _log.warning("%s is not exported, but the next best: %s", each.url, error)
                     continue
-            self._publish(each)
+            self._publish(each, folder)
             self.failures.take()  # of those before: this one is there
             return
 
-    def _convert(self, candidate: _Candidate) -> None:
+    def _convert(self, candidate: _Candidate, folder: str) -> None:
         names = {each.name for each in fields(ConvertOptions)} & {each.name for each in fields(Export)}
         options = ConvertOptions(**{name: getattr(self._export, name) for name in names})
-        target = self._root.child(candidate.id.name)
-        if _is_whole(target):  # of another save of this step, as far as is known
-            self._root.remove(RECORD_NAME)  # which may name it
+        target = self._root.child(folder)
+        if _is_whole(target):  # of another save of this step, as far as is known; no record names it
             _remove(target)
         convert_on(Ranks(None), candidate.url, target.url, "huggingface", options)
 
-    def _publish(self, candidate: _Candidate) -> None:
+    def _publish(self, candidate: _Candidate, folder: str) -> None:
         """Writes the record of a whole export, and removes the others."""
         value = self._value(candidate)
         number = value if math.isfinite(value) else None if math.isnan(value) else str(value)  # JSON has no others
-        record = {"name": candidate.id.name, "save_id": _save_id(candidate), "best": self._by, "value": number}
+        record = {"name": folder, "save_id": _save_id(candidate), "best": self._by, "value": number}
         if self._record() != record:
             self._root.publish(RECORD_NAME, json.dumps(record).encode())
         for name in self._root.names():
-            if name != candidate.id.name and parse_id(name) is not None:
+            if name != folder and _id_of(name) is not None:
                 if self._record() != record:
                     return  # another process of the run has exported meanwhile, and that is what counts
                 _remove(self._root.child(name))
@@ -204,8 +210,9 @@ class Exporter(Task):
         """Returns the export that is there; None if there is none that is complete."""
         try:
             record = self._record()
-            id = None if record is None else parse_id(record["name"])
-            if id is None or not _is_whole(self._root.child(id.name)):
+            folder = "" if record is None else record["name"]
+            id = _id_of(folder)
+            if id is None or not _is_whole(self._root.child(folder)):
                 return None
             # Earlier versions wrote neither the id of the save nor the metric: that they meant this one is likely, and
             # what was the best of a run is not replaced on a guess.
@@ -213,11 +220,12 @@ class Exporter(Task):
             value = float(record["value"]) if is_alike and record["value"] is not None else math.nan
         except (ValueError, TypeError, LookupError, AttributeError):
             _log.warning("%s/%s is not what was written: it is written again", self._root.url, RECORD_NAME)
+            self._root.remove(RECORD_NAME)  # it may name a folder that is written again too
             return None
         for each in candidates:
             if each.id == id and _save_id(each) is not None:  # what its metric is now, or it was saved again
                 value = self._value(each) if _save_id(each) == save_id else math.nan
-        return _Existing(id, save_id, value if self._is_in_run(id) else math.nan)
+        return _Existing(folder, id, save_id, value if self._is_in_run(id) else math.nan)
 
     def _is_in_run(self, id: CheckpointId) -> bool:
         """Whether the run has come as far as this step, and not been taken back before it, or begun anew."""
@@ -243,6 +251,11 @@ class Exporter(Task):
 
     def _is_better(self, value: float, than: float) -> bool:
         return self._best is None or best_of({0: value, 1: than}, self._best) == [0]  # of equal ones the existing
+
+
+def _id_of(folder: str) -> CheckpointId | None:
+    """Returns of which checkpoint the export in a folder is; None for other names."""
+    return parse_id(folder.removesuffix(_AGAIN))
 
 
 def _save_id(candidate: _Candidate) -> str | None:

@@ -165,7 +165,20 @@ def test_a_step_that_is_saved_again_is_exported_again(tmp_path, lose):
     with manager_at(tmp_path) as manager:
         manager.restore(app(0))
         manager.save(3, app(9))
-    assert exported(tmp_path / "hf") == ("step-00000003", 9.0)
+    # Of the restored step 2 there was an export in between, but not where there was nothing to restore.
+    name = "step-00000003-again" if lose is remove_the_root else "step-00000003"
+    assert exported(tmp_path / "hf") == (name, 9.0)
+
+
+def test_exports_of_one_step_take_turns_in_two_folders(tmp_path):
+    for name in ("step-00000003", "step-00000003-again", "step-00000003"):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        with manager_at(tmp_path) as manager:
+            save_all(manager, {3: 1.0})
+        assert exported(tmp_path / "hf") == (name, 3.0)
+        with manager_at(tmp_path) as manager:
+            manager.restore(app(0))
+        assert exported(tmp_path / "hf") == (name, 3.0)
 
 
 def test_what_is_no_number_is_never_the_best_and_the_record_is_json(tmp_path):
@@ -269,11 +282,12 @@ def test_records_of_earlier_versions(tmp_path):
         (tmp_path / "hf" / "export.json").write_text(json.dumps({key: record[key] for key in ("name", "value")}))
         with manager_at(tmp_path, best) as manager:
             manager.restore(app(0))
-        assert record_of(tmp_path) == record
-    (tmp_path / "hf" / "export.json").write_text(json.dumps({"name": "step-00000002", "value": 0.5}))
+        assert record_of(tmp_path) == {**record, "name": record["name"] + "-again"}
+        assert exported(tmp_path / "hf") == (record["name"] + "-again", 1.0 if best else 2.0)
+    (tmp_path / "hf" / "export.json").write_text(json.dumps({"name": "step-00000002-again", "value": 0.5}))
     with manager_at(tmp_path, ("loss", "min")) as manager:
         save_all(manager, {3: 0.7})
-        assert exported(tmp_path / "hf") == ("step-00000002", 2.0)
+        assert exported(tmp_path / "hf") == ("step-00000002-again", 2.0)
         save_all(manager, {4: 0.2})
     assert exported(tmp_path / "hf") == ("step-00000004", 4.0)
 
@@ -288,6 +302,37 @@ def test_a_damaged_record_is_written_again_and_other_folders_go(tmp_path, caplog
     assert exported(tmp_path / "hf") == ("step-00000003", 3.0)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "export.json is not what was written" in line
+
+
+def fail(*args):
+    raise OSError("no place")
+
+
+@pytest.mark.parametrize("of", ["an earlier version", "another step"])
+def test_an_export_stays_while_the_next_one_fails(tmp_path, monkeypatch, of):
+    """Its record was removed before the next one was there, also where that named another one."""
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        save_all(manager, {1: 0.5})
+    if of == "an earlier version":
+        (tmp_path / "hf" / "export.json").write_text(json.dumps({"name": "step-00000001", "value": 0.5}))
+    else:
+        with checkpoint.Manager(tmp_path / "run") as manager:
+            manager.save(2, app(2), metrics={"loss": 0.3})
+        folder = tmp_path / "hf" / "step-00000002"  # of a process that was killed before it wrote the record
+        shutil.copytree(tmp_path / "hf" / "step-00000001", folder)
+    before = record_of(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "convert_on", fail)
+        manager = manager_at(tmp_path, ("loss", "min"))
+        manager.restore(app(0))
+        with pytest.raises(CheckpointError, match="no place"):
+            manager.close()
+    assert record_of(tmp_path) == before
+    assert (tmp_path / "hf" / before["name"] / "model.safetensors").exists()
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        manager.restore(app(0))
+    last = ("step-00000001-again", 1.0) if of == "an earlier version" else ("step-00000002", 2.0)
+    assert exported(tmp_path / "hf") == last
 
 
 def test_delete_waits_for_an_export_of_the_step(tmp_path, monkeypatch):
