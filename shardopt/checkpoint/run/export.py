@@ -36,7 +36,17 @@ from shardopt.checkpoint.run.metrics import Noted, noted_of
 from shardopt.checkpoint.run.retention import Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem, UnreadableError
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    MismatchError,
+    NoSpaceError,
+    OptionError,
+    Problem,
+    StateError,
+    UnreadableError,
+)
 from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
@@ -82,12 +92,14 @@ class _Candidate(NamedTuple):
     Args:
         noted: None where it is still to be read.
         hold: keeps the checkpoint from being removed until it is closed.
+        is_earlier: whether an earlier process saved it, perhaps so that this one's `Export` does not fit.
     """
 
     id: CheckpointId
     url: str
     noted: Noted | None
     hold: ExitStack
+    is_earlier: bool
 
 
 class _Existing(NamedTuple):
@@ -132,7 +144,7 @@ class Exporter(Task):
         """Begins an export of the best of these and of those that wait; which it is shows once all are read."""
         candidates = [each for job in self._turns.withdraw_waiting() for each in job]
         for id, each in noted.items():
-            candidates.append(_Candidate(id, self._run.root.checkpoint(id).url, each, ExitStack()))
+            candidates.append(_Candidate(id, self._run.root.checkpoint(id).url, each, ExitStack(), each is None))
             candidates[-1].hold.enter_context(reading(candidates[-1].url))
         due = self._ranked(candidates)[:1]
         if self._best is not None:
@@ -154,7 +166,11 @@ class Exporter(Task):
             self._export_best([each._replace(noted=_noted(each)) for each in job if self._run.branches.has(each.id)])
 
     def _export_best(self, candidates: Sequence[_Candidate]) -> None:
-        """Exports the best of the candidates that is not damaged, unless it is no better than what is there."""
+        """Exports the best of the candidates that can be exported, unless it is no better than what is there.
+
+        Raises:
+            CheckpointError, MismatchError, StateError: one that this process has saved cannot be.
+        """
         there, ranked = self._existing(candidates), self._ranked(candidates)
         for each in ranked:
             if there is not None and (there.id, there.save_id) == (each.id, _save_id(each)):
@@ -167,10 +183,11 @@ class Exporter(Task):
                     folder += _AGAIN
                 try:
                     self._convert(each, folder)
-                except (CorruptionError, CheckpointNotFoundError) as error:
-                    if each is ranked[-1]:
+                except (CheckpointError, MismatchError, StateError) as error:
+                    is_lost = isinstance(error, CorruptionError | CheckpointNotFoundError) and each is not ranked[-1]
+                    if isinstance(error, NoSpaceError) or not (each.is_earlier or is_lost):
                         raise
-                    _log.warning("%s is not exported, but the next best: %s", each.url, error)
+                    _log.warning("%s is not exported, but the next best, if any: %s", each.url, error)
                     continue
             self._publish(each, folder)
             self.failures.take()  # of those before: this one is there

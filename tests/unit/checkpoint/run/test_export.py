@@ -9,10 +9,11 @@ import threading
 import pytest
 import torch
 from safetensors import safe_open
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run import export as module
-from shardopt.errors import CheckpointError, OptionError
+from shardopt.errors import CheckpointError, MismatchError, OptionError
 
 
 def app(value):
@@ -290,6 +291,31 @@ def test_records_of_earlier_versions(tmp_path):
         assert exported(tmp_path / "hf") == ("step-00000002-again", 2.0)
         save_all(manager, {4: 0.2})
     assert exported(tmp_path / "hf") == ("step-00000004", 4.0)
+
+
+def test_earlier_checkpoints_that_do_not_fit_the_export_fail_nothing(tmp_path, caplog):
+    """A run that had exported all that it saved ended with an error."""
+
+    def run_with(steps):
+        export = checkpoint.Export(tmp_path / "hf", best=("loss", "min"), weights="ema")
+        with checkpoint.Manager(tmp_path / "run", export=export) as manager:
+            manager.restore(app(0))
+            for step in steps:
+                model = torch.nn.Linear(2, 2)
+                averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+                manager.save(step, {"model": model, "ema": averages}, metrics={"loss": 1 / step})
+
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, app(step), metrics={"loss": 0.1})
+    run_with([])
+    assert caplog.text.count("is not exported, but the next best, if any: averages cannot take") == 2
+    run_with([3, 4])
+    assert record_of(tmp_path)["name"] == "step-00000004"
+    manager = checkpoint.Manager(tmp_path / "run", export=checkpoint.Export(tmp_path / "hf", weights="ema"))
+    manager.save(5, app(5))
+    with pytest.raises(MismatchError, match="averages"):
+        manager.close()
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"name"', '{"name": 5}'])
