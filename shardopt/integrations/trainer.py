@@ -76,6 +76,7 @@ class ShardoptCallback(TrainerCallback):
         self._run = TrainingRun(root, every=every, **options)
         self._random: dict[str, Any] | None = None
         self._before_epoch = False
+        self._ended: dict[str, Any] | None = None  # random state before an evaluation that only the end of a run has
         self._batches = self._steps = 1  # of an epoch; batches of this rank
         self._samples = 0  # of a step, on all ranks together
         self._order: dict[str, int] = {}  # determines the order of samples; empty where data begins anew
@@ -106,7 +107,10 @@ class ShardoptCallback(TrainerCallback):
         shield_if_listening(loader)
         if self.restored:
             self._load(state, saved.value)
-            self._random, self._before_epoch = random.state_dict(), saved.value.get(_BEFORE_EPOCH, False)
+            self._random = random.state_dict()
+            # Workers that stay over epochs have their seed from the first one.
+            draws = not getattr(loader, "persistent_workers", False)
+            self._before_epoch = draws and saved.value.get(_BEFORE_EPOCH, False)
             self._skip(loader, saved.value)
 
     def on_epoch_begin(
@@ -122,14 +126,21 @@ class ShardoptCallback(TrainerCallback):
         """Saves the state after the previous step, if that is due."""
         # Not before: the loader has drawn a seed from these generators since, which this step did not see.
         self._put_random_back()
+        self._ended = None
         self._run.after_step(state.global_step, lambda: self._app_of(state, **given))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Corrects the epoch, which the Trainer counts from the start of this process."""
+        if state.global_step >= state.max_steps and args.eval_strategy == "steps":
+            self._note_random(state.global_step % state.eval_steps != 0)
         if self.restored:
             epochs, steps = divmod(state.global_step - 1, self._steps)
             batches = min((steps + 1) * args.gradient_accumulation_steps, self._batches)
             state.epoch = epochs + batches / self._batches
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Notes the random state if the run may end here, and a longer one would not have an evaluation here."""
+        self._note_random(state.global_step % self._steps != 0)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Saves the last step at the last log, behind which the Trainer may load the weights of the best step."""
@@ -140,7 +151,7 @@ class ShardoptCallback(TrainerCallback):
         """Waits for all running writes."""
         self._run.end(state.global_step, lambda: self._app_of(state, ended=True, **given))
 
-    def _app(self, saved: FrameworkState, random: RandomState, **given: Any) -> dict[str, Any]:
+    def _app(self, saved: FrameworkState, random: RandomState | dict[str, Any], **given: Any) -> dict[str, Any]:
         (optimizer,) = require_keyed([given["optimizer"]], _REMEDY)
         app = {"model": given["model"], "optimizer": optimizer, "random": random, "trainer": saved}
         return app if given["lr_scheduler"] is None else {**app, "schedule": given["lr_scheduler"]}
@@ -149,7 +160,12 @@ class ShardoptCallback(TrainerCallback):
         own = self._state_of(state)
         if ended and state.global_step % self._steps == 0:
             own[_BEFORE_EPOCH] = True
-        return self._app(FrameworkState(own), RandomState(on_resize="keep"), **given)
+        random = self._ended if ended and self._ended else RandomState(on_resize="keep")
+        return self._app(FrameworkState(own), random, **given)
+
+    def _note_random(self, evaluates_at_end_only: bool) -> None:
+        if evaluates_at_end_only and self._ended is None:
+            self._ended = RandomState(on_resize="keep").state_dict()
 
     def _put_random_back(self) -> None:
         if self._random is not None:
@@ -181,7 +197,8 @@ class ShardoptCallback(TrainerCallback):
                 setattr(state, name, saved[name])
         for kind, callbacks in _exportable(trainer).items():
             states = saved["stateful_callbacks"].get(kind, [])
-            states = states if isinstance(states, list) else [states]  # earlier versions: of one callback per name
+            if not isinstance(states, list):  # earlier versions: of the last callback of that name
+                callbacks, states = callbacks[-1:], [states]
             for each, attributes in zip(callbacks, states, strict=False):
                 for name, value in attributes.items():
                     setattr(each, name, value)

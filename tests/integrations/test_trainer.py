@@ -51,3 +51,32 @@ def test_options_by_which_a_resume_would_be_another_run_are_refused(tmp_path, op
             [*runs, ("run", {**saves, **options, "max_steps": 4})],
             deadline_seconds=DEADLINE_SECONDS,
         )
+
+
+def run_longer(out, *ends_with_options):
+    """Returns, for each number of steps and options, how a run of 9 ends, and one that ended before and goes on."""
+    runs = [
+        (f"{number}{name}", {"max_steps": steps, **options})
+        for number, (ends, options) in enumerate(ends_with_options)
+        for name, steps in (("whole", 9), ("", ends), ("", 9))
+    ]
+    found = run_ranks(1, trainer_job.run_each, str(out), runs, deadline_seconds=DEADLINE_SECONDS)[0]
+    return found[::3], found[2::3]
+
+
+def test_an_evaluation_that_only_the_end_of_a_run_has_leaves_dropout_as_it_is_without(tmp_path):
+    by_epoch = {"eval_strategy": "epoch"}  # of 4 steps
+    by_steps = {"eval_strategy": "steps", "eval_steps": 5}
+    whole, longer = run_longer(tmp_path, (6, by_epoch), (6, by_steps), (8, by_steps))
+    assert longer == whole
+
+
+@pytest.mark.exhaustive
+def test_workers_that_stay_have_one_seed_from_the_first_epoch_on(tmp_path):
+    whole, longer = run_longer(tmp_path, (8, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}))
+    assert longer == whole
+
+
+def test_of_callbacks_of_one_class_the_last_has_the_state_that_earlier_versions_saved(tmp_path):
+    found = run_ranks(1, trainer_job.run_as_saved_earlier, str(tmp_path), 1, 2, deadline_seconds=DEADLINE_SECONDS)
+    assert found[0][1] == [1, 200]

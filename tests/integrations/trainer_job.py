@@ -1,6 +1,8 @@
 """Short runs of a Trainer in one process: where each stands at its end, as weights, moments and callbacks' counts."""
 
+import multiprocessing
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -56,4 +58,22 @@ def run(out, name, resume=None, **options):
 
 def run_each(out, runs):
     be_quiet()
+    # The ranks of tests are made by a fork server, which would import torch for each worker.
+    multiprocessing.set_start_method("fork", force=True)
     return [run(out, name, **options) for name, options in runs]
+
+
+def run_as_saved_earlier(out, *steps):
+    """Runs to the first number of steps, saves what earlier versions did of callbacks, and goes on to the second."""
+    from shardopt.integrations.trainer import ShardoptCallback
+
+    state_of = ShardoptCallback._state_of
+
+    def of_last_callbacks(self, state):
+        own = state_of(self, state)
+        return {**own, "stateful_callbacks": {name: each[-1] for name, each in own["stateful_callbacks"].items()}}
+
+    be_quiet()
+    with patch.object(ShardoptCallback, "_state_of", of_last_callbacks):
+        run(out, "run", max_steps=steps[0])
+    return run(out, "run", max_steps=steps[1])
