@@ -8,6 +8,7 @@ gives each rank samples of its own, and what of them another rank would have to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardopt.data.sampler import ResumableSampler
 from shardopt.data.workers import shield_if_listening
-from shardopt.errors import OptionError, Problem
+from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
 from shardopt.state.state import PerRank
 
@@ -115,15 +116,25 @@ class RankPosition:
             return {"position": PerRank(self._loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        loader = self._loader
+        """Resumes where the state was taken; the loader must be iterated again."""
+        loader, left = self._loader, self._loader._iterator
         loader.load_state_dict(state_dict["position"].value)
+        loader._get_iterator = MethodType(_get_iterator, loader)
+        if left is not None:  # a loop over it would go on where it was, and the next save tell another position
+            left._next_data = _refuse_to_go_on
 
-        def opened_again() -> Any:
-            del loader._get_iterator  # of the object: the next time it is that of the class
-            with torch.random.fork_rng(devices=[]):  # the seed was drawn before the save
-                return loader._get_iterator()
 
-        loader._get_iterator = opened_again
+def _get_iterator(loader: Any) -> Any:
+    """Opens a loader for the first time after a load. By its name, that of the method, pickle finds this one again."""
+    del loader._get_iterator  # of the object: the next time it is that of the class
+    with torch.random.fork_rng(devices=[]):  # the seed was drawn before the save
+        return loader._get_iterator()
+
+
+def _refuse_to_go_on() -> Any:
+    found, required = "one that was loaded in the middle of a loop", "that of the loop's loader"
+    problem = Problem("position", found, required, "leave the loop after a load, and begin it again")
+    raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
 
 
 class _Opened:

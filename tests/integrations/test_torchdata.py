@@ -1,7 +1,9 @@
 """torchdata's StatefulDataLoader over a change of ranks: each sample of an epoch once."""
 
+import copy
 import importlib.util
 import itertools
+import pickle
 import warnings
 from collections import Counter
 
@@ -253,3 +255,27 @@ def test_a_position_loaded_in_the_middle_of_a_loop_is_refused():
     with pytest.raises(MismatchError, match="leave the loop after a load"):
         for _ in loader:
             loader.load_state_dict(saved)
+
+
+def test_a_ranks_position_loaded_in_the_middle_of_a_loop_is_refused_and_after_it_is_not():
+    data, seen = app_beside_random_state(["data"])["data"], []
+    saved = data.state_dict()
+    for batch in data._loader:
+        seen.append(batch.tolist())
+        break
+    data.load_state_dict(saved)
+    with pytest.raises(MismatchError, match="leave the loop after a load"):
+        for batch in data._loader:
+            seen.append(batch.tolist())
+            data.load_state_dict(saved)
+    assert next(iter(data._loader)).tolist() == [0, 1] and seen == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_loader_is_copied_with_the_position_that_was_loaded(copied):
+    data = app_beside_random_state(["data"])["data"]
+    next(iter(data._loader))
+    saved = data.state_dict()
+    data = app_beside_random_state(["data"])["data"]
+    data.load_state_dict(saved)
+    assert [next(iter(each)).tolist() for each in (copied(data._loader), data._loader)] == [[2, 3]] * 2
