@@ -15,10 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 
 from shardopt.checkpoint import Manager
+from shardopt.data.random_state import RandomState
 from shardopt.integrations.lightning_state import (
     METRICS,
     LoaderStates,
     app_of,
+    draws_seed_in_each_epoch,
     end_short_epoch,
     is_epoch_over,
     load_state,
@@ -55,6 +57,8 @@ class ShardoptCheckpoint(Checkpoint):
         self._run = TrainingRun(root, every=every, **options)
         self._loaders = LoaderStates()
         self._metrics: dict[str, float] = {}  # restored
+        self._random: dict[str, Any] = {}  # restored
+        self._draws_seed = False  # whether an epoch begins after what was restored
         self._progress: dict[str, Any] | None = None  # after the last batch, while its step is not over
         self.restored = 0
 
@@ -70,16 +74,21 @@ class ShardoptCheckpoint(Checkpoint):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores: strategy, optimizers and schedules exist by now, and no data was requested yet."""
         framework, self._loaders, self._progress = FrameworkState(), LoaderStates(), None
-        self.restored = self._run.begin(app_of(trainer, framework, self._loaders))
+        app = app_of(trainer, framework, self._loaders)
+        self.restored = self._run.begin(app)
         if self.restored:
+            self._random = app["random"].state_dict()
             self._loaders.put_into(framework.value)
             load_state(trainer, framework.value)
+            self._draws_seed = is_epoch_over(trainer)
         self._metrics = framework.value.get(METRICS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning has put in a handler since, in which the rank that got the signal alone begins a collective.
         self._run.take_signal_back()
         self._loaders.load_positions(trainer.train_dataloader)
+        if self.restored and not (self._draws_seed and draws_seed_in_each_epoch(trainer)):
+            RandomState(on_resize="keep").load_state_dict(self._random)  # Lightning has opened the loaders since
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
         for each in trainer.callbacks if self.restored else ():
             if isinstance(each, GradientAccumulationScheduler):  # Lightning does not begin this epoch once more

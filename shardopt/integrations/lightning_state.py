@@ -131,6 +131,12 @@ def is_epoch_over(trainer: Trainer) -> bool:
     return bool(trainer.is_last_batch)
 
 
+def draws_seed_in_each_epoch(trainer: Trainer) -> bool:
+    """Whether an epoch draws a seed for its loader. Workers that stay over epochs have theirs from the first one."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return not any(getattr(each, "persistent_workers", False) for each in loaders)
+
+
 def validates(trainer: Trainer) -> bool:
     """Whether a validation follows this batch. One that goes by the time does so on no rank: their clocks differ."""
     loop, by_batches = trainer.fit_loop, trainer.val_check_batch is not None

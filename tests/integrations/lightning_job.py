@@ -302,3 +302,34 @@ def remove_on_rank_0(folder):
         lightning_strategy.remove_checkpoint = fail
         strategy.remove_checkpoint(paths[1])
     return of_rank_0("what is left", {"names": sorted(os.listdir(folder))})["names"]
+
+
+def random_numbers_of(folder, *steps):
+    """Fits to each number of steps, from the newest checkpoint; returns the random numbers that the last fit used."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import LightningModule, Trainer
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    import shardopt
+    from shardopt.integrations.lightning import ShardoptCheckpoint
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network, self.used = torch.nn.Linear(4, 1), []
+
+        def training_step(self, batch, batch_index):
+            self.used.append(torch.rand(1).item())
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return shardopt.keyed("sgd", self.named_parameters(), lr=0.01)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for end in steps:
+        torch.manual_seed(0)
+        module = Module()
+        trainer = Trainer(accelerator="cpu", devices=1, max_steps=end, callbacks=[ShardoptCheckpoint(folder)], **quiet)
+        trainer.fit(module, StatefulDataLoader(torch.ones(8, 4), batch_size=2))
+    return module.used

@@ -128,6 +128,13 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by)
         )
 
 
+@NEEDS_TORCHDATA
+def test_a_begun_epoch_goes_on_with_the_random_numbers_of_a_fit_without_a_break(tmp_path):
+    whole = run_ranks(1, lightning_job.random_numbers_of, str(tmp_path / "a"), 4, deadline_seconds=DEADLINE)[0]
+    resumed = run_ranks(1, lightning_job.random_numbers_of, str(tmp_path / "b"), 2, 4, deadline_seconds=DEADLINE)[0]
+    assert len(whole) == 4 and resumed == whole[2:]
+
+
 def test_a_rank_that_alone_removes_a_checkpoint_waits_for_none_and_goes_on_where_it_cannot(tmp_path):
     first, second = run_ranks(2, with_log, lightning_job.remove_on_rank_0, str(tmp_path))
     assert first[0] == second[0] == ["b"]
