@@ -100,8 +100,8 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
     elif own_class and is_composite(tensor):
         actual, remedy = (
             f"the tensor subclass {type(tensor).__name__} of other tensors",
-            "freeze it, and where it is cut give each rank two rows or more: it is stored as these then; or leave it "
-            "out (select=)",
+            "freeze it, and where it is cut give each rank two rows or more; or leave it out (select=), or pass the "
+            "tensors that it wraps",
         )
     elif own_class and (type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor)):
         # A class that runs operations by itself may have no memory at all: a MaskedTensor's address is null.
