@@ -25,6 +25,7 @@ from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that save state in no group
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -61,9 +62,9 @@ def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None)
     """Logs a warning, once for each optimizer that saves state of a parameter in no group; `members` as above."""
     for each in flat.targets:
         names, optimizer = _with_state_in_no_group(each), each.object
-        if not names or not isinstance(optimizer, Optimizer) or optimizer in _seen:
+        if not names or not isinstance(optimizer, Optimizer) or optimizer in _told:
             continue
-        _seen.add(optimizer)
+        _told.add(optimizer)
         if _is_first(members):
             _log.warning(
                 "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "

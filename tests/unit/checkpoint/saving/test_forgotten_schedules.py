@@ -131,10 +131,13 @@ class WarmUp(torch.optim.Optimizer):
         self._optimizer.load_state_dict(state_dict)
 
 
-def test_a_saved_warm_up_of_another_library_is_told_of(tmp_path, caplog):
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_saved_warm_up_of_another_library_is_told_of(tmp_path, caplog, scheduled):
     model = torch.nn.Linear(2, 2)
     inner = Keyed(model)
     app = {"model": model, "optimizer": WarmUp(inner, inner.params)}
+    if scheduled:
+        app["schedule"] = torch.optim.lr_scheduler.StepLR(inner, 5)
     checkpoint.save(tmp_path / "0", app)
     assert not caplog.text
     model(torch.ones(1, 2)).sum().backward()
