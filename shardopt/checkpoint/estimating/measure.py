@@ -188,7 +188,8 @@ class _Probe:
         sizes = sizes or [(DTYPES["uint8"], 1)]
         room = room_for(sizes)
         if self._noise.numel() < room:
-            self._noise, self._target = noise_of(room, self._device), noise_of(room, self._device)
+            self._noise = noise_of(room, self._device)
+            self._target = torch.zeros_like(self._noise)  # whose memory is there before a read into it is timed
         sample = Sample.of(sizes, world().random_name(6), self._noise)
         sample.writes.header(0, 0)  # which later saves have kept
         return sample
