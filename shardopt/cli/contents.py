@@ -177,4 +177,5 @@ def document(contents: CheckpointContents, wanted: Callable[[str], bool]) -> dic
         "tensors": {key: tensor_document(contents, key) for key in filter(wanted, sorted(stored.tensors))},
         "values": {key: typed(stored.values[key][1], key) for key in filter(wanted, sorted(stored.values))},
         "per_rank": sorted(filter(wanted, stored.per_rank)),
+        "unread": {key: contents.source.unread[key] for key in filter(wanted, sorted(contents.source.unread))},
     }

@@ -15,7 +15,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
-from shardopt.checkpoint.loading.renaming import names_by_rules, refuse_collisions
+from shardopt.checkpoint.loading.renaming import names_by_rules, refuse_collisions, renamer
 from shardopt.checkpoint.progress import Counter
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.text import plural
@@ -50,6 +50,7 @@ class Comparison(NamedTuple):
         values: those that differ.
         only_in_a, only_in_b: keys that the other has not.
         not_compared: values per rank that different numbers of ranks have saved.
+        unread: contents of either that are stored in an unknown way, with what they are. They may differ.
     """
 
     tensors: Mapping[str, TensorDifference]
@@ -57,6 +58,7 @@ class Comparison(NamedTuple):
     only_in_a: Sequence[str]
     only_in_b: Sequence[str]
     not_compared: Sequence[str]
+    unread: Mapping[str, str]
 
     @property
     def unequal(self) -> dict[str, TensorDifference]:
@@ -64,13 +66,18 @@ class Comparison(NamedTuple):
         return {key: found for key, found in self.tensors.items() if found.kind != "equal"}
 
     @property
+    def is_different(self) -> bool:
+        """Whether a difference was found."""
+        return bool(self.unequal or self.values or self.only_in_a or self.only_in_b)
+
+    @property
     def is_equal(self) -> bool:
-        """Whether no difference was found."""
-        return not (self.unequal or self.values or self.only_in_a or self.only_in_b)
+        """Whether no difference was found, and all could be read."""
+        return not (self.is_different or self.unread)
 
 
 def diff(output: Output, *, a: str, b: str, rename: Sequence[str] | None, select: str | None, all: bool) -> int:
-    """Compares two checkpoints; status 1 if they differ."""
+    """Compares two checkpoints; status 1 if they differ, or have what cannot be read."""
     rules = parse_rename(rename or ())
     with checkpoint.open(a) as reader_a, checkpoint.open(b) as reader_b:
         found = compare(reader_a, reader_b, rules, select)
@@ -94,8 +101,12 @@ def compare(a: CheckpointReader, b: CheckpointReader, rename: Mapping[str, str],
     roots = {path[:-2] for path, _ in b.manifest.values.values() if len(path) > 1 and path[-2] == PARAM_GROUPS}
     name_of = names_by_rules(a.manifest, rename, roots)
     refuse_collisions(name_of.items())
-    keys_a = {name: key for key, name in name_of.items() if wanted(name)}
-    keys_b = {key for key in (*b.manifest.tensors, *b.manifest.values, *b.manifest.per_rank) if wanted(key)}
+    renamed = renamer(rename)
+    unread = {renamed(key): what for key, what in a.source.unread.items()} | dict(b.source.unread)
+    unread = {key: unread[key] for key in sorted(filter(wanted, unread), key=by_numbers)}
+    of_b = (*b.manifest.tensors, *b.manifest.values, *b.manifest.per_rank)
+    keys_a = {name: key for key, name in name_of.items() if wanted(name) and name not in unread}
+    keys_b = {key for key in of_b if wanted(key) and key not in unread}
     common = sorted(keys_a.keys() & keys_b, key=by_numbers)
     tensors = [name for name in common if keys_a[name] in a.manifest.tensors and name in b.manifest.tensors]
     total = sum(prod(info.shape) * info.dtype.itemsize for info in (a.info(keys_a[name]) for name in tensors))
@@ -128,6 +139,7 @@ def compare(a: CheckpointReader, b: CheckpointReader, rename: Mapping[str, str],
         sorted(keys_a.keys() - keys_b, key=by_numbers),
         sorted(keys_b - keys_a.keys(), key=by_numbers),
         not_compared,
+        unread,
     )
 
 
@@ -167,6 +179,9 @@ def _print(
     for key in found.not_compared:
         why = "each rank has its own, and the numbers of ranks differ"
         output.line(Span(f"not compared: {key}: {why}", "yellow"))
+    unread: list[list[Cell]] = [[Span(f"not compared: {key}: {what}", "yellow")] for key, what in found.unread.items()]
+    for line in _some(unread, show_all):
+        output.line(*line)
     equal = [each for each in found.tensors.values() if each.kind == "equal"]
     by_checksum = sum(each.by_checksum for each in equal)
     summary = [f"{plural(len(equal), 'tensor')} equal ({by_checksum:,} by checksum)"]
@@ -175,11 +190,15 @@ def _print(
     summary += [
         f"{len(keys):,} only in {side}" for side, keys in (("A", found.only_in_a), ("B", found.only_in_b)) if keys
     ]
-    output.line(
-        Span("equal" if found.is_equal else "different", "green" if found.is_equal else "bold red"),
-        ": ",
-        ", ".join(summary),
+    summary += [f"{plural(len(found.unread), 'key')} not compared"] if found.unread else []
+    head = (
+        ("different", "bold red")
+        if found.is_different
+        else ("unknown", "yellow")
+        if found.unread
+        else ("equal", "green")
     )
+    output.line(Span(*head), ": ", ", ".join(summary))
 
 
 def _tensor_lines(unequal: Mapping[str, TensorDifference], show_all: bool) -> list[list[Cell]]:
@@ -270,5 +289,5 @@ def _document(a: CheckpointReader, b: CheckpointReader, found: Comparison) -> di
         ],
         "only_in_a": list(found.only_in_a),
         "only_in_b": list(found.only_in_b),
-        "not_compared": list(found.not_compared),
+        "not_compared": [*found.not_compared, *found.unread],
     }

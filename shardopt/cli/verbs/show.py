@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardopt.checkpoint.progress import progress_bar
+from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.sources.contents import CheckpointContents
@@ -88,10 +89,10 @@ def show(
             output.line(f"rank {rank}: {value_text(value, show_all=True)}")
         output.data({"url": contents.url, "key": key, "ranks": [typed(value, key) for value in values.values()]})
     else:
-        below, known = f"{key}.", (*contents.keys(), *stored.per_rank)
-        if not any(each.startswith(below) for each in known):
+        below, known = f"{key}.", (*contents.keys(), *stored.per_rank, *contents.source.unread)
+        if not any(f"{each}.".startswith(below) for each in known):
             raise contents.unknown(key, {*known, *modules_of(known)}, "a key")
-        _show_all(output, contents, lambda name: name.startswith(below) and wanted(name), depth, flat, all, boxes)
+        _show_all(output, contents, lambda name: f"{name}.".startswith(below) and wanted(name), depth, flat, all, boxes)
     return 0
 
 
@@ -128,8 +129,9 @@ def _show_all(
     show_all: bool,
     boxes: bool,
 ) -> None:
-    stored = contents.manifest
-    if not any(map(wanted, (*stored.tensors, *stored.values, *stored.per_rank))) and (stored.tensors or stored.values):
+    stored, unread = contents.manifest, contents.source.unread
+    every = (*stored.tensors, *stored.values, *stored.per_rank, *unread)
+    if not any(map(wanted, every)) and (stored.tensors or stored.values):
         problem = Problem(contents.url, "no key that matches", "some", "leave out the pattern to see all keys")
         raise MismatchError("there is nothing to show", [problem], code="nothing-selected")
     if output.as_json:
@@ -140,6 +142,8 @@ def _show_all(
     output.line(Span(contents.url, "bold"), f": {head_line(contents)}{saved_at}{written_by}")
     if stored.metrics:
         output.line("metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in stored.metrics.items()))
+    for key in sorted(filter(wanted, unread), key=by_numbers):
+        output.line(Span(f"not read: {key}: {unread[key]}", "yellow"))
     if flat:
         for leaf in sorted(leaves_of(contents, wanted, show_all, boxes), key=lambda leaf: leaf.key):
             output.line(Span(leaf.key, "bold"), f"  {leaf.text}", f"  {leaf.notes}" if leaf.notes else "")

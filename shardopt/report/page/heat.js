@@ -175,6 +175,7 @@ export function changesSection(changes, onOpen) {
       ["values that differ", list(changes.values)],
       ["only before", list(changes.only_before)],
       ["only now", list(changes.only_now)],
+      ["not compared", list(changes.not_compared)],
       ["relative change", "2-norm of the difference, divided by that of the earlier tensor"],
     ]),
     scale, map.element, map.said);

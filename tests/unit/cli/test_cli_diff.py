@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -237,3 +238,23 @@ def test_opaque_state_only_differs(compared):
         "raw  differs",
     ]
     assert "a" * 99 in compared(a, b, "--all")[2]
+
+
+def test_what_cannot_be_read_is_not_equal(tmp_path, compared, capsys):
+    """Such keys of torch.save's files may differ; `show` has them too."""
+    for side, lr in (("a", 1), ("b", 2)):
+        torch.save({"w": torch.ones(2), "args": Namespace(lr=lr)}, tmp_path / f"{side}.pt")
+    status, document, text = compared(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (status, document["not_compared"], document["only_in_a"]) == (1, ["args"], [])
+    assert text.splitlines()[2:] == [
+        "not compared: args: an object of argparse.Namespace",
+        "unknown: 1 tensor equal (0 by checksum), 1 key not compared",
+    ]
+    assert compared(tmp_path / "a.pt", tmp_path / "b.pt", "--select", "w")[0] == 0
+    status, _, text = compared(tmp_path / "a.pt", {"w": torch.zeros(2), "args": 1}, "--rename", "args=other")
+    assert status == 1 and "only in B: args" in text and "not compared: other: " in text and "different: " in text
+    for arguments in ([], ["args"]):
+        assert main(["show", str(tmp_path / "a.pt"), *arguments]) == 0
+        assert "not read: args: an object of argparse.Namespace\n" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "a.pt"), "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["unread"]) == ["args"]
