@@ -67,11 +67,12 @@ run_here() {
     # One of an earlier start, to which the connection was lost: its ranks have what these need.
     pid=$(cat "$LOGS/$here.pid" 2>/dev/null)
     end=$((SECONDS + SHUTDOWN_SECONDS + 15))
+    is_running "$pid" && kill -TERM "$pid" # once: see stop_on
     while is_running "$pid"; do
-        kill -TERM "$pid"
         ((SECONDS < end)) || kill -KILL "$pid"
         sleep 1
     done
+    rm -f "$LOGS/$here.told"
     echo $$ >"$LOGS/$here.pid"
     # Not of its own: where torchrun gives a job that starts again the store of the previous start, gloo and NCCL may
     # find the addresses of processes that are gone there.
@@ -110,11 +111,14 @@ run_on() {
     } | setsid $transport "$host" bash -s
 }
 
-# Tells the torchrun of a host to stop, which has its ranks save and exit.
+# Tells the torchrun of a host to stop, which has its ranks save and exit. Once: a third signal ends it before its ranks.
 stop_on() {
-    # shellcheck disable=SC2016
-    printf 'pid=$(cat %q) && tr "\\0" " " <"/proc/$pid/cmdline" | grep -q -F -- %q && kill -TERM "$pid"\n' \
-        "$LOGS/$1.pid" "--rdzv-id $JOB " | timeout 20 setsid $transport "$1" bash -s 2>/dev/null
+    {
+        printf 'pid=%q told=%q id=%q\n' "$LOGS/$1.pid" "$LOGS/$1.told" "--rdzv-id $JOB "
+        # shellcheck disable=SC2016
+        echo '[[ -e $told ]] || { pid=$(cat "$pid") && tr "\0" " " <"/proc/$pid/cmdline" | grep -q -F -- "$id" &&
+            kill -TERM "$pid" && touch "$told"; }'
+    } | timeout 20 setsid $transport "$1" bash -s 2>/dev/null
 }
 
 # A host's torchrun, started again for as long as the job runs, and this script ($$, as a subshell has it too).
@@ -141,6 +145,14 @@ stop_all() {
     wait "${stops[@]}"
 }
 
+# Once told to, asks hosts to stop, again every 5 seconds: where torchrun does not run yet, nobody hears of it.
+pass_on() {
+    [[ -n $told ]] && ((SECONDS >= next)) || return 0
+    next=$((SECONDS + 5))
+    [[ -e $over ]] || echo "multi_host: stop requested; forwarded to the ranks"
+    stop_all "$@"
+}
+
 # Ends a watcher, and the connection that it waits for.
 give_up() {
     # shellcheck disable=SC2046
@@ -148,23 +160,20 @@ give_up() {
     kill -KILL "$1" 2>/dev/null
 }
 
-told=
-trap 'told=143' TERM
-trap 'told=130' INT
+told= next=0
+trap 'told=143 next=0' TERM
+trap 'told=130 next=0' INT
 for host in "${names[@]}"; do
     watch "$host" "$@" &
     watchers[$host]=$!
 done
 echo "multi_host: $NODES of ${names[*]}, $RANKS_PER_NODE ranks each; logs in $LOGS"
-while true; do
-    wait "${watchers[${names[0]}]}"
-    code=$?
-    if [[ -n $told && ! -e $over ]]; then
-        echo "multi_host: stop requested; forwarded to the ranks"
-        stop_all "${names[@]}"
-    fi
-    kill -0 "${watchers[${names[0]}]}" 2>/dev/null || break # else `wait` came back because of the signal
+while kill -0 "${watchers[${names[0]}]}" 2>/dev/null; do
+    pass_on "${names[@]}"
+    sleep 1
 done
+wait "${watchers[${names[0]}]}"
+code=$?
 
 # The others end by themselves, at the barrier after which the first one has; those that are cut off, not at all.
 touch "$over"
@@ -174,6 +183,7 @@ while ((${#left[@]})); do
     still=()
     for host in "${left[@]}"; do kill -0 "${watchers[$host]}" 2>/dev/null && still+=("$host"); done
     left=("${still[@]}")
+    pass_on "${left[@]}"
     if ((SECONDS >= end && ${#left[@]})); then
         stop_all "${left[@]}"
         sleep 5
