@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from shardopt.checkpoint.run.branches import CheckpointId
-from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.branches import CheckpointId, branches_of
+from shardopt.checkpoint.run.root import Published, Root
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
@@ -16,23 +16,35 @@ from shardopt.world import utc_text, world
 
 
 def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
-    """Prints what is newest, and each later step, until so many were printed or it is interrupted."""
+    """Prints what is newest, and each later step that a look finds, until so many were printed or it is interrupted."""
     if every <= 0 or (count is not None and count < 1):
         found, required = f"{every:g} and {count}", "more than 0 seconds, and at least 1 step"
         raise OptionError("invalid arguments", [Problem("--every, --count", found, required, "give other numbers")])
     root, printed, seen = Root(storage_of(url)), 0, None
     while count is None or printed < count:
         newest = root.newest()
-        if newest is not None and newest != seen:
+        for each in [] if newest is None or newest == seen else _since(root, seen, newest):
+            if printed == count:
+                break
             with suppress(CheckpointNotFoundError):  # removed meanwhile: then there is a newer one
-                step = _figures(root, newest.id)
-                seen, printed = newest, printed + 1
+                step = _figures(root, each.id)
+                seen, printed = each, printed + 1
                 output.line(*_line(step))
                 output.data(step)
                 output.finish()
         if count is None or printed < count:
             world().sleep(every)
     return 0
+
+
+def _since(root: Root, seen: Published | None, newest: Published) -> list[Published]:
+    """Returns the steps after the one that was seen; the newest alone if there is none, or the run was taken back."""
+    if seen is None or seen.stream != newest.stream or not newest.is_after(seen):
+        return [newest]
+    listed = [Published(id, newest.stream) for id in root.ids()]
+    branches = branches_of(root.records.values())
+    between = [each for each in listed if branches.has(each.id) and each.is_after(seen) and newest.is_after(each)]
+    return [*between, newest]
 
 
 def _figures(root: Root, newest: CheckpointId) -> dict[str, Any]:

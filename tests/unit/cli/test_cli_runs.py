@@ -343,3 +343,24 @@ def test_reasons_are_of_the_steps_that_stay(steps, rules, losses, ages):
     assert [step for step, why in reasons.items() if "newest" in why] == sorted(steps)[-1:]
     best = [step for step, why in reasons.items() if "best loss" in why]
     assert not any(math.isnan(losses.get(step, math.nan)) for step in best)
+
+
+def test_follow_prints_every_step_between_two_looks(tmp_path, monkeypatch, capsys):
+    """The first look prints the newest step alone; what is removed before a look is not there to be printed."""
+    manager = checkpoint.Manager(tmp_path / "run")
+    saved = iter([(1, 2), (), (3, 4, 5), (6, 7, 8)])
+
+    class Clock(FakeClock):
+        def sleep(self, seconds):
+            for step in next(saved):
+                manager.save(step, {"step": step})
+            if manager.steps()[-1] == 5:
+                (tmp_path / "run/step-00000004/manifest.json").unlink()  # removed before it is looked at
+
+    with using(Clock()):
+        assert main(["follow", str(tmp_path / "run"), "--count", "5", "--json"]) == 0
+    decoder, text, steps = json.JSONDecoder(), capsys.readouterr().out.strip(), []
+    while text:
+        document, end = decoder.raw_decode(text)
+        steps, text = [*steps, document["step"]], text[end:].strip()
+    assert steps == [2, 3, 5, 6, 7]
