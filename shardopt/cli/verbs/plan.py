@@ -16,6 +16,7 @@ from shardopt.nn.plan.solution import DTYPE_BYTES, STATES, by_table, checked_job
 
 _UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))}}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_MOST_BYTES, _MOST_ELEMENTS = 10**18, 10**15  # so that sums of bytes are far below 2^63
 _KEYS = {"name", "rows", "dim", "dtype", "pooling"}
 
 
@@ -90,10 +91,10 @@ def plan(
 
 def _in_file(path: str) -> list[dict[str, Any]]:
     """Returns the entries of `tables` in a TOML or JSON file. Raises OptionError."""
-    text = Path(path).read_text()
     try:
+        text = Path(path).read_text(encoding="utf-8")
         document: Any = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(path, str(error), "TOML, or JSON in a file named .json", "mend the file") from error
     tables = document.get("tables") if isinstance(document, Mapping) else None
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
@@ -103,7 +104,7 @@ def _in_file(path: str) -> list[dict[str, Any]]:
 
 def _of_flag(text: str) -> dict[str, Any]:
     """Returns a table of NAME:ROWS:DIM[:DTYPE]. Raises OptionError."""
-    parts = re.fullmatch(r"([^:]+):(\d+):(\d+)(?::(\w+))?", text)
+    parts = re.fullmatch(r"([^:]+):(\d{1,99}):(\d{1,99})(?::(\w+))?", text)
     if parts is None:
         raise _refusal("--table", repr(text), "NAME:ROWS:DIM or NAME:ROWS:DIM:DTYPE", "write items:1000000:64")
     return {"name": parts[1], "rows": int(parts[2]), "dim": int(parts[3]), "dtype": parts[4] or "float32"}
@@ -120,7 +121,10 @@ def _wrong(table: Mapping[str, Any]) -> list[Problem]:
         value = table.get(size)
         if type(value) is not int or value < 1:
             problems.append(Problem(key, f"{size} {value!r}", "an int of at least 1", f"give its {size}"))
-    if dtype not in DTYPE_BYTES:
+    if not problems and table["rows"] * table["dim"] > _MOST_ELEMENTS:
+        found = f"{table['rows']} rows of {table['dim']}"
+        problems.append(Problem(key, found, f"at most {_MOST_ELEMENTS:.0e} elements", "give its rows and dim"))
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         problems.append(Problem(key, f"dtype {dtype!r}", f"one of {', '.join(DTYPE_BYTES)}", "choose one of them"))
     return problems
 
@@ -131,7 +135,10 @@ def _size(flag: str, text: str) -> int:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if parts is None or parts[2].lower() not in units:
         raise _refusal(flag, repr(text), f"a number and one of {', '.join(filter(None, _UNITS))}", "write 80GB")
-    return int(float(parts[1]) * units[parts[2].lower()])
+    found = float(parts[1]) * units[parts[2].lower()]
+    if found > _MOST_BYTES:
+        raise _refusal(flag, repr(text), f"at most {_MOST_BYTES / 1000**4:,.0f} TB", "write 80GB")
+    return int(found)
 
 
 def _refusal(key: str, found: str, required: str, remedy: str) -> OptionError:

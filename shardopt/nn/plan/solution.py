@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,7 +226,7 @@ def _wrong_numbers(**values: Any) -> Iterator[Problem]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_count(value: Any, least: int) -> bool:

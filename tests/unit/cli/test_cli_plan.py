@@ -77,6 +77,10 @@ def test_memory_has_units(memory, status, capsys):
         (["--table", "a:0:4:int8", *JOB], "a: found dtype 'int8'"),
         (["--table", "a:1:4", "--table", "a:1:4", *JOB], "found 2 with 1 names"),
         (["--table", "a:1:4", *JOB, "--memory", "1XB"], "found '1XB'"),
+        (["--table", "a:1:4", *JOB, "--memory", "10000000TB"], "required at most 1,000,000 TB"),
+        (["--table", "a:1:4", *JOB, "--memory", "9" * 400], "required at most 1,000,000 TB"),
+        (["--table", f"a:{10**20}:4", *JOB], "required at most 1e+15 elements"),
+        (["--table", f"a:{'9' * 5000}:4", *JOB], "required NAME:ROWS:DIM"),
         (["--table", "a:1:4", *JOB, "--algorithm", "adamw"], "found 'adamw'; required one of sgd"),
         (["--table", "a:1:4", *JOB, "--ranks", "0", "--batch", "0"], "batch: found 0.0"),
     ],
@@ -89,9 +93,16 @@ def test_a_wrong_call_says_what_is_wrong(arguments, words, capsys):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("x", "mend the file"), ("a = 1", "no list `tables`"), ("[[tables]]\nname = 'a'\nrow = 4", "the keys name, row")],
+    [
+        ("[[tables]]\nname = 'a'\nrows = 9\ndim = 4\ndtype = ['float32']", "found dtype ['float32']"),
+        (f"[[tables]]\nname = 'a'\nrows = 9\ndim = 4\npooling = {10**400}", "a number above 0"),
+        ("x", "mend the file"),
+        ("a = 1", "no list `tables`"),
+        ("é", "utf-8"),
+        ("[[tables]]\nname = 'a'\nrow = 4", "the keys name, row"),
+    ],
 )
 def test_a_wrong_file_is_refused(text, words, tmp_path, capsys):
-    (tmp_path / "wrong.toml").write_text(text)
+    (tmp_path / "wrong.toml").write_bytes(text.encode("latin-1"))
     assert main(["plan", str(tmp_path / "wrong.toml"), *JOB]) == 2
     assert words in capsys.readouterr().err
