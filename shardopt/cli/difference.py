@@ -111,8 +111,8 @@ def _compare(x: torch.Tensor, y: torch.Tensor) -> _Of:
     """Compares tensors of one shape, element by element."""
     one, other = as_array(x).reshape(-1), as_array(y).reshape(-1)
     kinds = {one.dtype.kind, other.dtype.kind}
-    if kinds <= {"b", "i"} or kinds <= {"b", "u"}:
-        return _compare_integers(one, other)
+    if kinds <= {"b", "i", "u"}:
+        return _summed(_integer_distances(one, other))
     wide: Any = np.complex128 if "c" in kinds else np.float64
     one, other = one.astype(wide), other.astype(wide)
     unequal = ~((one == other) | (np.isnan(one) & np.isnan(other)))
@@ -121,14 +121,20 @@ def _compare(x: torch.Tensor, y: torch.Tensor) -> _Of:
         return _summed(distances.astype(np.float64))
 
 
-def _compare_integers(one: NDArray[Any], other: NDArray[Any]) -> _Of:
-    """Compares integers exactly, as their distances are below 2^64."""
+def _integer_distances(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
+    """Returns the distances of integers that differ; compares them exactly."""
+    if {one.dtype.kind, other.dtype.kind} == {"i", "u"}:
+        signed, unsigned = (one, other) if one.dtype.kind == "i" else (other, one)
+        negative = signed < 0
+        below = unsigned[negative].astype(np.float64) - signed[negative].astype(np.float64)
+        return np.concatenate([below, _integer_distances(signed[~negative].astype(np.uint64), unsigned[~negative])])
     wide: Any = np.uint64 if {one.dtype.kind, other.dtype.kind} <= {"b", "u"} else np.int64
     one, other = one.astype(wide), other.astype(wide)
     unequal = one != other
     one, other = one[unequal], other[unequal]
-    distances = np.maximum(one, other).view(np.uint64) - np.minimum(one, other).view(np.uint64)
-    return _summed(distances.astype(np.float64))
+    below_2_64 = np.maximum(one, other).view(np.uint64) - np.minimum(one, other).view(np.uint64)
+    distances: NDArray[np.float64] = below_2_64.astype(np.float64)
+    return distances
 
 
 def _summed(distances: NDArray[np.float64]) -> _Of:

@@ -154,6 +154,15 @@ def test_integers_do_not_wrap_around(compared, dtype):
     assert (status, found["differing"], found["maximum"]) == (1, differing, maximum)
 
 
+def test_signed_and_unsigned_integers(compared):
+    a, b = [2**53 + 1, 7, -1, -(2**63), 2**63 - 1], [2**53, 7, 2**64 - 1, 2**63, 2**63 - 1]
+    a, b = torch.tensor(a), torch.tensor(b, dtype=torch.uint64)
+    for one, other in ((a, b), (b, a)):
+        found = compared({"w": one}, {"w": other})[1]["tensors"]["w"]
+        assert (found["kind"], found["differing"], found["maximum"]) == ("dtype", 3, 2.0**64)
+    assert compared({"w": a[:1]}, {"w": b[:1]})[1]["tensors"]["w"]["maximum"] == 1.0
+
+
 def optimizer_of(names, lr):
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in names}
     optimizer = shardopt.keyed("adamw", parameters, lr=lr)
