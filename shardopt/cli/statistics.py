@@ -103,14 +103,14 @@ def _fill_histogram(result: Statistics, pieces: Iterator[NDArray[np.generic]]) -
     low, high = result.minimum, result.maximum
     assert low is not None and high is not None
     whole_numbers = isinstance(low, int)
-    if low == high:
-        result.edges, result.counts = [float(low), float(high)], [result.elements - _not_finite(result)]
-        return
     bins = min(BINS, int(high) - int(low) + 1) if whole_numbers else BINS
-    if whole_numbers and bins == int(high) - int(low) + 1:
+    if whole_numbers and 1 < bins == int(high) - int(low) + 1:
         high = int(high) + 1  # a bin for each number
     counts = np.zeros(bins, dtype=np.int64)
     width = float(high) / 2 - float(low) / 2  # halves, since the whole may be beyond the range of fp64
+    if not width:  # fp64 has no number between these: one bin
+        result.edges, result.counts = [float(low), float(high)], [result.elements - _not_finite(result)]
+        return
     for numbers in pieces:
         doubles = numbers.astype(np.float64)
         doubles = doubles[np.isfinite(doubles)]

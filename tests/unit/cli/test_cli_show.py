@@ -227,6 +227,13 @@ def test_integers_are_exact_at_their_limits(tmp_path, capsys):
     assert [(each["minimum"], each["maximum"]) for each in found] == [(-(2**63), 2**63 - 1), (0, 2**64 - 1)]
 
 
+@pytest.mark.parametrize("numbers", [[2**62, 2**62 + 3], [0.0, 5e-324, 5e-324]], ids=str)
+def test_numbers_between_which_fp64_has_none_share_a_bin(tmp_path, capsys, numbers):
+    checkpoint.save(tmp_path / "c", {"w": torch.tensor(numbers, dtype=torch.int64 if numbers[0] else torch.float64)})
+    found = json.loads(shown(capsys, tmp_path / "c", "w", "--json"))["statistics"]
+    assert (found["counts"], found["edges"]) == ([len(numbers)], [float(numbers[0]), float(numbers[1])])
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path, capsys):
     checkpoint.save(tmp_path / "c", {"w": torch.ones(5000)})
     (file,) = (tmp_path / "c").glob("*.safetensors")
