@@ -9,9 +9,10 @@ from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 
 # The lines of `reports.emit_report`: the figures of each rank, at DEBUG, and the line of rank 0 for people, at INFO.
 _SAVE = re.compile(r"\bsave url=(.+?) save_id=\S+ (.*)")
-_LENGTH = r"([\d.]+) (ms|s|min)"
+_LENGTH = r"([\d.]+ (?:ms|s|min|h \d+ min|days))"  # as `seconds_text` has it
+_UNIT = re.compile(r"([\d.]+) ([a-z]+)")
 _SAVED = re.compile(rf"\bsaved step (\d+)(?: of branch (\d+))?: .* in {_LENGTH}(?: \(training waited {_LENGTH}\))?\s*$")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
 _FIGURE = re.compile(r"(\w+)=([-+.\deE]+|inf|nan)(?:\s|$)")
 _NAMES = ("seconds", "stall_seconds")
 
@@ -41,6 +42,10 @@ def _figures_in(line: str) -> tuple[CheckpointId | None, dict[str, float]]:
     match = _SAVED.search(line)
     if match is None:
         return None, {}
-    seconds = float(match[3]) * _SECONDS[match[4]]
-    stall = seconds if match[5] is None else float(match[5]) * _SECONDS[match[6]]
+    seconds = _seconds(match[3])
+    stall = seconds if match[4] is None else _seconds(match[4])
     return CheckpointId(int(match[1]), int(match[2] or 0)), {"seconds": seconds, "stall_seconds": stall}
+
+
+def _seconds(text: str) -> float:
+    return sum(float(number) * _SECONDS[unit] for number, unit in _UNIT.findall(text))

@@ -133,11 +133,11 @@ def test_logs_tell_how_long_training_waited_and_which_steps_are_gone(run, tmp_pa
     before = told(capsys, run)["runs"][0]
     assert {step["stall_seconds"] for step in before["steps"]} == {None} and before["removed"] == []
     with open(tmp_path / "log", "a") as log:
-        log.write("\nsaved step 7 of branch 1: 2 kB in 3 s (training waited 2 ms)\n")
+        log.write("\nsaved step 7 of branch 1: 2 kB in 4 days (training waited 2 h 5 min)\n")
     (document,) = told(capsys, run, "--log", tmp_path / "log")["runs"]
     assert all(step["stall_seconds"] is not None for step in document["steps"])
     (gone,) = document["removed"]
-    assert (gone["step"], gone["seconds"], gone["stall_seconds"]) == (7, 3.0, 0.002)
+    assert (gone["step"], gone["seconds"], gone["stall_seconds"]) == (7, 4 * 86400.0, 125 * 60.0)
     assert gone["left"] == "by retention or by hand: runs do not record which"
 
 
