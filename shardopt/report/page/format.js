@@ -26,13 +26,15 @@ export function secondsText(seconds) {
   if (seconds < 9.95) return `${Number(seconds.toPrecision(2))} s`;
   if (seconds < 100) return `${seconds.toFixed(0)} s`;
   const minutes = Math.round(seconds / 60);
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (minutes < 60) return `${minutes} min`;
+  return seconds < 48 * 3600 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${(seconds / 86400).toFixed(0)} days`;
 }
 
-// "nan", "inf" and "-inf" are texts in the document.
+// "nan", "inf" and "-inf" are texts in the document. Integers have all their digits, as far as a number has them.
 export function numberText(value) {
   if (value === null || value === undefined) return "";
-  return typeof value === "number" ? String(Number(value.toPrecision(6))) : value;
+  if (typeof value !== "number" || Number.isSafeInteger(value)) return String(value);
+  return String(Number(value.toPrecision(6)));
 }
 
 export function asNumber(value) {
