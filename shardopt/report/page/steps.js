@@ -52,7 +52,7 @@ export function runSection(run, number) {
   const newest = run.steps[Math.max(0, run.steps.findLastIndex((step) => step.in_run))];
   const details = detailsPanel("Chosen step", newest ? stepDetails(run, newest) : "no steps");
   const grid = new Grid({ label: `Steps of ${run.url}`, columns: columnsOf(run), onOpen: (step) => show(step, true) });
-  const timeline = new Timeline(run, (step) => show(step, false));
+  const timeline = run.steps.length ? new Timeline(run, (step) => show(step, false)) : null;
   function show(step, fromTable) {
     const parts = stepDetails(run, step);
     if (fromTable) {
@@ -65,7 +65,7 @@ export function runSection(run, number) {
   }
   const removed = run.removed.map((each) => element("li", {}, `step ${each.step}` + (each.branch ? ` of branch ${each.branch}` : "") + `: ${each.left}`));
   const gone = removed.length ? [element("h3", {}, "Saved by the log, and gone"), element("ul", {}, removed)] : [];
-  const made = section(`${kind} ${run.url}`, `run-${number}`, runFacts(run), timeline.element, details, grid.element, ...gone);
+  const made = section(`${kind} ${run.url}`, `run-${number}`, runFacts(run), timeline && timeline.element, details, grid.element, ...gone);
   grid.setRows(run.steps);
   return {
     element: made,
