@@ -254,7 +254,7 @@ def settle_checks() -> None:
 
 def has_failed_steps() -> bool:
     """Whether a step of the process is known to have failed, and no load has replaced what it has changed. Local."""
-    return any(owner.failure is not None for owner in tuple(_failed))
+    return any(owner.failure is not None for owner in _with_failures())
 
 
 def failed_steps_remain() -> bool:
@@ -305,14 +305,19 @@ def _failures(owners: Iterable[DeferredChecks] = ()) -> list[Exception]:
         owners: those that are known to be in use.
     """
     _drop_what_is_replaced()
-    if any(owner not in owners for owner in tuple(_failed)):
+    if any(owner not in owners for owner in _with_failures()):
         gc.collect()  # one that nobody has any more steps nothing
     with _lock:
         return [owner.failure for owner in _failed if owner.failure is not None]
 
 
+def _with_failures() -> tuple[DeferredChecks, ...]:
+    with _lock:  # other threads add to it
+        return tuple(_failed)
+
+
 def _drop_what_is_replaced() -> None:
-    for owner in tuple(_failed):
+    for owner in _with_failures():
         owner._drop_if_replaced()
 
 

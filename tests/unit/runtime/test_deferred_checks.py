@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from shardopt.runtime import deferred_checks
 from shardopt.runtime.deferred_checks import (
     DeferredChecks,
     empty_pinned,
@@ -309,3 +310,15 @@ def test_numbers_come_to_plain_memory_where_none_can_be_pinned(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", refusing)
     assert empty_pinned(torch.zeros(3, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_those_that_failed_are_read_under_the_lock(monkeypatch):
+    """Threads that save add to them: a walk of a WeakSet that grows raises."""
+
+    class Locked(weakref.WeakSet):
+        def __iter__(self):
+            assert deferred_checks._lock.locked()
+            return super().__iter__()
+
+    monkeypatch.setattr(deferred_checks, "_failed", Locked([DeferredChecks()]))
+    assert not deferred_checks.has_failed_steps() and not failed_steps_remain()
