@@ -21,9 +21,8 @@ anything has changed. On an accelerator that would be to wait: there the step af
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from math import isnan, nan, prod
+from math import inf, nan, prod
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -31,12 +30,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.absent_gradients import refuse_absent, refuse_absent_late
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.initial_state import made_of, restore_dtypes
 from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
 from shardopt.algorithms.stepped import Stepped
-from shardopt.errors import GradientError, Problem, ShardoptError
+from shardopt.errors import GradientError, ShardoptError
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.sharding.box import cover_faults
@@ -44,9 +44,6 @@ from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import ShardGroup, shard_groups_of
 from shardopt.sharding.view import device_of, is_held, local_tensors, view_of
-
-ABSENT = "gradients are absent on some ranks, or refused there"
-LATE = "an earlier step was taken all the same; load a checkpoint"
 
 
 class AlgorithmOptimizer(Optimizer):
@@ -117,8 +114,9 @@ class ParameterStep:
         cuts: the groups of ranks among which it is cut.
         gradients: of the local tensors; None where there is none.
         fault: why the gradient is refused; raised once the other ranks know of it.
-        counts: how many ranks have a gradient, and how many have shards but no gradient (NaN where one refuses its
-            own), once `numbers` were exchanged.
+        refuses: whether this rank refuses a gradient in this step, of this parameter or of another.
+        counts: how many ranks have a gradient, and how many have shards but no gradient (NaN where one refuses it,
+            infinite where one refuses another), once `numbers` were exchanged.
     """
 
     counts: Tensor
@@ -133,6 +131,7 @@ class ParameterStep:
         self.cuts: tuple[ShardGroup, ...] = shard_groups_of(parameter)
         self.gradients: list[Tensor] | None = None
         self.fault: ShardoptError | None = None
+        self.refuses = False
         try:
             self.gradients = self._read_gradients()
         except GradientError as error:
@@ -168,8 +167,14 @@ class ParameterStep:
 
     def own_counts(self) -> tuple[float, float]:
         """Returns what this rank adds to `counts`."""
-        own = nan if self.fault else float(bool(self.local_tensors))
-        return (own, 0.0) if self.gradients is not None else (0.0, own)
+        here = float(bool(self.local_tensors))
+        have, lack = (here, 0.0) if self.gradients is not None else (0.0, here)
+        return have, self.refusal or lack
+
+    @property
+    def refusal(self) -> float:
+        """What tells other ranks, among counts of those that lack a gradient, that this one refuses it or another."""
+        return nan if self.fault else inf if self.refuses else 0.0
 
     def is_due(self) -> bool:
         """Whether it has a gradient and elements on this rank; valid after the exchange of `numbers`.
@@ -283,6 +288,9 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
 
     def _take_step(self) -> None:
         steps = [self._make_step(group, each) for group in self.param_groups for each in group["params"]]
+        refuses = any(step.fault is not None for step in steps)
+        for step in steps:
+            step.refuses = refuses
         try:
             self._take(steps)
         finally:
@@ -317,7 +325,7 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
             return
         for device in {step.counts.device for step in shared}:
             here = [step for step in shared if step.counts.device == device]
-            check = partial(_refuse_absent_late, [(step.name, step.all_or_none) for step in here])
+            check = partial(refuse_absent_late, [(step.name, step.all_or_none) for step in here])
             self.deferred.defer(torch.cat([step.counts for step in here]), check)
 
 
@@ -343,49 +351,6 @@ def raise_fault(steps: Iterable[ParameterStep]) -> None:
     for step in steps:
         if step.fault is not None:
             raise step.fault
-
-
-def refuse_absent(demands: Iterable[tuple[str, bool]], counts: Iterable[Sequence[float]]) -> None:
-    """Raises if some ranks of a parameter have a gradient and others have none.
-
-    Args:
-        demands: name of each parameter, and whether all of its ranks must have a gradient, or none.
-        counts: for each how many ranks have one, and how many have none (NaN where a rank refuses its own); the same
-            on all ranks.
-
-    Raises:
-        GradientError: some have one and others do not, or one refuses its own.
-    """
-    problems = []
-    for (name, all_or_none), (have, lack) in zip(demands, counts, strict=True):
-        if isnan(lack):
-            problems.append(absent(name, "one that a rank refuses"))
-        elif all_or_none and have and lack:
-            problems.append(absent(name, f"one on {have:g} of its ranks, none on {lack:g}"))
-    if problems:
-        raise GradientError(ABSENT, problems, code="missing-gradient")
-
-
-def _refuse_absent_late(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:
-    with told_late():
-        refuse_absent(demands, counts.view(-1, 2).tolist())
-
-
-@contextmanager
-def told_late() -> Iterator[None]:
-    """Adds to gradient errors that they belong to an earlier step, which was taken."""
-    try:
-        yield
-    except GradientError as error:
-        error.message = f"{error.message}: {LATE}"
-        error.args = (error.message,)
-        raise
-
-
-def absent(name: str, present: str) -> Problem:
-    """Describes a gradient that not all ranks of a parameter have."""
-    remedy = "give it zeros where a rank has nothing to do with it"
-    return Problem(f"{name}.grad", present, "one on all of its ranks, or on none", remedy)
 
 
 def uncovered(view: View) -> str:

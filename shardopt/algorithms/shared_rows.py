@@ -14,14 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import (
-    CommunicatingOptimizer,
-    ParameterStep,
-    absent,
-    is_on_host,
-    raise_fault,
-    told_late,
-)
+from shardopt.algorithms.absent_gradients import absent, told_late
+from shardopt.algorithms.communicating import CommunicatingOptimizer, ParameterStep, is_on_host, raise_fault
 from shardopt.algorithms.reductions import Term
 from shardopt.errors import GradientError, Problem
 from shardopt.sharding.reduced import ShardGroup, shard_groups_of

@@ -327,3 +327,28 @@ def loaded_while_unsettled(standin):
 
 def test_a_load_drops_what_is_not_looked_at():
     assert on_accelerator(2, loaded_while_unsettled) == [[1.0, 1.0]] * 2
+
+
+def refusals_of_a_plain_gradient(standin):
+    """Returns what five steps raise, of which the second has a bad gradient of a plain parameter on rank 1."""
+    found = {}
+    for case in ("muon", "lamb"):
+        weight, _ = make(case)
+        plain = nn.Parameter(torch.ones(8, 8))  # where gradients can be sparse
+        optimizer, raised = shardopt.keyed(case, {"w": weight, "plain": plain}, lr=0.1), []
+        for number in range(5):
+            weight.grad, plain.grad = torch.full_like(weight, 0.1), torch.full_like(plain, 0.1)
+            if number == 1 and dist.get_rank() == 1:
+                plain.grad = plain.grad.to_sparse()
+            raised.append(error_of(optimizer.step))
+        found[case] = raised
+    return found
+
+
+def test_a_plain_gradient_that_one_rank_refuses_is_told_to_all_that_share_others():
+    other, own = on_accelerator(2, refusals_of_a_plain_gradient)
+    for case, raised in other.items():
+        assert [bool(each) for each in raised] == [False, False, False, True, False], case
+        assert [bool(each) for each in own[case]] == [False, True, False, True, False], case
+        assert "plain.grad: found torch.sparse_coo" in own[case][1] and raised[3] == own[case][3]
+        assert "w.grad: found one, but" in raised[3] and "another parameter's" in raised[3]

@@ -14,26 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from math import nan
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import (
-    ABSENT,
-    CommunicatingOptimizer,
-    absent,
-    raise_fault,
-    refuse_absent,
-)
+from shardopt.algorithms.absent_gradients import ABSENT, absent, refuse_absent, refused_with_another
+from shardopt.algorithms.communicating import CommunicatingOptimizer, raise_fault
 from shardopt.algorithms.gathering.redistribute import MatrixRedistributor
 from shardopt.algorithms.gathering.step import GatheredStep
 from shardopt.errors import GradientError
 from shardopt.ranks import Ranks, ranks_among, ranks_of
 from shardopt.sharding.view import groups_of, members_of
 
-_HAS, _LACKS, _REFUSES = 1.0, 0.0, -1.0
+_HAS, _LACKS, _REFUSES, _REFUSES_ANOTHER = 1.0, 0.0, -1.0, -2.0
 
 
 class GatheringOptimizer(CommunicatingOptimizer):
@@ -57,10 +51,14 @@ class GatheringOptimizer(CommunicatingOptimizer):
         steps = sorted(steps, key=lambda step: step.key)
         teams = _teams(steps)
         counted = [each for team in teams if team.checks_first for each in team.count()]
-        unchecked = [step for team in teams if not team.checks_first for step in team.steps]
-        raise_fault(sorted(set(steps).difference(unchecked), key=lambda step: step.key))
+        late = [team for team in teams if not team.checks_first]
+        if counted or not late:
+            raise_fault(steps)
         refuse_absent([(step.name, step.all_or_none) for step, _ in counted], [counts for _, counts in counted])
-        for step in steps:
+        stepped = steps
+        if any(step.refuses for step in steps):  # only what the others wait for
+            teams, stepped = late, [step for team in late for step in team.steps]
+        for step in stepped:
             if step.gradients is not None and step.is_held:
                 step.ready()
         for team in teams:
@@ -72,7 +70,7 @@ class GatheringOptimizer(CommunicatingOptimizer):
                 if not team.checks_first:
                     names = [step.name for step in stepping]
                     self.deferred.defer(flags, partial(_refuse_differing, team.ranks.members, names))
-        raise_fault(unchecked)  # now that the others do not wait for this rank
+        raise_fault(steps)  # now that the others do not wait for this rank
 
 
 class Team:
@@ -86,13 +84,12 @@ class Team:
     def count(self) -> list[tuple[GatheredStep, list[float]]]:
         """Returns, for each parameter, on how many ranks it has a gradient, and on how many it has none.
 
-        The second is NaN if a rank refuses its gradient. Collective: one all-reduce.
+        The second is NaN if a rank refuses its gradient, infinite if one refuses another. Collective: one all-reduce.
         """
         if self.ranks.size == 1:
             return []
         own = [
-            [float(step.gradients is not None), nan if step.fault else float(step.gradients is None)]
-            for step in self.steps
+            [float(step.gradients is not None), step.refusal or float(step.gradients is None)] for step in self.steps
         ]
         counts = self.ranks.all_reduce_sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).cpu()
         for step, here in zip(self.steps, counts, strict=True):
@@ -121,8 +118,10 @@ def _teams(steps: Iterable[GatheredStep]) -> list[Team]:
 
 
 def _flag(step: GatheredStep) -> float:
-    """Returns, as a number that any dtype can hold, whether this rank has, lacks or refuses a gradient."""
-    return _REFUSES if step.fault else _HAS if step.gradients is not None else _LACKS
+    """Returns, as a number that any dtype can hold, whether this rank has, lacks or refuses a gradient, or another."""
+    if step.refuses:
+        return _REFUSES if step.fault else _REFUSES_ANOTHER
+    return _HAS if step.gradients is not None else _LACKS
 
 
 def _refuse_differing(ranks: Sequence[int], names: Sequence[str], flags: Tensor) -> None:
@@ -136,16 +135,19 @@ def _refuse_differing(ranks: Sequence[int], names: Sequence[str], flags: Tensor)
     Raises:
         GradientError: they do not have the same gradients; all ranks find it in the same numbers.
     """
-    problems = []
+    problems, of_others = [], []
     for name, of_ranks in zip(names, flags.T.tolist(), strict=True):
-        have, lack, refuse = (
+        have, lack, refuse, refuse_another = (
             [rank for rank, flag in zip(ranks, of_ranks, strict=True) if flag == kind]
-            for kind in (_HAS, _LACKS, _REFUSES)
+            for kind in (_HAS, _LACKS, _REFUSES, _REFUSES_ANOTHER)
         )
         if refuse:
             problems.append(absent(name, f"one that ranks {refuse} refuse"))
         elif have and lack:
             problems.append(absent(name, f"a gradient on ranks {have}, none on {lack}"))
+        elif refuse_another:
+            of_others.append(refused_with_another(name, f"ranks {refuse_another} refuse another parameter's"))
+    problems = problems or of_others
     if problems:
         raise GradientError(
             f"{ABSENT}: an earlier step took zeros in their place; load a checkpoint", problems, code="missing-gradient"
