@@ -1,14 +1,17 @@
 """Semi-synchronous optimizers in one process: schedules, the outer step, state, what is refused; torchrec's facts."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
 import shardopt
+from shardopt import checkpoint
 from shardopt.errors import AlgorithmError, GradientError, LayoutError, MismatchError, OptionError, StateError
 from shardopt.optim.backward import in_backward
 from shardopt.optim.semi_sync import SemisyncOptimizer
+from shardopt.optim.semi_sync import outer as outer_half
 from shardopt.optim.semi_sync.islands.buckets import Buckets
 from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by_name
 from tests.support.islands import FRAGMENT_OF, assert_close, batch_of, loss_of, plain_model, simulate
@@ -279,6 +282,40 @@ def test_an_outer_step_that_fails_is_not_taken_for_one_that_was_taken():
     for _ in range(2):
         with pytest.raises(GradientError, match="finite"):
             optimizer.state_dict()
+
+
+@pytest.mark.parametrize("after", ["end_mean", "step_by"])
+def test_an_outer_step_that_a_save_began_and_an_interrupt_ended_is_in_no_save_until_a_load(
+    monkeypatch, tmp_path, after
+):
+    model, optimizer = alone(every=4, delay=2)
+    optimizer.init_state()
+    train(model, optimizer, range(2))
+    app = {"optimizer": optimizer, **optimizer.own({"model": model})}
+    checkpoint.save(tmp_path / "good", app)
+    train(model, optimizer, range(2, 5))
+    place, name = (Buckets, after) if after == "end_mean" else (outer_half, after)
+    call = getattr(place, name)
+
+    def interrupted(*args):
+        call(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(place, name, interrupted)
+        checkpoint.save(tmp_path / "bad", app)
+    refused_save = functools.partial(checkpoint.save, tmp_path / "bad", app)
+    for refused in (refused_save, optimizer.step, optimizer.sync, optimizer.state_dict):
+        with pytest.raises(StateError, match="anchors are left half stepped"):
+            refused()
+    with pytest.raises(StateError, match="half stepped"):
+        copy.deepcopy(optimizer)
+    checkpoint.load(tmp_path / "good", app)
+    train(model, optimizer, range(2, 8))
+    checkpoint.save(tmp_path / "bad", app)
+    same, other = alone(every=4, delay=2)
+    train(same, other, range(8))
+    assert_close(weights(model), weights(same))
 
 
 def test_weights_of_every_combined_optimizer_are_those_of_an_island():

@@ -54,8 +54,14 @@ class Buckets:
         self._sums = [ranks.begin_all_reduce_sum(flat) for flat in self.flats if flat.numel()]
         self._ranks = ranks.size
 
+    def wait(self) -> None:
+        """Waits for what the means are made of. On an accelerator only the current stream waits."""
+        for each in self._sums:
+            each.wait()
+
     def end_mean(self) -> None:
-        """Waits for the means; every rank gets the same bits. On an accelerator only the current stream waits."""
+        """Waits, and makes the means; every rank gets the same bits."""
+        self.wait()
         while self._sums:
             self._sums[0].wait().div_(self._ranks)
             del self._sums[0]  # one by one, so that it can be called again after an error
