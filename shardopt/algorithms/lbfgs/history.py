@@ -39,10 +39,11 @@ def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places
         old = state[name]
         if view_of(old, name).shape[0] == places:
             continue
-        state[name] = stack_like(parameter, places)
-        for into, local in zip(local_tensors(state[name]), local_tensors(old), strict=True):
+        new = stack_like(parameter, places)
+        for into, local in zip(local_tensors(new), local_tensors(old), strict=True):
             kept = min(len(into), len(local))
             into[:kept] = local[:kept]
+        state[name] = new  # once it is filled: an interrupt before loses nothing
 
 
 class Memory:
@@ -74,8 +75,8 @@ class Memory:
         """Makes room for `pairs` pairs, and frees places that exceed this by more than a quarter."""
         enough = min(pairs, self._size)
         for parameter, state in self._states.items():
-            places = view_of(state[HISTORY[0]]).shape[0]
-            if not enough <= places <= enough + enough // 4:
+            places = [view_of(state[name]).shape[0] for name in HISTORY]  # unlike after an interrupt
+            if not enough <= min(places) <= max(places) <= enough + enough // 4:
                 resize_history(parameter, state, min(enough + enough // 4, self._size))
         self._steps, self._changes = self._local_tensors("old_stps"), self._local_tensors("old_dirs")  # S and Y
 

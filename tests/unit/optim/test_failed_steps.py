@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.algorithms.lbfgs import history
 from shardopt.errors import AlgorithmError, ShardoptError, StateError
 from shardopt.optim import KeyedOptimizerWrapper
 from tests.support.fake_rank import fake_rank, shard
@@ -141,6 +142,29 @@ def test_an_interrupted_swap_is_undone_by_the_next(monkeypatch, back):
         ema.update()
     ema.swap()
     assert not ema.swapped and all(map(torch.equal, model.parameters(), own))
+
+
+def test_an_interrupted_look_at_the_state_of_lbfgs_leaves_its_history(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = shardopt.keyed("lbfgs", {"w": weight}, lr=0.1, max_iter=2, history_size=9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**4).sum()
+        loss.backward()
+        return loss
+
+    def interrupted(tensor):
+        raise Interrupt
+
+    optimizer.step(closure), optimizer.step(closure)
+    before = [optimizer._atoms()[0].state[weight][name].clone() for name in history.HISTORY]
+    with monkeypatch.context() as patched, pytest.raises(Interrupt):
+        patched.setattr(history, "local_tensors", interrupted)
+        optimizer.state_dict()
+    after = [optimizer.state_dict()["state"]["w"][name] for name in history.HISTORY]
+    assert all(each.any() and len(each) < 9 == len(now) for each, now in zip(before, after, strict=True))
+    assert all(torch.equal(now[: len(each)], each) for each, now in zip(before, after, strict=True))
 
 
 def test_a_step_in_backward_is_refused_while_averages_are_in_the_model():
