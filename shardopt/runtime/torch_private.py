@@ -153,22 +153,24 @@ def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
 def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:
     """Makes the state that `optimizer` has for `local` after its first gradient, without a step.
 
-    `optimizer.state` and `local.grad` are as before when this returns; while it runs there is one gradient of zeros
-    of the size of `local`.
+    `optimizer.state` and `local.grad` are as before when this returns or raises; while it runs there is one gradient of
+    zeros of the size of `local`.
 
     Args:
         optimizer: of a class that has torch's `_init_group`.
         group: the options that `local` has; its "params" are ignored.
         local: a tensor that it steps on, with state or without.
     """
-    gradient, state = local.grad, optimizer.state.pop(local, None)
-    local.grad = torch.zeros_like(local)
+    gradient, state = local.grad, optimizer.state.get(local)
     try:
+        optimizer.state.pop(local, None)
+        local.grad = torch.zeros_like(local)
         with torch.no_grad():
             gather_lists(optimizer, {**group, "params": [local]})  # the lists are thrown away
-        return dict(optimizer.state.pop(local, {}))
+        return dict(optimizer.state.get(local, {}))
     finally:
         local.grad = gradient
+        optimizer.state.pop(local, None)  # what was made, or half made
         if state is not None:
             optimizer.state[local] = state
 

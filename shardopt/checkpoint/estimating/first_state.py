@@ -45,18 +45,17 @@ def _make(optimizer: Optimizer, state: Mapping[str, Any], made: ExitStack) -> bo
     """Makes an optimizer's state, to be dropped by `made`. Whether there was some to make; None if it cannot be."""
     if isinstance(optimizer, UnsteppedStateful):
         before, is_known = {*state.get(STATE, ())}, True
+
+        def new() -> set[str]:
+            return {*optimizer.state_dict()[STATE]} - before
+
+        # Before there is any: it may end in the middle, as where the device has no memory left.
+        made.callback(lambda: optimizer.drop_state(new()))
         try:
             optimizer.init_state()  # type: ignore[call-arg]  # of all: an `init_state` without names
         except AlgorithmError:  # of some part it is made inside of the step
             is_known = False
-        except BaseException:  # as where the device has no memory left
-            if new := {*optimizer.state_dict()[STATE]} - before:
-                optimizer.drop_state(new)
-            raise
-        new = {*optimizer.state_dict()[STATE]} - before
-        if new:
-            made.callback(optimizer.drop_state, new)
-        return bool(new) if is_known else None
+        return bool(new()) if is_known else None
     absent = [
         (group, parameter)
         for group in optimizer.param_groups
@@ -70,8 +69,8 @@ def _make(optimizer: Optimizer, state: Mapping[str, Any], made: ExitStack) -> bo
     new_here = [(parameter, _state_on_meta(optimizer, group, parameter)) for group, parameter in absent]
     for parameter, state_of in new_here:
         if state_of:
-            optimizer.state[parameter] = state_of
             made.callback(optimizer.state.pop, parameter, None)
+            optimizer.state[parameter] = state_of
     return any(state_of for _, state_of in new_here)
 
 

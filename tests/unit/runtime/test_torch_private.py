@@ -80,6 +80,23 @@ def test_init_group_makes_what_the_first_step_makes(spec):
     assert len(optimizers[1].state) == 0
 
 
+def test_init_group_that_fails_in_the_middle_leaves_no_state(monkeypatch):
+    zeros_like, made = torch.zeros_like, []
+
+    def without_memory(*args, **kwargs):
+        made.append(args)
+        if len(made) == 2:  # after the gradient the first moment; there is a step counter by then
+            raise MemoryError
+        return zeros_like(*args, **kwargs)
+
+    tensor = torch.ones(2)
+    optimizer = torch.optim.AdamW([tensor])
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(torch, "zeros_like", without_memory)
+        lazy_state(optimizer, optimizer.param_groups[0], tensor)
+    assert tensor.grad is None and not optimizer.state
+
+
 def test_torchs_way_of_gathering_is_known_once_the_compiler_is_loaded():
     """Which wraps it, and is loaded for good."""
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
