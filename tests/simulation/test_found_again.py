@@ -44,7 +44,9 @@ FOUND = {
         replace(INTERRUPTED, faults=(Fault("interrupt", 1, rank=1, at=at),)) for at in range(1, 12)
     ],
     broken.leave_taken_once: [
-        Schedule(7691, (Job(saves=1),), (Fault("reset", 0, at=24), Fault("reset", 0, at=at))) for at in range(36, 48)
+        Schedule(7707, (Job(saves=1),), (Fault("reset", 0, at=first), Fault("reset", 0, at=at)))
+        for first in (24, 26, 28)
+        for at in range(38, 48)
     ],
     broken.no_more_frames_than_it_said: [
         Schedule(37630, (Job(saves=1, stage="lazy"),), (Fault("reset", 0, rank=1, at=at),)) for at in range(6, 12)
