@@ -123,15 +123,14 @@ class AsyncSaver:
         if in_flight == "refuse":
             self._refuse_second(ranks, call)
         self._wait(call, options.process_group)
-        self._group = options.process_group
+        self._group, self._thread = options.process_group, None  # that of the last save has ended
         side = self._side.of(ranks)
         background = BackgroundSave(side, url, self._plans, begin, options, afterwards)
         pending = background.pending
         staged: Staged | BaseException
         try:
+            self._ranks, self._pending, self._agreed_on_failure = side, pending, False
             track(pending)
-            self._ranks = side
-            self._pending, self._agreed_on_failure, self._thread = pending, False, None
             # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends
             # waits for it, and then reports that it should have waited itself.
             self._thread = world().thread(background.run, "shardopt-save")
