@@ -99,6 +99,7 @@ def test_steps_that_only_a_tier_is_to_have_are_not_lost(tmp_path, capsys):
     with checkpoint.Manager(tmp_path / "run", every=2, destinations=tiers) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.zeros(8)})
+            manager.wait()  # or the copies of the next step would take the place of this one's
     found = told(capsys, tmp_path / "run")
     places = [[each["place"] for each in step["places"]] for step in found["runs"][0]["steps"]]
     assert places == [[1], [0, 1], [1]] and not found["findings"]
