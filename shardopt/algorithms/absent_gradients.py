@@ -25,16 +25,18 @@ def refuse_absent(demands: Iterable[tuple[str, bool]], counts: Iterable[Sequence
     Raises:
         GradientError: some have one and others do not, or one refuses it or another.
     """
-    problems, of_others = [], []
+    problems, of_others = [], list[str]()
     for (name, all_or_none), (have, lack) in zip(demands, counts, strict=True):
         if isnan(lack):
             problems.append(absent(name, "one that a rank refuses"))
         elif isinf(lack):
-            of_others.append(refused_with_another(name, "a rank refuses another parameter's"))
+            of_others.append(name)
         elif all_or_none and have and lack:
             problems.append(absent(name, f"one on {have:g} of its ranks, none on {lack:g}"))
-    if problems or of_others:
-        raise GradientError(ABSENT, problems or of_others, code="missing-gradient")
+    if not problems and of_others:
+        problems = [refused_with_another(of_others, "a rank refuses another parameter's")]
+    if problems:
+        raise GradientError(ABSENT, problems, code="missing-gradient")
 
 
 def refuse_absent_late(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:
@@ -60,6 +62,9 @@ def absent(name: str, present: str) -> Problem:
     return Problem(f"{name}.grad", present, "one on all of its ranks, or on none", remedy)
 
 
-def refused_with_another(name: str, present: str) -> Problem:
-    """Describes a gradient that is good, but of a parameter one of whose ranks refuses another one's."""
-    return Problem(f"{name}.grad", f"one, but {present}", "good ones of all parameters", "see the error of that rank")
+def refused_with_another(names: Sequence[str], present: str) -> Problem:
+    """Describes gradients that are good, but of parameters one of whose ranks refuses another one's."""
+    others = f", and of {len(names) - 1} others" if len(names) > 1 else ""
+    return Problem(
+        f"{names[0]}.grad", f"one{others}, but {present}", "good ones of all parameters", "see the error of that rank"
+    )

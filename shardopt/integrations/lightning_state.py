@@ -38,6 +38,7 @@ _AVERAGING = tuple(
 )
 _log = logging.getLogger("shardopt")
 METRICS = "metrics of schedules"  # the last values that ReduceLROnPlateau goes by; Lightning itself saves none
+_STATEFUL = "StatefulDataLoader"  # of torchdata, which need not be installed
 _LOADERS = "combined_loader"  # Lightning's name for the states of data loaders, within those of the fit loop
 
 
@@ -132,9 +133,16 @@ def is_epoch_over(trainer: Trainer) -> bool:
 
 
 def draws_seed_in_each_epoch(trainer: Trainer) -> bool:
-    """Whether an epoch draws a seed for its loader. Workers that stay over epochs have theirs from the first one."""
-    loaders = CombinedLoader(trainer.train_dataloader).flattened
-    return not any(getattr(each, "persistent_workers", False) for each in loaders)
+    """Whether an epoch draws one seed for its loader.
+
+    Workers that stay over epochs have theirs from the first one. A StatefulDataLoader that resumes at its end is opened
+    twice, and draws two, unless Lightning makes it anew.
+    """
+    twice = trainer.reload_dataloaders_every_n_epochs == 0
+    return not any(
+        getattr(each, "persistent_workers", False) or (twice and type(each).__name__ == _STATEFUL)
+        for each in CombinedLoader(trainer.train_dataloader).flattened
+    )
 
 
 def validates(trainer: Trainer) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.absent_gradients import ABSENT, absent, refuse_absent, refused_with_another
+from shardopt.algorithms.absent_gradients import ABSENT, LATE, absent, refuse_absent, refused_with_another
 from shardopt.algorithms.communicating import CommunicatingOptimizer, raise_fault
 from shardopt.algorithms.gathering.redistribute import MatrixRedistributor
 from shardopt.algorithms.gathering.step import GatheredStep
@@ -135,7 +135,7 @@ def _refuse_differing(ranks: Sequence[int], names: Sequence[str], flags: Tensor)
     Raises:
         GradientError: they do not have the same gradients; all ranks find it in the same numbers.
     """
-    problems, of_others = [], []
+    problems, of_others, refusing = [], list[str](), set[int]()
     for name, of_ranks in zip(names, flags.T.tolist(), strict=True):
         have, lack, refuse, refuse_another = (
             [rank for rank, flag in zip(ranks, of_ranks, strict=True) if flag == kind]
@@ -146,9 +146,11 @@ def _refuse_differing(ranks: Sequence[int], names: Sequence[str], flags: Tensor)
         elif have and lack:
             problems.append(absent(name, f"a gradient on ranks {have}, none on {lack}"))
         elif refuse_another:
-            of_others.append(refused_with_another(name, f"ranks {refuse_another} refuse another parameter's"))
-    problems = problems or of_others
+            of_others.append(name)
+            refusing.update(refuse_another)
+    late = "an earlier step took zeros in their place; load a checkpoint"
+    if not problems and of_others:
+        late = LATE
+        problems = [refused_with_another(of_others, f"ranks {sorted(refusing)} refuse another parameter's")]
     if problems:
-        raise GradientError(
-            f"{ABSENT}: an earlier step took zeros in their place; load a checkpoint", problems, code="missing-gradient"
-        )
+        raise GradientError(f"{ABSENT}: {late}", problems, code="missing-gradient")

@@ -37,11 +37,9 @@ from shardopt.checkpoint.run.retention import Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptionError,
     MismatchError,
-    NoSpaceError,
     OptionError,
     Problem,
     StateError,
@@ -92,7 +90,7 @@ class _Candidate(NamedTuple):
     Args:
         noted: None where it is still to be read.
         hold: keeps the checkpoint from being removed until it is closed.
-        is_earlier: whether an earlier process saved it, perhaps so that this one's `Export` does not fit.
+        is_earlier: whether an earlier process may have saved it, perhaps so that this one's `Export` does not fit.
     """
 
     id: CheckpointId
@@ -127,7 +125,7 @@ class Exporter(Task):
     def note(self, id: CheckpointId, noted: Noted) -> None:
         """Exports an earlier checkpoint that has got metrics, if they decide and it is due. Does not wait."""
         if self._best is not None:
-            self._begin({id: noted})
+            self._begin({id: noted}, are_earlier=True)
 
     def restored(self, restored: Restored) -> None:
         """Exports what is due in a restored run, if the export is not of that. Does not wait.
@@ -138,13 +136,13 @@ class Exporter(Task):
         ids = [restored.id] if root.checkpoint(restored.id).url == restored.url else []
         if self._best is not None:
             ids = sorted(filter(None, map(parse_id, root.names)))
-        self._begin({id: None for id in ids if root.checkpoint(id).url not in restored.damaged})
+        self._begin({id: None for id in ids if root.checkpoint(id).url not in restored.damaged}, are_earlier=True)
 
-    def _begin(self, noted: Mapping[CheckpointId, Noted | None]) -> None:
+    def _begin(self, noted: Mapping[CheckpointId, Noted | None], are_earlier: bool = False) -> None:
         """Begins an export of the best of these and of those that wait; which it is shows once all are read."""
         candidates = [each for job in self._turns.withdraw_waiting() for each in job]
         for id, each in noted.items():
-            candidates.append(_Candidate(id, self._run.root.checkpoint(id).url, each, ExitStack(), each is None))
+            candidates.append(_Candidate(id, self._run.root.checkpoint(id).url, each, ExitStack(), are_earlier))
             candidates[-1].hold.enter_context(reading(candidates[-1].url))
         due = self._ranked(candidates)[:1]
         if self._best is not None:
@@ -169,7 +167,9 @@ class Exporter(Task):
         """Exports the best of the candidates that can be exported, unless it is no better than what is there.
 
         Raises:
-            CheckpointError, MismatchError, StateError: one that this process has saved cannot be.
+            CorruptionError, CheckpointNotFoundError, MismatchError, StateError: one that this process has saved cannot
+                be.
+            CheckpointError: the export could not be written.
         """
         there, ranked = self._existing(candidates), self._ranked(candidates)
         for each in ranked:
@@ -183,9 +183,9 @@ class Exporter(Task):
                     folder += _AGAIN
                 try:
                     self._convert(each, folder)
-                except (CheckpointError, MismatchError, StateError) as error:
+                except (CorruptionError, CheckpointNotFoundError, MismatchError, StateError) as error:
                     is_lost = isinstance(error, CorruptionError | CheckpointNotFoundError) and each is not ranked[-1]
-                    if isinstance(error, NoSpaceError) or not (each.is_earlier or is_lost):
+                    if not (each.is_earlier or is_lost):
                         raise
                     _log.warning("%s is not exported, but the next best, if any: %s", each.url, error)
                     continue

@@ -46,7 +46,8 @@ def refuse_tiers_of_others(run: Run, ranks: Ranks, tiers: Sequence[Hosts], domai
     what = f"looking whose steps are at {_paths(tiers)}"
     _, of_tiers = ranks.agree(what, lambda: _look_at_own(tiers), lambda seen: [seen, domains], decide)
     for hosts, of_hosts in zip(tiers, of_tiers, strict=True):
-        hosts.domains = of_hosts
+        # Managers share hosts: one that names no domain leaves what another has named.
+        hosts.domains = [new or old for new, old in zip(of_hosts, hosts.domains, strict=True)]
 
 
 def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:

@@ -7,7 +7,13 @@ from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.sources.referred import References, references_under, referred_in, require_readable
+from shardopt.checkpoint.sources.referred import (
+    References,
+    references_of,
+    references_under,
+    referred_in,
+    require_readable,
+)
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
 from shardopt.world import world
@@ -51,7 +57,7 @@ def remove_checkpoint(storage: Storage) -> None:
     Raises:
         OSError, CheckpointError: it could not be removed, or not all of it.
     """
-    for error in remove_checkpoints([storage]).values():
+    for error in _remove([storage]).values():
         raise error
 
 
@@ -65,14 +71,29 @@ def remove_checkpoints(storages: Sequence[Storage]) -> Mapping[Storage, Exceptio
         CheckpointError: a manifest beside them cannot be read. They stay then. If it was readable a moment ago, they
             are no checkpoints any more, and have all their data files.
     """
+    roots: dict[str, tuple[Storage, set[str]]] = {}
+    for storage in storages:
+        parent = storage.parent()
+        if parent is not None:
+            roots.setdefault(parent[0].url, (parent[0], set()))[1].add(parent[1])
+    for root, names in roots.values():
+        with suppress(FileNotFoundError):
+            require_readable(root, names)
+    return _remove(storages)
+
+
+def _remove(storages: Sequence[Storage]) -> Mapping[Storage, Exception]:
+    """Removes as `remove_checkpoints` does, without a look at the manifests beside them first.
+
+    So one that is in the way loses at least its manifest.
+    """
     failed: dict[Storage, Exception] = {}
     names: dict[Storage, list[str] | None] = {}  # of files to remove; None of links
-    _require_readable_beside(storages)
-    for i, storage in enumerate(storages):
+    for storage in storages:
         with _noted(failed, storage):
             names[storage] = None if storage.is_link() else _files_without_manifest(storage)
         if storage in failed:
-            _require_readable_beside(storages[i + 1 :])  # it stays, and is one of those beside the others
+            references_of(storage)  # it stays, and is one of those beside the others
     # After the manifests: from now on no save can refer to what only they had.
     referred = _referred_in([storage for storage in names if names[storage] != []])
     for storage, files in names.items():
@@ -84,18 +105,6 @@ def remove_checkpoints(storages: Sequence[Storage]) -> Mapping[Storage, Exceptio
             storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
             storage.remove_if_empty()
     return failed
-
-
-def _require_readable_beside(storages: Sequence[Storage]) -> None:
-    """Raises CheckpointError if a manifest beside those that have theirs yet cannot be read."""
-    roots: dict[str, tuple[Storage, set[str]]] = {}
-    for storage in storages:
-        parent = storage.parent()
-        with suppress(OSError, CheckpointError):  # its removal will say so
-            if parent is not None and MANIFEST_NAME in storage.names():
-                roots.setdefault(parent[0].url, (parent[0], set()))[1].add(parent[1])
-    for root, names in roots.values():
-        require_readable(root, names)
 
 
 def _files_without_manifest(storage: Storage) -> list[str]:

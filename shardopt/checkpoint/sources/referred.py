@@ -72,7 +72,7 @@ def references_under(root: Storage, but: str | None = None) -> References:
     # it took its references from may be removed before that is looked at in its turn. The second look sees the first.
     for _ in range(2):
         directories = [name for name in root.names() if name != but]
-        for found in _each(lambda name: _references_of(root.child(name)), directories, root.is_remote):
+        for found in _each(lambda name: references_of(root.child(name)), directories, root.is_remote):
             for beside, name in found:
                 referred[beside].add(name)
         if not directories:
@@ -91,7 +91,7 @@ def require_readable(root: Storage, but: Collection[str]) -> None:
         known = set(_bytes_of)
     names = [name for name in root.names() if not (name in but or name.endswith(".json"))]
     unread = [name for name in names if root.child(name).url not in known]
-    _each(lambda name: _references_of(root.child(name)), unread, root.is_remote)
+    _each(lambda name: references_of(root.child(name)), unread, root.is_remote)
 
 
 def referred_in(storage: Storage) -> frozenset[str]:
@@ -103,21 +103,28 @@ def referred_in(storage: Storage) -> frozenset[str]:
     return references_under(root, but=directory).get(directory, frozenset())
 
 
-def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
-    """Returns directory and name of each file elsewhere that a checkpoint refers to; none without a checkpoint."""
+def references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
+    """Returns directory and name of each file elsewhere that a checkpoint refers to; none without a checkpoint.
+
+    Raises:
+        CheckpointError: its manifest cannot be read.
+    """
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, NotADirectoryError):
         try:
             return _look_up(checkpoint)
-        except (PermissionError, UnreadableError) as error:
-            if isinstance(error, UnreadableError) or not _is_hidden(checkpoint):
+        except (OSError, UnreadableError) as error:
+            with _lock:
+                _bytes_of.pop(checkpoint.url, None)  # `require_readable` looks at it from now on
+            is_refused = isinstance(error, PermissionError) and not _is_hidden(checkpoint)
+            if isinstance(error, UnreadableError) or is_refused:
                 raise _unknown(checkpoint, error) from without_secrets(error)
+            if not isinstance(error, PermissionError):
+                raise
     return frozenset()
 
 
-def _unknown(checkpoint: Storage, error: PermissionError | UnreadableError) -> CheckpointError:
-    """Returns the error for a manifest that may refer to anything. `require_readable` looks at it from now on."""
-    with _lock:
-        _bytes_of.pop(checkpoint.url, None)
+def _unknown(checkpoint: Storage, error: OSError | UnreadableError) -> CheckpointError:
+    """Returns the error for a manifest that may refer to anything."""
     found = error.problems[0].found if isinstance(error, UnreadableError) else str(error.strerror or error)
     remedy = "make it readable, or move this checkpoint away"
     problem = Problem(f"{checkpoint.url}/{MANIFEST_NAME}", found, "a manifest that can be read", remedy)

@@ -289,5 +289,6 @@ def _document(a: CheckpointReader, b: CheckpointReader, found: Comparison) -> di
         ],
         "only_in_a": list(found.only_in_a),
         "only_in_b": list(found.only_in_b),
-        "not_compared": [*found.not_compared, *found.unread],
+        "not_compared": list(found.not_compared),
+        "unread": list(found.unread),
     }

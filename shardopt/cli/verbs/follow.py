@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from shardopt.checkpoint.run.branches import CheckpointId, branches_of
@@ -11,7 +10,7 @@ from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
 from shardopt.cli.output import Output, Span
-from shardopt.errors import CheckpointNotFoundError, OptionError, Problem
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem
 from shardopt.world import utc_text, world
 
 
@@ -26,12 +25,19 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
         for each in [] if newest is None or newest == seen else _since(root, seen, newest):
             if printed == count:
                 break
-            with suppress(CheckpointNotFoundError):  # removed meanwhile: then there is a newer one
+            try:
                 step = _figures(root, each.id)
-                seen, printed = each, printed + 1
-                output.line(*_line(step))
-                output.data(step)
-                output.finish()
+            except CheckpointNotFoundError:  # removed meanwhile: then there is a newer one
+                continue
+            except CorruptionError as error:
+                if each == newest:
+                    raise
+                output.complain(str(error))
+                continue
+            seen, printed = each, printed + 1
+            output.line(*_line(step))
+            output.data(step)
+            output.finish()
         if count is None or printed < count:
             world().sleep(every)
     return 0

@@ -254,7 +254,7 @@ def test_what_cannot_be_read_is_not_equal(tmp_path, compared, capsys):
     for side, lr in (("a", 1), ("b", 2)):
         torch.save({"w": torch.ones(2), "args": Namespace(lr=lr)}, tmp_path / f"{side}.pt")
     status, document, text = compared(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert (status, document["not_compared"], document["only_in_a"]) == (1, ["args"], [])
+    assert (status, document["unread"], document["only_in_a"]) == (1, ["args"], [])
     assert text.splitlines()[2:] == [
         "not compared: args: an object of argparse.Namespace",
         "unknown: 1 tensor equal (0 by checksum), 1 key not compared",

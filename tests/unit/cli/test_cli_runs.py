@@ -356,6 +356,8 @@ def test_follow_prints_every_step_between_two_looks(tmp_path, monkeypatch, capsy
                 manager.save(step, {"step": step})
             if manager.steps()[-1] == 5:
                 (tmp_path / "run/step-00000004/manifest.json").unlink()  # removed before it is looked at
+            if manager.steps()[-1] == 8:
+                (tmp_path / "run/step-00000006/manifest.json").write_text("torn")
 
     with using(Clock()):
         assert main(["follow", str(tmp_path / "run"), "--count", "5", "--json"]) == 0
@@ -363,4 +365,4 @@ def test_follow_prints_every_step_between_two_looks(tmp_path, monkeypatch, capsy
     while text:
         document, end = decoder.raw_decode(text)
         steps, text = [*steps, document["step"]], text[end:].strip()
-    assert steps == [2, 3, 5, 6, 7]
+    assert steps == [2, 3, 5, 7, 8]

@@ -123,6 +123,7 @@ PRIVATE_PLACES = {
     "sharding/traceable.py": "classes that it is not to see through, and the local tensor of a DTensor",
     "sharding/reduced.py": "only classes: ShardedTensor and its metadata, _StridedShard",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
+    "runtime/partial_loads.py": "the parts of our composites, which rooms above have",
     "runtime/torch_private.py": "hooks, steps, lazy state and kernels of torch.optim; modes of the process",
     "runtime/torch_gradients.py": "hooks of backward, stages of a GradScaler, what reduces gradients",
     "integrations/accelerate.py": "what an Accelerator was given to prepare and to save",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.errors import Problem, StateError
+from shardopt.runtime.partial_loads import refuse_partly_loaded
 from shardopt.sharding.pieces import View
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import local_tensors
@@ -49,8 +50,10 @@ def check_optimizers(flat: FlatState) -> None:
 
     Raises:
         StateError: names each such optimizer, and a parameter; or each such key; or a parameter with averages.
+        PartialLoadError: a load has left an optimizer half loaded.
     """
     optimizers = [each for each in flat.targets if isinstance(each.object, Optimizer)]
+    refuse_partly_loaded(each.object for each in optimizers if isinstance(each.object, Optimizer))
     modules = [each for each in flat.targets if isinstance(each.object, Module)] if optimizers else []
     owned = {id(each) for module in modules for each in module.state.values() if isinstance(each, Parameter)}
     places: dict[int, tuple[str, ...]] = {}

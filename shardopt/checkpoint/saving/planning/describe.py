@@ -132,7 +132,7 @@ def describe(
     check_optimizers(flat)
     tell_of_forgotten_schedules(flat, members)
     tell_of_states_without_group(flat, members)
-    tell_of_unsaved_metrics(flat)
+    tell_of_unsaved_metrics(flat, members)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}

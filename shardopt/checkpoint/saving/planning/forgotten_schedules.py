@@ -44,7 +44,7 @@ def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) 
     if not scheduled:
         return
     _seen.update(scheduled.values())
-    if not _is_first(members) or _has_schedule(flat):
+    if not is_first(members) or _has_schedule(flat):
         return
     _log.warning(
         "a schedule sets the rates of %s, and none is in the app: a resumed run would begin it anew. Add it "
@@ -54,7 +54,8 @@ def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) 
     )
 
 
-def _is_first(members: Sequence[int] | None) -> bool:
+def is_first(members: Sequence[int] | None) -> bool:
+    """Whether this is the first of the ranks that save; `members` as above."""
     return not dist.is_initialized() or dist.get_rank() == (0 if members is None else members[0])
 
 
@@ -65,7 +66,7 @@ def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None)
         if not names or not isinstance(optimizer, Optimizer) or optimizer in _told:
             continue
         _told.add(optimizer)
-        if _is_first(members):
+        if is_first(members):
             _log.warning(
                 "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "
                 "refuse it. Of a warm-up of torchrec's: use %s [optimizer-state]",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
-import torch.distributed as dist
 from torch.nn import Module
 
+from shardopt.checkpoint.saving.planning.forgotten_schedules import is_first
 from shardopt.state.paths import join
 from shardopt.state.state import FlatState
 
@@ -17,11 +17,11 @@ _seen: WeakValueDictionary[int, Module] = WeakValueDictionary()  # by their ids,
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def tell_of_unsaved_metrics(flat: FlatState) -> None:
-    """Logs a warning on rank 0 if objects of the app are metrics without anything in their state; once for each.
+def tell_of_unsaved_metrics(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, if objects of the app are metrics without anything in their state.
 
-    Metrics within a module of the program's own may be meant to begin anew; those that somebody has put into the app
-    are not.
+    The first of the ranks that save does; `members` are their numbers in the job, None for all. Metrics within a module
+    of the program's own may be meant to begin anew; those that somebody has put into the app are not.
     """
     empty = {
         join(each.path): each.object
@@ -30,7 +30,7 @@ def tell_of_unsaved_metrics(flat: FlatState) -> None:
     }
     new = {key: module for key, module in empty.items() if id(module) not in _seen}
     _seen.update((id(module), module) for module in new.values())
-    if new and not (dist.is_initialized() and dist.get_rank()):
+    if new and is_first(members):
         _log.warning(
             "nothing of %s is saved, as no state of the metric is persistent: a resumed run would begin it anew. Call "
             "its persistent(True) before saves and loads, or leave it out of the app [cannot-store]",

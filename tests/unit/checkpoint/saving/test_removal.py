@@ -108,14 +108,14 @@ def test_nothing_is_removed_while_a_manifest_that_may_refer_to_it_cannot_be_read
     with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
         manager.save(1, app)
         app["changed"].add_(1)
-        real = referred._references_of
+        real = referred.references_of
 
         def look(storage):
             with monkeypatch.context() as within:
                 within.setattr(LocalStorage, "size", refused)
                 return real(storage)
 
-        monkeypatch.setattr(referred, "_references_of", look)
+        monkeypatch.setattr(referred, "references_of", look)
         manager.save(2, app)
     assert refusals and "403 for a moment" in caplog.text
     assert checkpoint.verify(tmp_path / "step-00000002").ok
@@ -163,3 +163,29 @@ def test_checkpoints_stay_beside_one_that_can_be_neither_removed_nor_read(tmp_pa
     refused.append("3")
     save(tmp_path, 6, keep=1)
     assert with_manifests(tmp_path) == [f"step-0000000{step}" for step in (3, 4, 5, 6)]
+
+
+def test_one_that_is_in_the_way_loses_its_manifest_beside_one_that_cannot_be_read(tmp_path, refused):
+    save(tmp_path, 1, 2)
+    refused.append("1")
+    with pytest.raises(CheckpointError, match="move this checkpoint away"):
+        remove_checkpoint(storage_of(tmp_path / "step-00000002"))
+    assert sorted(path.suffix for path in (tmp_path / "step-00000002").iterdir()) == [".safetensors"]
+
+
+def test_checkpoints_that_cannot_be_removed_are_each_looked_at_once(tmp_path, monkeypatch):
+    save(tmp_path, *range(1, 9), keep=None)
+    listed, names = [], LocalStorage.names
+
+    def counted(self):
+        listed.append(self.url)
+        return names(self)
+
+    def refuse(self, name):
+        raise OSError(30, "Read-only file system")
+
+    storages = [storage_of(tmp_path / f"step-0000000{step}") for step in range(1, 8)]
+    monkeypatch.setattr(LocalStorage, "remove_durably", refuse)
+    monkeypatch.setattr(LocalStorage, "names", counted)
+    assert len(remove_checkpoints(storages)) == 7
+    assert len(listed) <= 3
