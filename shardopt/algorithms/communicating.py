@@ -173,7 +173,7 @@ class ParameterStep:
 
     @property
     def refusal(self) -> float:
-        """What tells other ranks, among counts of those that lack a gradient, that this one refuses it or another."""
+        """The mark among counts of ranks without a gradient: NaN if it is refused here, infinite if another is."""
         return nan if self.fault else inf if self.refuses else 0.0
 
     def is_due(self) -> bool:

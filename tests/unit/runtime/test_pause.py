@@ -52,29 +52,8 @@ def test_thresholds_that_the_program_sets_meanwhile_stay():
     assert gc.get_threshold() == (123, 4, 5)
 
 
-def test_pauses_of_several_threads():
-    """The program disables collection between the end of one and that of the other."""
-    gc.set_threshold(100, 7, 9)
-    inside, leave = threading.Event(), threading.Event()
-
-    def pause():
-        with gc_paused():
-            inside.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=pause)
-    with gc_paused():
-        thread.start()
-        assert inside.wait(30)
-    assert collections_while_making(1000) == 0
-    gc.disable()
-    leave.set()
-    thread.join()
-    assert not gc.isenabled() and gc.get_threshold() == (100, 7, 9)
-
-
-def test_a_child_that_is_forked_in_a_pause_collects():
-    gc.set_threshold(100, 7, 9)
+def pausing_thread():
+    """Starts a thread that pauses until it is told to leave; returns it and the event that tells it."""
     inside, leave = threading.Event(), threading.Event()
 
     def pause():
@@ -85,6 +64,24 @@ def test_a_child_that_is_forked_in_a_pause_collects():
     thread = threading.Thread(target=pause)
     thread.start()
     assert inside.wait(30)
+    return thread, leave
+
+
+def test_pauses_of_several_threads():
+    """The program disables collection between the end of one and that of the other."""
+    gc.set_threshold(100, 7, 9)
+    with gc_paused():
+        thread, leave = pausing_thread()
+    assert collections_while_making(1000) == 0
+    gc.disable()
+    leave.set()
+    thread.join()
+    assert not gc.isenabled() and gc.get_threshold() == (100, 7, 9)
+
+
+def test_a_child_that_is_forked_in_a_pause_collects():
+    gc.set_threshold(100, 7, 9)
+    thread, leave = pausing_thread()
     with gc_paused():  # that of the forking thread ends in the child too
         child = os.fork()
         if child == 0:

@@ -130,9 +130,7 @@ def describe(
         StateError, LayoutError: something in it cannot be stored; names all of it.
     """
     check_optimizers(flat)
-    tell_of_forgotten_schedules(flat, members)
-    tell_of_states_without_group(flat, members)
-    tell_of_unsaved_metrics(flat, members)
+    _tell_of_what_is_lost(flat, members)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
@@ -191,6 +189,14 @@ def describe(
         declared=flat.tied,
         buffers=frozenset() if is_alone else buffers_in(flat, views),
     )
+
+
+def _tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs warnings of what a resume would miss, or could not load."""
+    tell_of_forgotten_schedules(flat, members)
+    tell_of_states_without_group(flat, members)
+    if empty := [each for each in flat.targets if not each.state]:
+        tell_of_unsaved_metrics(empty, members)
 
 
 def _refuse_without_memory(key: str, view: View) -> None:

@@ -10,25 +10,24 @@ from torch.nn import Module
 
 from shardopt.checkpoint.saving.planning.forgotten_schedules import is_first
 from shardopt.state.paths import join
-from shardopt.state.state import FlatState
+from shardopt.state.state import RestoreTarget
 
 _seen: WeakValueDictionary[int, Module] = WeakValueDictionary()  # by their ids, as metrics define what equals them
 
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def tell_of_unsaved_metrics(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, if objects of the app are metrics without anything in their state.
+def tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, if objects without anything in their state are metrics.
 
     The first of the ranks that save does; `members` are their numbers in the job, None for all. Metrics within a module
     of the program's own may be meant to begin anew; those that somebody has put into the app are not.
     """
-    empty = {
+    new = {
         join(each.path): each.object
-        for each in flat.targets
-        if not each.state and isinstance(each.object, Module) and _has_metric(each.object)
+        for each in empty
+        if isinstance(each.object, Module) and id(each.object) not in _seen and _has_metric(each.object)
     }
-    new = {key: module for key, module in empty.items() if id(module) not in _seen}
     _seen.update((id(module), module) for module in new.values())
     if new and is_first(members):
         _log.warning(
