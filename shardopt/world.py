@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -193,10 +193,6 @@ class World:
         """Returns a future without a result yet."""
         return Future()
 
-    def wait_for_any(self, futures: Iterable[Future[T]]) -> set[Future[T]]:
-        """Waits until one of the futures is done; returns those that are."""
-        return wait(futures, return_when=FIRST_COMPLETED).done
-
     def wait_for_all(self, futures: Iterable[Future[Any]]) -> None:
         """Waits until all futures are done, whether or not they failed."""
         wait(futures)
@@ -212,10 +208,6 @@ class World:
     def store_of(self, group: ProcessGroup, prefix: str) -> Store:
         """Returns the store of a process group, with a prefix for all keys."""
         return stores.of_group(group, prefix)
-
-    def local_store(self) -> Store:
-        """Returns a store of only this process."""
-        return stores.of_process()
 
     def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> socket.socket:
         """Returns a non-blocking socket that listens at an address of this host, at a free port.

@@ -12,7 +12,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
     TCPStore,
 )
 
-__all__ = ["Store", "StoreError", "file_of", "host_of", "of_group", "of_process"]
+__all__ = ["Store", "StoreError", "file_of", "host_of", "of_group"]
 
 StoreError = DistError
 """The error that a store raises if it cannot be reached."""
@@ -21,11 +21,6 @@ StoreError = DistError
 def of_group(group: ProcessGroup, prefix: str) -> Store:
     """Returns the store of a process group, with a prefix for all keys."""
     return PrefixStore(prefix, group.get_group_store())
-
-
-def of_process() -> Store:
-    """Returns a store of only this process."""
-    return HashStore()
 
 
 def host_of(store: Store) -> str | None:

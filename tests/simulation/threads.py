@@ -216,15 +216,13 @@ class SimulatedPool(Executor):
                 raise Killed
 
 
-def wait_for_any(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
-    """As `World.wait_for_any`."""
-    futures = list(futures)
-    event = SimulatedEvent(scheduler)
+def wait_for_all(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> None:
+    """As `World.wait_for_all`."""
     for future in futures:
-        future.add_done_callback(lambda _: event.set())
-    if not any(future.done() for future in futures):
-        event.wait()
-    return {future for future in futures if future.done()}
+        event = SimulatedEvent(scheduler)
+        future.add_done_callback(lambda _, done=event: done.set())
+        if not future.done():
+            event.wait()
 
 
 class SimulatedListener:

@@ -35,7 +35,7 @@ from tests.simulation.threads import (
     SimulatedLock,
     SimulatedPool,
     SimulatedThread,
-    wait_for_any,
+    wait_for_all,
 )
 
 
@@ -110,12 +110,8 @@ class SimulatedWorld(World):
     def future(self) -> Future[Any]:
         return SimulatedFuture(self.scheduler)
 
-    def wait_for_any(self, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
-        return wait_for_any(self.scheduler, futures)
-
     def wait_for_all(self, futures: Iterable[Future[Any]]) -> None:
-        for future in futures:
-            wait_for_any(self.scheduler, [future])
+        wait_for_all(self.scheduler, futures)
 
     def random_name(self, nbytes: int) -> str:
         return self.scheduler.random.randbytes(nbytes).hex()
