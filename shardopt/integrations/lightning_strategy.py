@@ -6,7 +6,6 @@ trainer.fit(module, ckpt_path="out/epoch=3-step=400.ckpt")  # on any number of r
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +18,13 @@ from shardopt import checkpoint as checkpoints
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
-from shardopt.errors import CheckpointError
 from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
-from shardopt.integrations.run import FrameworkState, of_rank_0, replace_checkpoint
+from shardopt.integrations.run import FrameworkState, of_rank_0, removal_told, replace_checkpoint
 from shardopt.ranks import ranks_of
 
 __all__ = ["ShardoptMixin", "ShardoptStrategy"]
 
 _ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")  # of Lightning's own checkpoint, saved by keys here
-_log = logging.getLogger("shardopt")
 
 
 class ShardoptMixin:
@@ -114,11 +111,8 @@ class ShardoptMixin:
         Not collective: where the metric of a ModelCheckpoint is another on each rank, each decides what to remove.
         """
         if ranks_of(None).rank == 0:
-            try:
+            with removal_told(filepath):
                 remove_checkpoint(storage_of(filepath))
-            except (OSError, CheckpointError) as error:  # no reason to end a training, as in a Manager's retention
-                remedy = "make it writable, or move it away"
-                _log.warning("%s could not be removed, and stays: %s; %s [storage-failed]", filepath, error, remedy)
 
     def _trainer(self) -> Any:
         return self.lightning_module.trainer  # type: ignore[attr-defined]  # of the strategy that this is mixed into

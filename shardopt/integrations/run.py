@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +16,7 @@ from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.storage import is_temporary, storage_of
-from shardopt.errors import Problem, StateError
+from shardopt.errors import CheckpointError, Problem, StateError
 from shardopt.ranks import ranks_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.state.flatten import holds_tensors
@@ -23,6 +25,7 @@ from shardopt.state.values import decode_value, encode_value
 App = Mapping[str, Any]
 _ENCODED = "__encoded__"
 _TRAINED = ("model", "models", "optimizer", "optimizers")
+_log = logging.getLogger("shardopt")
 
 
 class FrameworkState:
@@ -161,10 +164,21 @@ class TrainingRun:
             manager.close()
 
 
+@contextmanager
+def removal_told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Logs that what is left of a checkpoint stays, if its removal fails: no reason to end a training."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:  # as in a Manager's retention
+        remedy = "make it writable, or move it away"
+        _log.warning("%s could not be removed, and stays: %s; %s [storage-failed]", path, error, remedy)
+
+
 def replace_checkpoint(path: str, new: str) -> None:
     """Puts a checkpoint in the place of another, in a file system. Killed at any point, `path` has one of them whole.
 
-    The data files go first, under names of their own; then the manifest replaces the other.
+    The data files go first, under names of their own; then the manifest replaces the other. A link is removed before
+    the new one gets its name, so that a kill between the two leaves only `new`.
     """
     there, beside = storage_of(path), storage_of(new)
     if there.is_link():  # what it points at stays
@@ -175,10 +189,12 @@ def replace_checkpoint(path: str, new: str) -> None:
     for name in moved:
         os.replace(os.path.join(new, name), os.path.join(path, name))
     there.publish(MANIFEST_NAME, beside.read(MANIFEST_NAME))
-    for name in {*there.names()} - {*moved, *referred_in(there)}:
-        if FILE_NAME.fullmatch(name) or is_temporary(name):
-            there.remove(name)
-    remove_checkpoint(beside)
+    with removal_told(new):
+        remove_checkpoint(beside)
+    with removal_told(f"the former {path}"):
+        for name in {*there.names()} - {*moved, *referred_in(there)}:
+            if FILE_NAME.fullmatch(name) or is_temporary(name):
+                there.remove(name)
 
 
 def of_rank_0(what: str, value: dict[str, Any]) -> dict[str, Any]:

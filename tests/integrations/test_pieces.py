@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.writing import staging
-from shardopt.errors import MismatchError, StateError
+from shardopt.errors import CheckpointError, MismatchError, StateError
+from shardopt.integrations import run
 from shardopt.integrations.loader import ResumableLoader
 from shardopt.integrations.loggers import log_report_metrics
 from shardopt.integrations.optimizers import keyed_like, make_keyed, require_keyed
@@ -288,6 +289,22 @@ def test_one_of_two_checkpoints_is_whole_wherever_their_replacement_is_killed(tm
         assert len(os.listdir(path)) == 2 and not os.path.exists(f"{path}.2")
     assert done and found[0] == 1.0 and found[-1] == 2.0 and found == sorted(found)
     assert len(os.listdir(path)) == 2 and not os.path.exists(new)
+
+
+def test_what_cannot_be_cleared_away_behind_a_replacement_is_told_and_stays(tmp_path, monkeypatch, caplog):
+    path, new = str(tmp_path / "last.ckpt"), str(tmp_path / "last.ckpt.new")
+    for value, url in ((1.0, path), (2.0, new)):
+        checkpoint.save(url, {"x": torch.full((3,), value)})
+
+    def unreadable(*unused):
+        raise CheckpointError("a neighbour cannot be read")
+
+    for name in ("referred_in", "remove_checkpoint"):
+        monkeypatch.setattr(run, name, unreadable)
+    replace_checkpoint(path, new)
+    app = {"x": torch.zeros(3)}
+    checkpoint.load(path, app)
+    assert app["x"][0] == 2.0 and "stays" in caplog.text and len(caplog.records) == 2
 
 
 def test_a_link_is_replaced_and_what_it_points_at_stays(tmp_path):
