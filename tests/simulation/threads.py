@@ -219,10 +219,14 @@ class SimulatedPool(Executor):
 def wait_for_all(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> None:
     """As `World.wait_for_all`."""
     for future in futures:
-        event = SimulatedEvent(scheduler)
-        future.add_done_callback(lambda _, done=event: done.set())
-        if not future.done():
-            event.wait()
+        _wait_for(scheduler, future)
+
+
+def _wait_for(scheduler: Scheduler, future: Future[Any]) -> None:
+    event = SimulatedEvent(scheduler)
+    future.add_done_callback(lambda _: event.set())
+    if not future.done():
+        event.wait()
 
 
 class SimulatedListener:
