@@ -5,7 +5,8 @@ differ with the number of ranks. Three steps of a matrix show it at once:
 
 - its state has the entries of the spec, with their shapes and dtypes;
 - state that is made early, as the spec says, leads to the same numbers as the state that the class makes;
-- rows by themselves get the same numbers as within the matrix, if the spec says that the algorithm is elementwise.
+- rows and columns by themselves get the same numbers as within the matrix, if the spec says that the algorithm is
+  elementwise.
 
 Steps that draw random numbers cannot be compared. A step that raises is left to the real one, which raises again.
 """
@@ -183,18 +184,21 @@ def _early_differs(spec: AlgorithmSpec, make: Make, dtype: torch.dtype, stepped:
 
 
 def _parts_differ(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> list[Problem]:
-    """Compares the steps of a matrix with those of its rows, each by itself."""
+    """Compares the steps of a matrix with those of its rows and of its columns, each by itself."""
     whole, gradients = _example(dtype)
-    rows = [row.clone() for row in torch.split(whole, 1)]
+    parts = [[part.clone() for part in torch.split(whole, 1, dim)] for dim in range(whole.ndim)]
     _stepped(make, whole, gradients)
-    for number, row in enumerate(rows):
-        _stepped(make, row, [gradient[number : number + 1].clone() for gradient in gradients])
-    if torch.allclose(torch.cat(rows), whole, rtol=1e-9, atol=1e-12) or _draws(make, dtype):
+    for dim, of_dim in enumerate(parts):
+        for number, part in enumerate(of_dim):
+            _stepped(make, part, [gradient.narrow(dim, number, 1).clone() for gradient in gradients])
+    joined = [torch.cat(of_dim, dim) for dim, of_dim in enumerate(parts)]
+    differ = [not torch.allclose(each, whole, rtol=1e-9, atol=1e-12) for each in joined]
+    if not any(differ) or _draws(make, dtype):
         return []
     return [
         Problem(
             f"{spec.name}.elementwise",
-            "other numbers for a row by itself than within the whole parameter",
+            f"other numbers for a {'row' if differ[0] else 'column'} by itself than within the whole parameter",
             "elementwise=True only for updates that take nothing from other elements, such as a norm or a mean",
             "derive the class from CommunicatingOptimizer, or register it with elementwise=False for plain parameters; "
             "tried=False in the AlgorithmSpec is for a class that itself sums over all ranks",

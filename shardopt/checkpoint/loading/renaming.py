@@ -259,7 +259,8 @@ def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
     problems = []
     for key, name in named:
         if name in taken:
-            problems.append(Problem(name, f"{taken[name]} and {key}", "one stored key for a name", "mend the rules"))
+            found, remedy = f"{taken[name]} and {key}", "give the one that is in the way another name first, or no rule"
+            problems.append(Problem(name, found, "one stored key for a name", remedy))
         taken.setdefault(name, key)
     if problems:
         raise MismatchError("the rules of rename give two keys one name", problems, code="bad-rules")

@@ -92,8 +92,8 @@ def _fits(
 ) -> bool:
     try:
         names = names_in_app(reader, flat, select, rename, skip)
-    except MismatchError:
-        return False
+    except MismatchError as error:
+        return error.code == "bad-rules"  # the load then says which keys get one name
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
     absent = []
     for key in names.chosen:

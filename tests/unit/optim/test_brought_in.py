@@ -177,6 +177,8 @@ def test_a_class_that_takes_early_state_for_its_own_second_step_is_refused():
         lambda self, group, parameter, state: state["average"] / state["average"].norm(),
         lambda self, group, parameter, state: state["average"] / (1 + parameter.square().mean()),
         lambda self, group, parameter, state: state["average"] / max(1.0, state["average"].square().mean().sqrt()),
+        lambda self, group, parameter, state: state["average"] / state["average"].norm(dim=-1, keepdim=True),
+        lambda self, group, parameter, state: state["average"] - state["average"].mean(dim=-1, keepdim=True),
     ],
 )
 def test_an_update_that_takes_from_other_elements_is_not_elementwise(update):

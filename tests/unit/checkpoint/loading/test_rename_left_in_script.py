@@ -95,6 +95,18 @@ def test_without_a_record_a_checkpoint_that_fits_as_it_is_is_taken(tmp_path):
     assert report.renamed == {}
 
 
+def test_a_rule_that_gives_a_name_that_is_taken_is_refused_also_where_all_fits_as_it_is(tmp_path):
+    checkpoint.save(tmp_path / "plain", app_of("first", "second"))
+    start(tmp_path, app_of("first", "second"), 1)
+    for url in (tmp_path / "plain", Manager(tmp_path).path(1)):
+        app = {"model": app_of("first", "second")["model"]}
+        with pytest.raises(MismatchError, match="one name"):
+            checkpoint.load(url, app, select=r"^model\.", rename={r"^model\.second": "model.first"})
+        averages = {r"^model\.first": "own", r"^model\.second": "model.first"}
+        checkpoint.load(url, app, select=r"^model\.first", rename=averages)
+        assert [*app["model"].state_dict().values()][0].flatten()[0] == 2
+
+
 def test_a_rule_that_fits_neither_way_is_refused(tmp_path):
     checkpoint.save(tmp_path / "old", app_of("first", "second"))
     with pytest.raises(MismatchError, match="nothing in the checkpoint"):
