@@ -51,7 +51,8 @@ class WarmupOptimizer(OptimizerWrapper):
     otherwise they follow from `lr` and the iteration.
 
     Args:
-        optimizer: is wrapped. Of two warm-ups around one optimizer, the outer one's rates are used.
+        optimizer: is wrapped. Of two warm-ups around one optimizer, the inner one's rates are used while
+            its stages last.
         stages: at least one; copied.
         lr: the full rate, >= 0.
         lr_param: the option of the groups that is set; the full one is "initial_" and this.

@@ -34,7 +34,7 @@ TEXTS = {
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
-    "To keep those of the groups, make it again after": "tests/unit/optim/test_schedule_rates.py follows it",
+    "To go on from those of the groups, make it again": "tests/unit/optim/test_schedule_rates.py follows it",
     "to the rate of the schedule, and call save_param": "tests/unit/optim/test_schedule_rates.py follows it",
     "call update() once before the load": "tests/unit/optim/test_averaging.py follows it",
     "where it is cut give each rank two rows": "tests/unit/sharding/test_traceable.py",

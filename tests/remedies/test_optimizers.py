@@ -437,10 +437,14 @@ def test_positions_are_those_of_as_torch():
     assert moments_of(other) == moments_of(app)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_the_line_about_a_replaced_rate_says_what_to_do_with_its_schedule(url, caplog):
+    def made(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
     def scheduled(lr):
         app = app_of(lr=lr)
-        return app | {"schedule": torch.optim.lr_scheduler.LambdaLR(app["optimizer"], lambda step: 1 / (1 + step))}
+        return app | {"schedule": made(app["optimizer"])}
 
     app = scheduled(0.5)
     saved(url, stepped(app))
@@ -448,11 +452,13 @@ def test_the_line_about_a_replaced_rate_says_what_to_do_with_its_schedule(url, c
     line = next(each for each in caplog.messages if "keep_options" in each)
     remedy = (
         "; a schedule sets 'lr' again: leave it out of the app, load with "
-        'Strictness(unexpected="ignore"), and make it again afterwards'
+        'Strictness(unexpected="ignore"), and afterwards make it anew and call its step() once for each step taken'
     )
     assert line.endswith(remedy)
     kept = app_of(lr=0.25)
     kept["optimizer"].keep_options("lr")
     checkpoint.load(url, kept, strict=checkpoint.Strictness(unexpected="ignore"), init_state=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(kept["optimizer"], lambda step: 1 / (1 + step))
-    assert schedule.base_lrs == [0.25] and schedule.get_last_lr() == [0.25]
+    schedule, course = made(kept["optimizer"]), scheduled(0.25)["schedule"]
+    for _ in range(app["schedule"].last_epoch):
+        schedule.step(), course.step()
+    assert schedule.base_lrs == [0.25] and schedule.get_last_lr() == course.get_last_lr() != [0.25]

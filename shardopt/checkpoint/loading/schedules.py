@@ -12,10 +12,11 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.loading.names import Names
@@ -34,8 +35,9 @@ _REMEDY = (
     'had made, less one, and set "lr" of each group to what was loaded, as StepLR changes it when it is made'
 )
 _MAY_SET_ITS_OWN = (
-    "its next step may set its own. To keep those of the groups, make it again after the load, with last_epoch= the "
-    "steps that it has made, less one"
+    "its next step may set its own. To go on from those of the groups, make it again after the load, with last_epoch= "
+    "the steps that it has made, less one. If they are those to begin with, make it anew, and call its step() once for "
+    "each step that it has made"
 )
 _NOT_SAVED = (
     'checkpoints of this optimizer have no groups. After this load set "lr" of each group to the rate of the schedule, '
@@ -268,9 +270,12 @@ def _stored(key: str, schedule: LRScheduler, names: Names) -> Mapping[str, Any]:
 def _differences(stored: Mapping[str, Any], schedule: LRScheduler) -> Iterator[str]:
     here = _arguments(schedule)
     absent = [name for name in here if name not in stored]
-    if absent:
-        others = [name for name in stored if name not in vars(schedule) and not name.startswith("_")]
-        yield f" is a {type(schedule).__name__} in the code, and was saved by one with {others} in place of {absent}"
+    others = [name for name in stored if name not in vars(schedule) and not name.startswith("_")]
+    is_torchs = type(schedule).__module__ == lr_scheduler.__name__  # another's attributes may come later
+    if absent or (is_torchs and not _arguments_of_torchs().isdisjoint(others)):
+        told = " in place of ".join(str(each) for each in (others, absent) if each)
+        preposition = "with" if others else "without"
+        yield f" is a {type(schedule).__name__} in the code, and was saved by one {preposition} {told}"
         return
     for name, value in here.items():
         if stored[name] != value:
@@ -279,6 +284,14 @@ def _differences(stored: Mapping[str, Any], schedule: LRScheduler) -> Iterator[s
     for i, (state, each) in enumerate(zip(inner, live, strict=False) if isinstance(inner, list) else ()):
         if isinstance(state, Mapping) and isinstance(each, LRScheduler):
             yield from (f".{_INNER}.{i}{line}" for line in _differences(state, each))
+
+
+@cache
+def _arguments_of_torchs() -> frozenset[str]:
+    """Returns the names of arguments that any of torch's schedules takes."""
+    kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and issubclass(kind, LRScheduler)]
+    names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    return frozenset(names - _NO_ARGUMENTS)
 
 
 def _arguments(schedule: LRScheduler) -> dict[str, Any]:

@@ -176,8 +176,8 @@ class KeyedOptimizer(Node):
         """Makes loads keep these options of all groups as the code gives them. Local: call it on every rank.
 
         With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
-        ("base_lrs"), and sets them again. So leave it out of the app, load with `Strictness(unexpected="ignore")`, and
-        make another one afterwards.
+        ("base_lrs"), and sets them again. So leave it out of the app, load with `Strictness(unexpected="ignore")`,
+        make another one afterwards, and call its `step()` once for each step taken.
 
         Args:
             names: of options.

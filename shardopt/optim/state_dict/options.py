@@ -228,7 +228,7 @@ def warn_of(plan: LoadPlan) -> None:
         scheduled = " and ".join(dict.fromkeys(repr(each.name) for each in plan.overridden if each.scheduled))
         again = (
             f"; a schedule sets {scheduled} again: leave it out of the app, load with "
-            'Strictness(unexpected="ignore"), and make it again afterwards'
+            'Strictness(unexpected="ignore"), and afterwards make it anew and call its step() once for each step taken'
         )
         _log.warning(
             "options of the checkpoint replace those of the code [optimizer-state]:\n%s\n"

@@ -229,20 +229,24 @@ def test_a_schedule_around_a_wrapped_optimizer_is_compared_with_the_groups_of_th
         checkpoint.load(tmp_path / "c", app(("weight", "bias")))
 
 
-def test_rates_that_differ_from_those_of_the_groups_are_told_of(tmp_path, caplog):
-    saved = trained(made(SCHEDULES["lambda"]))
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("kind", ["lambda", "cosine"])
+def test_rates_that_differ_from_those_of_the_groups_are_told_of(tmp_path, caplog, kind):
+    saved = trained(made(SCHEDULES[kind]))
     checkpoint.save(tmp_path / "c", saved)
     rates = {"bias": 0.5, "weight": 0.25}
-    into = made(SCHEDULES["lambda"], rates=rates)
+    into = made(SCHEDULES[kind], rates=rates)
     into["optimizer"].keep_options("lr")
     checkpoint.load(tmp_path / "c", into, init_state=True)
     (line,) = [each.message for each in caplog.records if "its next step" in each.message]
     assert "schedule" in line and str(saved["schedule"].get_last_lr()) in line
     assert "make it again after the load, with last_epoch= the steps that it has made, less one" in line
-    halved = [lambda step: 0.5**step] * len(into["optimizer"].param_groups)
-    into["schedule"] = lr_scheduler.LambdaLR(into["optimizer"], halved, last_epoch=2)
-    anew = trained(made(SCHEDULES["lambda"], rates=rates), 4)
-    assert rates_by_name(trained(into, 1)["optimizer"]) == rates_by_name(anew["optimizer"])
+    assert "make it anew, and call its step() once for each step that it has made" in line
+    into["schedule"] = SCHEDULES[kind](into["optimizer"])
+    for _ in range(3):
+        into["schedule"].step()
+    anew = trained(made(SCHEDULES[kind], rates=rates), 4)
+    assert rates_by_name(trained(into, 1)["optimizer"]) == pytest.approx(rates_by_name(anew["optimizer"]))
 
 
 def test_rates_in_tensors_are_told_of_once_they_are_read(tmp_path, caplog):

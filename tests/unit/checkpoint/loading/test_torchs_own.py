@@ -399,6 +399,29 @@ def test_other_arguments_of_a_schedule_are_said(tmp_path, caplog, before, line):
     assert bool(told) == bool(line) and all(line in each for each in told)
 
 
+OTHER_CLASSES = {
+    "step": lambda it: torch.optim.lr_scheduler.StepLR(it, 5, gamma=0.5),
+    "milestones": lambda it: torch.optim.lr_scheduler.MultiStepLR(it, [5, 9], gamma=0.5),
+    "exponential": lambda it: torch.optim.lr_scheduler.ExponentialLR(it, 0.5),
+    "constant": lambda it: torch.optim.lr_scheduler.ConstantLR(it, 0.5),
+    "linear": lambda it: torch.optim.lr_scheduler.LinearLR(it, 0.5),
+}
+
+
+def test_another_class_of_schedule_is_said_and_the_same_one_is_not(tmp_path, caplog):
+    apps = {name: scheduled("torch", "cosine") for name in OTHER_CLASSES}
+    for name, app in apps.items():
+        app["schedule"] = OTHER_CLASSES[name](app["optimizer"])
+        checkpoint.save(tmp_path / name, app)
+    for name in OTHER_CLASSES:
+        for here, app in apps.items():
+            caplog.clear()
+            checkpoint.load(tmp_path / name, app)
+            told = [each for each in caplog.messages if "resumes as it was saved" in each]
+            assert len(told) == (here != name), (name, here)
+            app["schedule"] = OTHER_CLASSES[here](app["optimizer"])
+
+
 @pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
 def test_state_is_made_under_names_that_rules_have_given(tmp_path, algorithm):
     def made(*names):
