@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.state.names import ParameterNames
 from shardopt.state.param_groups import Groups, Numbered, OptionsByMember, groups_elsewhere, with_options
-from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, keys_below
 
 Tied = Mapping[str, str]
 """Name of a parameter → the name it is tied to, possibly on another rank, which stands for both."""
@@ -191,6 +191,7 @@ class FlatState:
     rank: the key under the other name → the key, and the tensor. `names` gives parameters their names. `plain` has the
     values and containers that hold no place for a tensor, by path, with what replaces them: outside of objects, and in
     the state of those that take any. `filled` has what a load has filled containers of the app with, by their ids.
+    `unselected` has the paths of the objects of which `selected` has left nothing.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -201,6 +202,7 @@ class FlatState:
     names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
     plain: dict[Path, tuple[Any, Callable[[Any], None]]] = field(default_factory=dict)
     filled: dict[int, Any] = field(default_factory=dict)
+    unselected: frozenset[Path] = frozenset()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
@@ -222,11 +224,17 @@ class FlatState:
         return [(each, schedule) for each, schedule in found if schedule is not None]
 
     def selected(self, regex: str | None) -> FlatState:
-        """Returns the flat state with only those leaves whose keys match a regex; all for None."""
+        """Returns the flat state with only those leaves whose keys match a regex; all for None. Keeps all targets."""
         if regex is None:
             return self
         found = re.compile(regex).search
-        return replace(self, leaves={key: leaf for key, leaf in self.leaves.items() if found(key)})
+        leaves = {key: leaf for key, leaf in self.leaves.items() if found(key)}
+        below = keys_below({key: leaf.path for key, leaf in leaves.items()}, [each.path for each in self.targets])
+        return replace(self, leaves=leaves, unselected=frozenset(path for path, keys in below.items() if not keys))
+
+    def saved_targets(self) -> list[RestoreTarget]:
+        """Returns the objects of which something is saved; without `selected` all."""
+        return [each for each in self.targets if each.path not in self.unselected]
 
     def name_here(self, part: Any, names: Collection[Any]) -> Any:
         """Returns the object's own name that a part of a path stands for; the part itself if there is none."""

@@ -24,7 +24,7 @@ from shardopt.checkpoint.saving.agree_plan import Comparison, PlanCache, Plannin
 from shardopt.checkpoint.saving.commit import SaveTarget, make_manifest
 from shardopt.checkpoint.saving.hosts_target import HostsTarget
 from shardopt.checkpoint.saving.options import SaveTerms
-from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.describe import Description, describe, tell_of_what_is_lost
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
 from shardopt.checkpoint.saving.refer import Unchanged
@@ -145,6 +145,7 @@ def save_now(
         if options.select is not None:
             flat = flat.selected(options.select)
         description = describe(flat, check_replicas, ranks.job_numbers, ranks.size == 1)
+        tell_of_what_is_lost(flat, ranks.job_numbers)
         checks.settle()  # after the state was taken, which may be collective: only some ranks may raise
         if raise_earlier:
             raise_failures()

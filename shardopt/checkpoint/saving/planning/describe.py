@@ -130,7 +130,6 @@ def describe(
         StateError, LayoutError: something in it cannot be stored; names all of it.
     """
     check_optimizers(flat)
-    _tell_of_what_is_lost(flat, members)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
@@ -191,11 +190,11 @@ def describe(
     )
 
 
-def _tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs warnings of what a resume would miss, or could not load."""
+def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs warnings of what a resume would miss, or could not load; once for each object that is saved."""
     tell_of_forgotten_schedules(flat, members)
     tell_of_states_without_group(flat, members)
-    if empty := [each for each in flat.targets if not each.state]:
+    if empty := [each for each in flat.saved_targets() if not each.state]:
         tell_of_unsaved_metrics(empty, members)
 
 

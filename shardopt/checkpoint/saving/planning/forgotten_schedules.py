@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.runtime.torch_private import is_scheduled
 from shardopt.state.param_groups import PARAMS
-from shardopt.state.paths import STATE, join
+from shardopt.state.paths import STATE, is_below, join
 from shardopt.state.state import FlatState, PartialStateful, PerRank, RestoreTarget
 from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 
@@ -38,7 +38,7 @@ def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) 
     """
     scheduled = {
         join(each.path): each.object
-        for each in flat.targets
+        for each in flat.saved_targets()
         if isinstance(each.object, Optimizer) and each.object not in _seen and is_scheduled(each.object)
     }
     if not scheduled:
@@ -61,16 +61,18 @@ def is_first(members: Sequence[int] | None) -> bool:
 
 def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None) -> None:
     """Logs a warning, once for each optimizer that saves state of a parameter in no group; `members` as above."""
-    for each in flat.targets:
-        names, optimizer = _with_state_in_no_group(each), each.object
-        if not names or not isinstance(optimizer, Optimizer) or optimizer in _told:
+    for each in flat.saved_targets():
+        roots = [(*each.path, STATE, name) for name in _with_state_in_no_group(each)]
+        saved = [join(root) for root in roots if any(is_below(leaf.path, root) for leaf in flat.leaves.values())]
+        optimizer = each.object
+        if not saved or not isinstance(optimizer, Optimizer) or optimizer in _told:
             continue
         _told.add(optimizer)
         if is_first(members):
             _log.warning(
                 "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "
                 "refuse it. Of a warm-up of torchrec's: use %s [optimizer-state]",
-                ", ".join(join((*each.path, STATE, name)) for name in names),
+                ", ".join(saved),
                 SHARDOPTS_WARM_UP,
             )
 

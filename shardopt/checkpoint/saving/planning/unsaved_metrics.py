@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList
 
 from shardopt.checkpoint.saving.planning.forgotten_schedules import is_first
 from shardopt.state.paths import join
@@ -21,12 +21,13 @@ def tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[in
     """Logs a warning, once for each, if objects without anything in their state are metrics.
 
     The first of the ranks that save does; `members` are their numbers in the job, None for all. Metrics within a module
-    of the program's own may be meant to begin anew; those that somebody has put into the app are not.
+    of the program's own may be meant to begin anew; those that somebody has put into the app are not, also in torch's
+    containers of modules.
     """
     new = {
         join(each.path): each.object
         for each in empty
-        if isinstance(each.object, Module) and id(each.object) not in _seen and _has_metric(each.object)
+        if isinstance(each.object, Module) and id(each.object) not in _seen and _is_or_lists_metric(each.object)
     }
     _seen.update((id(module), module) for module in new.values())
     if new and is_first(members):
@@ -37,8 +38,11 @@ def tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[in
         )
 
 
-def _has_metric(module: Module) -> bool:
-    """Whether it is or has a metric with states, which torchmetrics' have by name."""
-    metrics = (each for each in module.modules() if callable(getattr(each, "persistent", None)))
-    states = (getattr(each, "metric_state", None) for each in metrics)
+def _is_or_lists_metric(module: Module) -> bool:
+    """Whether it is a metric with states, which torchmetrics' have by name, or around one; or a container of such."""
+    if isinstance(module, ModuleDict | ModuleList):
+        return any(map(_is_or_lists_metric, module.children()))
+    if not callable(getattr(module, "persistent", None)):
+        return False
+    states = (getattr(each, "metric_state", None) for each in module.modules())
     return any(isinstance(each, Mapping) and len(each) > 0 for each in states)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
-from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.describe import Description, describe, tell_of_what_is_lost
 from shardopt.checkpoint.saving.planning.replica_check import (
     SAMPLED_BYTES,
     CheckReplicas,
@@ -109,6 +109,7 @@ class Staging:
         with taking_state() as self._checks:
             flat = flatten(app, tied).selected(select)
         live = describe(flat, "none", members)
+        tell_of_what_is_lost(flat, members)
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
         own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once

@@ -83,6 +83,23 @@ def test_the_first_of_the_ranks_that_save_tells(monkeypatch, caplog, members, is
     assert bool(caplog.records) is is_told
 
 
+def test_only_saves_of_the_optimizer_itself_tell(tmp_path, caplog):
+    """A save of the model alone, or an estimate, used to use up the one warning."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = keyed(model)
+    CosineAnnealingLR(optimizer, 10)
+    app = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "1", app, select=r"^model\.")
+    checkpoint.estimate(app, tmp_path / "2", measure_seconds=0)
+    assert not caplog.text
+    checkpoint.save(tmp_path / "3", app, select=r"^optimizer\.")
+    assert caplog.text.count("sets the rates of optimizer") == 1
+    second = keyed(model)
+    left_out = {"second": second, "schedule": CosineAnnealingLR(second, 10)}
+    checkpoint.save(tmp_path / "4", left_out, select=r"^second\.")
+    assert caplog.text.count("sets the rates of") == 1
+
+
 @pytest.mark.parametrize("maker", OPTIMIZERS)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_schedule_that_is_saved_is_not_told_of(tmp_path, caplog, maker, holder):
@@ -142,6 +159,9 @@ def test_a_saved_warm_up_of_another_library_is_told_of(tmp_path, caplog, schedul
     assert not caplog.text
     model(torch.ones(1, 2)).sum().backward()
     app["optimizer"].step()
+    for number, regex in enumerate(("^model", r"\.state\.(weight|bias)")):
+        checkpoint.save(tmp_path / f"part{number}", app, select=regex)
+    assert not caplog.text
     checkpoint.save(tmp_path / "1", app)
     checkpoint.save(tmp_path / "2", app)
     assert caplog.text.count("optimizer.state.__warmup is saved, but a new optimizer has no place for it") == 1

@@ -42,3 +42,21 @@ def test_a_metric_that_saves_nothing_is_told_of_once(tmp_path, caplog):
         checkpoint.save(tmp_path / str(number), app)
         (line,) = [each.message for each in caplog.records if "persistent(True)" in each.message]
         assert line.startswith("nothing of auc, metrics is saved")
+
+
+class Loss(torch.nn.Module):
+    """One of the program's own, without parameters, that logs by a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Metric()
+
+
+def test_only_saves_of_the_metric_itself_tell(tmp_path, caplog):
+    """A save of the model alone, or an estimate, used to use up the one warning."""
+    app = {"model": torch.nn.Linear(2, 1), "auc": Metric(), "loss": Loss()}
+    checkpoint.save(tmp_path / "1", app, select=r"^model\.")
+    checkpoint.estimate(app, tmp_path / "2", measure_seconds=0)
+    assert not caplog.text
+    checkpoint.async_save(tmp_path / "3", app).result()
+    assert caplog.text.count("nothing of auc is saved") == 1
