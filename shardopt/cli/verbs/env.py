@@ -151,6 +151,7 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
         writing = _seconds(ranks, what, lambda: storage.write(own, [data]))
         reading = _seconds(ranks, what, lambda: storage.read(neighbours))
         ranks.agree(what, lambda: storage.remove(own))
+        free = storage.free_bytes()  # while the directory is there
     finally:
         storage.remove(own)
         if ranks.rank == 0:
@@ -161,7 +162,7 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     return {
         "url": storage.url,
         "is_remote": storage.is_remote,
-        "free_bytes": storage.free_bytes(),
+        "free_bytes": free,
         "bytes": total,
         "write_bytes_per_second": total / writing,
         "read_bytes_per_second": total / reading,

@@ -30,6 +30,7 @@ def test_what_it_says_of_this_machine(tmp_path, monkeypatch, capsys):
     assert {found["variables"][name] for name in secrets} == {"(not shown)"} and "hush" not in json.dumps(found)
     assert [place["pid"] for place in found["ranks"]] == [os.getpid()]
     assert found["storage"]["bytes"] == 1 << 20 and found["storage"]["write_bytes_per_second"] > 0
+    assert found["storage"]["free_bytes"] > 1 << 20
     assert list(tmp_path.iterdir()) == []
 
 
