@@ -118,7 +118,7 @@ class AfterCommit:
                 self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
             self.base = checkpoint.url
             if self._mirror is not None:
-                self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies())
+                self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies(id))
             if self._exporter is not None:
                 self._exporter.begin(id, noted)
             self._keeper.begin(id, noted)
@@ -159,7 +159,7 @@ class AfterCommit:
         if self._mirror is not None:
             newest = self._run.newest(damaged)
             if newest is not None:
-                self._mirror.begin(newest.name, lambda _: self._keeper.tidy_copies())
+                self._mirror.begin(newest.name, lambda _: self._keeper.tidy_copies(newest))
 
     def remove_newer(self) -> None:
         """Removes the checkpoints newer than the step that the run was taken back to. Collective."""
@@ -176,13 +176,14 @@ class AfterCommit:
         run, checkpoint = self._run, self._run.root.checkpoint(id)
 
         def add() -> None:
-            roots = [root.checkpoint(id) for root in run.roots]
-            known = self._known.get(id)
-            save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
-            if save_id is None:
-                raise run.not_found(id)
             numbers = numbers_of(metrics)
             with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
+                known = self._known.get(id)
+                is_coming = known is not None and (is_on_hosts(known.url) or self._is_uploading(id))
+                roots = [root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)]
+                save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
+                if save_id is None or not roots:  # one that is known may be removed since
+                    raise run.not_found(id)
                 for root in roots:
                     add_to(root, save_id, numbers)
                 if known is not None:
@@ -284,6 +285,9 @@ class AfterCommit:
         if self._mirror is not None:
             names |= self._mirror.uploading() | (frozenset() if root is self._run.root else self._mirror.filling())
         return names
+
+    def _is_uploading(self, id: CheckpointId) -> bool:
+        return self._mirror is not None and id.name in self._mirror.uploading()
 
     def _warn_if_slow(self, url: str, seconds: float | None, stop_seconds: float) -> None:
         if seconds is not None and seconds > _SLOW_SHARE * stop_seconds:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
-from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name
 from shardopt.checkpoint.run.retention import reasons_to_keep
@@ -113,11 +113,11 @@ class Keeper(Task):
         self._saved = None if self._saved == id else self._saved
         self._resumed = None if self._resumed == id else self._resumed
 
-    def tidy_copies(self) -> None:
+    def tidy_copies(self, copied: CheckpointId) -> None:
         """Removes as `begin` does, under the mirror's root, after a checkpoint was copied; waits for it."""
         if self._run.ranks.rank == 0:
             for root in self._run.roots[1:]:
-                self._tidy(root)
+                self._tidy(root, copied.step)
 
     def remove_newer(self) -> None:
         """Removes what left the run when it was taken back; what is in use now goes at a later save. On rank 0."""
@@ -125,12 +125,26 @@ class Keeper(Task):
             with _logging_failures(root):
                 self._remove(root, [id for id in root.ids() if self._run.branches.is_removed(id)])
 
-    def _tidy(self, root: Root) -> None:
-        """Removes all checkpoints under a root that are not kept. On rank 0."""
+    def _tidy(self, root: Root, copied: int | None = None) -> None:
+        """Removes all checkpoints under a root that are not kept. On rank 0.
+
+        Args:
+            copied: the step of a copy that was made here.
+        """
         with _logging_failures(root):
             unwanted = self._unwanted(root)
             if unwanted:
                 self._remove(root, unwanted)
+            if copied is not None:
+                self._remove_left_behind(root, copied)
+
+    def _remove_left_behind(self, root: Root, step: int) -> None:
+        """Removes, after a listing, metrics of lower steps whose copies were left out for that of this one."""
+        there = root.names | self._in_use(root)
+        for name in root.names:
+            id = parse_id(name.removesuffix(record_name("")))
+            if id is not None and id.step < step and id.name not in there:
+                root.storage.remove(name)
 
     def _unwanted(self, root: Root) -> list[CheckpointId]:
         ids, branches = root.ids(), self._run.branches

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from typing import ClassVar
 
 import fsspec
@@ -11,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
+from shardopt.checkpoint.run import copying
 from shardopt.cli import main
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, OptionError, StateError
 
@@ -183,3 +185,32 @@ def test_storage_options_reach_all_that_is_opened_below_and_are_told_nowhere(tmp
     with pytest.raises(OptionError, match="storage_options: found a list") as caught:
         checkpoint.save("guarded://one/e", app, storage_options=["secret"])
     assert "secret" not in str(caught.value)
+
+
+def test_metrics_of_a_step_that_is_not_kept_are_refused(tmp_path):
+    with checkpoint.Manager(
+        tmp_path / "root", keep=1, destinations=[checkpoint.Mirror(tmp_path / "copies")]
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, app_of(step))
+            manager.wait()
+        with pytest.raises(CheckpointNotFoundError, match="found steps 2; required step 1"):
+            manager.add_metrics(1, {"loss": 1.0})
+    for root in ("root", "copies"):
+        assert not [each.name for each in (tmp_path / root).iterdir() if "1" in each.name]
+
+
+def test_metrics_of_a_copy_that_waits_go_with_it(tmp_path, monkeypatch):
+    """Of one that is left out for a newer one they used to stay in the mirror."""
+    may_go_on, upload = threading.Event(), copying.upload_files
+    monkeypatch.setattr(copying, "upload_files", lambda *args: may_go_on.wait(30) and upload(*args))
+    with checkpoint.Manager(tmp_path / "root", destinations=[checkpoint.Mirror(tmp_path / "copies")]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, app_of(step))
+            manager.add_metrics(step, {"loss": 1.0 / step})
+        may_go_on.set()
+        manager.wait()
+    names = sorted(each.name for each in (tmp_path / "copies").iterdir() if each.name.startswith("step-"))
+    copied = ["step-00000001", "step-00000003"]
+    assert names == sorted([*copied, *(f"{name}.metrics.json" for name in copied)])
+    assert len(list((tmp_path / "root").glob("*.metrics.json"))) == 3
