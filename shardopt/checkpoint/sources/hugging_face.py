@@ -68,7 +68,7 @@ class SafetensorsFile(OpenFile):
             self.nbytes = storage.size(name)
             length = header_length(storage.read(name, 0, 8), self.nbytes, self.where)
             header = storage.read(name, 0, length)
-            self.digest = xxhash.xxh3_64_hexdigest(header) + self.sample(length, self.nbytes)
+        self.digest = "".join([xxhash.xxh3_64_hexdigest(header), *self.samples([(length, self.nbytes)])])
         table = load_json(header[8:], self.where, without_duplicates)
         self.notes = table.pop("__metadata__", None) or {}
         self._entries = _parse(table, length, self.nbytes, self.where)

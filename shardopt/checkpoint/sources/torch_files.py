@@ -47,17 +47,15 @@ class _TorchFile(ArchivedTensors):
         self.leaves = dict(leaves_of(state, (), self.where))
         self._records = {join(path): leaf for path, leaf in self.leaves.items() if isinstance(leaf, TensorRecord)}
         self.arrays = HeldArrays(storage, name)
-        self._samples: dict[int, str] = {}  # of storages, by where they begin
+        unsummed = [leaf for leaf in self._records.values() if leaf.crc32 is None]
+        ranges = sorted({(leaf.storage_begin, leaf.storage_begin + leaf.storage_nbytes) for leaf in unsummed})
+        self._samples = dict(zip(ranges, self.samples(ranges), strict=True))
 
     def sum_of(self, leaf: TensorRecord) -> int | str:
         """Returns the checksum of a tensor's storage; of one that has none, a hash of some places in it."""
         if leaf.crc32 is not None:
             return leaf.crc32
-        begin = leaf.storage_begin
-        if begin not in self._samples:
-            with self.reading():
-                self._samples[begin] = self.sample(begin, begin + leaf.storage_nbytes)
-        return self._samples[begin]
+        return self._samples[leaf.storage_begin, leaf.storage_begin + leaf.storage_nbytes]
 
     def find(self, key: str) -> TensorRecord:
         raise AssertionError(f"{key} was found when the file was opened")

@@ -120,16 +120,22 @@ class OpenFile(ABC):
         number = segment - entry.segment
         return damaged(self.where, f"segment {number} of {entry.key!r} with bytes that fail their checksum")
 
-    def sample(self, begin: int, end: int) -> str:
-        """Returns a hash of some places in a byte range that has no checksum, by which ranks compare their files.
+    def samples(self, ranges: Sequence[tuple[int, int]]) -> list[str]:
+        """Returns a hash of some places in each byte range without a checksum, by which ranks compare their files.
 
         Empty of remote storage, from which rank 0 reads for all what is compared.
         """
-        if self.storage.is_remote:
-            return ""
-        step = max(_SAMPLE_BYTES, -(-(end - begin) // _SAMPLES))
-        places = (self.storage.read(self.name, at, min(at + _SAMPLE_BYTES, end)) for at in range(begin, end, step))
-        return xxhash.xxh3_64_hexdigest(b"".join(places))
+        if self.storage.is_remote or not ranges:
+            return [""] * len(ranges)
+        hashes = []
+        with self.reading(), self.storage.opened(self.name) as read:
+            for begin, end in ranges:
+                step = max(_SAMPLE_BYTES, -(-(end - begin) // _SAMPLES))
+                sizes = {at: min(_SAMPLE_BYTES, end - at) for at in range(begin, end, step)}
+                places = [Span(at, memoryview(bytearray(nbytes))) for at, nbytes in sizes.items()]
+                read(places)
+                hashes.append(xxhash.xxh3_64_hexdigest(b"".join(place.memory for place in places)))
+        return hashes
 
     @contextmanager
     def reading(self) -> Iterator[None]:
