@@ -181,12 +181,14 @@ class Keeper(Task):
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
         """Returns the steps that rules keep. Reads each manifest once, and only if a rule needs what it has."""
-        rules, unread = self._run.rules, []
+        rules, unread = self._run.rules, list[CheckpointId]()
         if rules.best is not None or rules.seconds is not None:
             for id in sorted(set(whole) - self._noted.keys()):
                 try:
                     self._noted[id] = _noted_or_nothing(root, id)
-                except (UnreadableError, PermissionError) as error:  # it may be the best one: it stays this time
+                except CheckpointError as error:  # it may be the best one: it stays this time
+                    if unread and root.storage.is_remote:
+                        raise  # after many attempts at each of two: it is the store that fails
                     unread.append(id)
                     self._tell_once(root.checkpoint(id).url, "stays, as its metrics cannot be read", error, "readable")
         noted = {id.step: self._noted.get(id, _NOTHING) for id in whole}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, UnreadableError
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -39,7 +39,7 @@ def noted_of(checkpoint: Storage) -> Noted:
     """Reads when a checkpoint was saved, and its metrics; nothing of one that does not exist.
 
     Raises:
-        CorruptionError: what should have them is damaged.
+        CheckpointError: what should have them cannot be read. CorruptionError: it is damaged.
     """
     try:
         manifest, _ = read_manifest(checkpoint)
@@ -58,7 +58,7 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     """Returns the metrics added to a checkpoint of this save; logs a damaged file, and returns none.
 
     Raises:
-        UnreadableError: the disk fails to return what is there.
+        CheckpointError: it cannot be read. UnreadableError: the disk fails to return what is there.
     """
     beside = checkpoint.parent()
     if beside is None:
@@ -66,10 +66,11 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     root, name = beside
     where = f"{root.url}/{record_name(name)}"
     try:
-        record = load_json(root.read_record(record_name(name)), where)
+        data = _read(root, record_name(name))
+        if data is None:
+            return {}
+        record = load_json(data, where)
         return {key: float(value) for key, value in record["metrics"].items()} if record["save_id"] == save_id else {}
-    except FileNotFoundError:
-        return {}
     except UnreadableError:  # an addition would replace what is there
         raise
     except (CorruptionError, TypeError, ValueError, KeyError, AttributeError):
@@ -102,14 +103,20 @@ def record_name(name: str) -> str:
     return f"{name}.{METRICS_NAME}"
 
 
+def _read(storage: Storage, name: str) -> bytes | None:
+    """Returns the bytes of a record; None if there is none. Raises CheckpointError, with its URL."""
+    with wrap_os_errors(f"read {storage.url}/{name}"):
+        try:
+            return storage.read_record(name)
+        except FileNotFoundError:
+            return None
+
+
 def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:
     """Reads the metrics of an old checkpoint, which had a file for them instead of its manifest."""
-    try:
-        data = checkpoint.read_record(METRICS_NAME)
-    except FileNotFoundError:
-        return {}
+    data = _read(checkpoint, METRICS_NAME)
     where = f"{checkpoint.url}/{METRICS_NAME}"
     try:
-        return {name: float(value) for name, value in load_json(data, where).items()}
+        return {} if data is None else {name: float(value) for name, value in load_json(data, where).items()}
     except (TypeError, ValueError):
         raise damaged(where, "what is no number") from None

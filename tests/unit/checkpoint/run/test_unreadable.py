@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from shardopt.checkpoint import Export, Manager, Retention
+from shardopt.checkpoint.run import keeper
 from shardopt.checkpoint.run.listing import look_at
-from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.checkpoint.run.metrics import Noted
+from shardopt.checkpoint.storage import LocalStorage, Storage, storage_of
 from shardopt.checkpoint.storage.local import unreadable
 from shardopt.errors import CheckpointError, UnreadableError
 
 
-def _unreadable_once(monkeypatch: pytest.MonkeyPatch, ends: str, times: float = 1) -> list[str]:
+def _unreadable_once(
+    monkeypatch: pytest.MonkeyPatch, ends: str, times: float = 1, number: int = errno.EIO
+) -> list[str]:
     """Has the first reads of a file fail as those of a broken disk do; returns what has failed."""
     failed: list[str] = []
 
@@ -28,7 +32,8 @@ def _unreadable_once(monkeypatch: pytest.MonkeyPatch, ends: str, times: float = 
             url = f"{self.url}/{name}"
             if url.endswith(ends) and len(failed) < times:
                 failed.append(url)
-                raise unreadable(url, OSError(errno.EIO, os.strerror(errno.EIO)))
+                error = OSError(number, os.strerror(number))
+                raise unreadable(url, error) if number == errno.EIO else error
             return original(self, name, *args, **kwargs)
 
         return read
@@ -80,8 +85,9 @@ def test_the_best_export_stays_if_the_disk_fails_to_return_what_is_known_of_it(
     assert (tmp_path / "export" / "step-00000001").is_dir()
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_one_whose_metrics_are_never_readable_stays_and_so_does_the_best_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     """Nothing at all was removed."""
     keep = Retention(last=1, best=("loss", "min", 1))
@@ -90,13 +96,14 @@ def test_one_whose_metrics_are_never_readable_stays_and_so_does_the_best_of_the_
         for step, loss in ((1, 0.5), (2, 0.3), (3, 0.6)):
             manager.save(step, app, metrics={"loss": loss})
         manager.add_metrics(1, {"accuracy": 0.9})
-    _unreadable_once(monkeypatch, "step-00000001.metrics.json", math.inf)
+    _unreadable_once(monkeypatch, "step-00000001.metrics.json", math.inf, number)
     with Manager(tmp_path, keep=keep) as manager:
         for step in (4, 5, 6):
             manager.save(step, app, metrics={"loss": 0.9})
         assert manager.steps() == [1, 2, 6]
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "step-00000001 stays, as its metrics cannot be read" in line and "move it away" in line
+    assert "step-00000001.metrics.json" in line
 
 
 def test_added_metrics_replace_none_that_the_disk_fails_to_return(
@@ -123,3 +130,24 @@ def test_a_checkpoint_is_not_called_damaged_for_metrics_that_the_disk_fails_to_r
     url = tmp_path / "step-00000001"
     assert look_at(storage_of(url)).condition == "unreadable"
     assert look_at(storage_of(url)).condition == "committed"
+
+
+def test_a_store_that_fails_is_asked_for_the_metrics_of_two_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each request that it does not answer takes many attempts."""
+    root, asked = "memory://metrics-of-two", []
+    with Manager(root) as manager:
+        for step in range(5):
+            manager.save(step, {"x": torch.zeros(4)})
+
+    def failing(checkpoint: Storage) -> Noted:
+        asked.append(checkpoint.url)
+        raise CheckpointError("it does not answer")
+
+    monkeypatch.setattr(keeper, "noted_of", failing)
+    with Manager(root, keep=Retention(last=1, best=("loss", "min", 1))) as manager:
+        manager.save(5, {"x": torch.zeros(4)}, metrics={"loss": 1.0})
+        manager.wait()
+        assert len(asked) == 2 and manager.steps() == [0, 1, 2, 3, 4, 5]
+    assert "old checkpoints could not be removed" in caplog.text
