@@ -9,7 +9,7 @@ step-00000500-again. Exports may lag behind the saves: of those that wait only t
 
 A folder counts as the export of a checkpoint only by the id of its save: a step may be saved again. A value counts only
 for the metric that is asked for, and while its step is part of the run. Records of earlier versions have neither id nor
-metric: their folder is written again if that step is still the one to export, and their value counts.
+metric: that step is written anew, to the other folder, if it is still the one to export, and their value counts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Export:
     """Exports of a run's checkpoints as Hugging Face folders: which ones, where, and how.
 
     Args:
-        url: of a directory, in which each export has a directory of its own, named as the checkpoint is.
+        url: of a directory, in which each export has one of its own. It has the name of the checkpoint, with "-again"
+            behind it if the same step was exported there before. `export.json` names the one that is complete.
         best: `(metric, mode)`: exports only a checkpoint whose metric is better than the existing export's ("min" or
             "max"), and none whose metric is no number. An export of a step that has left the run, or by another metric,
             counts for nothing. None exports every checkpoint, so that the last one stays.

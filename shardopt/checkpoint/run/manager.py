@@ -85,7 +85,7 @@ class Manager:
             The first save writes everything, as does one whose predecessor is gone. Files stay as long as a checkpoint
             refers to them, even if the rules drop their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
-            rank 0 in the background. A failure is logged, and raised by `close` on that rank.
+            rank 0 in the background. A failure is logged; `close` raises it on that rank, if this process saved it.
         storage_options: arguments of fsspec's file system for the root, such as an endpoint and credentials. They apply
             to everything that this process opens at or below its URL. They are never stored or printed. A path takes
             none.
