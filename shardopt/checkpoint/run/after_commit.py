@@ -179,7 +179,7 @@ class AfterCommit:
             numbers = numbers_of(metrics)
             with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
                 known = self._known.get(id)
-                is_coming = known is not None and (is_on_hosts(known.url) or self._is_uploading(id))
+                is_coming = self._is_uploading(id) or (known is not None and is_on_hosts(known.url))
                 roots = [root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)]
                 save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
                 if save_id is None or not roots:  # one that is known may be removed since
