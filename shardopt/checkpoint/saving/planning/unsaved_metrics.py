@@ -44,5 +44,7 @@ def _is_or_lists_metric(module: Module) -> bool:
         return any(map(_is_or_lists_metric, module.children()))
     if not callable(getattr(module, "persistent", None)):
         return False
-    states = (getattr(each, "metric_state", None) for each in module.modules())
+    # Not of a collection of torchmetrics' (a ModuleDict): asked for its own, it would copy states among its members.
+    parts = (each for each in module.modules() if not isinstance(each, ModuleDict))
+    states = (getattr(each, "metric_state", None) for each in parts)
     return any(isinstance(each, Mapping) and len(each) > 0 for each in states)

@@ -60,3 +60,18 @@ def test_only_saves_of_the_metric_itself_tell(tmp_path, caplog):
     assert not caplog.text
     checkpoint.async_save(tmp_path / "3", app).result()
     assert caplog.text.count("nothing of auc is saved") == 1
+
+
+class Collection(torch.nn.ModuleDict):
+    """As torchmetrics': asked for its states, it copies those of one member to the others."""
+
+    @property
+    def metric_state(self):
+        raise AssertionError("a save changes metrics")
+
+
+def test_a_collection_is_not_asked_for_its_states(tmp_path, caplog):
+    around = Metric()
+    around.inner = Collection({"a": Metric()})
+    checkpoint.save(tmp_path, {"around": around, "metrics": Collection({"a": Metric()}), "x": torch.zeros(1)})
+    assert "nothing of around, metrics is saved" in caplog.text
