@@ -105,9 +105,9 @@ class AfterCommit:
         """Begins the tasks of a checkpoint under the root; one from a tier may arrive during another save.
 
         Args:
-            noted: None where it is to be read.
+            noted: None where it is to be read, as the run was restored from it.
         """
-        checkpoint = self._run.root.checkpoint(id)
+        checkpoint, is_own = self._run.root.checkpoint(id), noted is not None
         noted = noted_of(checkpoint) if noted is None else noted
         with self._committing:
             known = self._known.get(id)
@@ -120,7 +120,7 @@ class AfterCommit:
             if self._mirror is not None:
                 self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies(id))
             if self._exporter is not None:
-                self._exporter.begin(id, noted)
+                self._exporter.begin(id, noted, is_own)
             self._keeper.begin(id, noted)
 
     def restored(self, restored: Restored | None) -> None:

@@ -10,6 +10,8 @@ step-00000500-again. Exports may lag behind the saves: of those that wait only t
 A folder counts as the export of a checkpoint only by the id of its save: a step may be saved again. A value counts only
 for the metric that is asked for, and while its step is part of the run. Records of earlier versions have neither id nor
 metric: that step is written anew, to the other folder, if it is still the one to export, and their value counts.
+
+What cannot be read or written for now fails, and is tried again with the next: that may be a worse one.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from shardopt.checkpoint.run.retention import Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptionError,
     MismatchError,
@@ -49,6 +52,7 @@ from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
 _AGAIN = "-again"
+_MOST_OWN = 1000  # saves, in a run that saves for months
 _log = logging.getLogger("shardopt.checkpoint")
 _OWN_FILES = re.compile(
     rf"model(-\d{{5}}-of-\d{{5}})?{re.escape(DATA_SUFFIX)}(\.index\.json)?|{re.escape(JOURNAL_NAME)}.*"
@@ -91,14 +95,14 @@ class _Candidate(NamedTuple):
     Args:
         noted: None where it is still to be read.
         hold: keeps the checkpoint from being removed until it is closed.
-        is_earlier: whether an earlier process may have saved it, perhaps so that this one's `Export` does not fit.
+        is_again: whether it, or one beside it, could not be read or exported before.
     """
 
     id: CheckpointId
     url: str
     noted: Noted | None
     hold: ExitStack
-    is_earlier: bool
+    is_again: bool
 
 
 class _Existing(NamedTuple):
@@ -117,16 +121,26 @@ class Exporter(Task):
         self._run, self._export = run, export
         self._best = None if export.best is None else Best(*export.best, n=1)
         self._root = storage_of(export.url)
+        self._own: dict[str, None] = {}  # the ids of this process's saves: what others have saved may not fit `export`
+        self._again: set[CheckpointId] = set()  # to be tried again; two threads take what is in it
         super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
-    def begin(self, id: CheckpointId, noted: Noted) -> None:
-        """Exports a just committed checkpoint, if it is due. Does not wait."""
+    def begin(self, id: CheckpointId, noted: Noted, is_own: bool) -> None:
+        """Exports a checkpoint that has just come to the root, if it is due. Does not wait.
+
+        Args:
+            is_own: whether this process has saved it.
+        """
+        if is_own and noted.save_id is not None:
+            self._own[noted.save_id] = None
+            for oldest in list(self._own)[:-_MOST_OWN]:
+                del self._own[oldest]
         self._begin({id: noted})
 
     def note(self, id: CheckpointId, noted: Noted) -> None:
-        """Exports an earlier checkpoint that has got metrics, if they decide and it is due. Does not wait."""
+        """Exports a checkpoint that has got metrics, if they decide and it is due. Does not wait."""
         if self._best is not None:
-            self._begin({id: noted}, are_earlier=True)
+            self._begin({id: noted})
 
     def restored(self, restored: Restored) -> None:
         """Exports what is due in a restored run, if the export is not of that. Does not wait.
@@ -137,14 +151,12 @@ class Exporter(Task):
         ids = [restored.id] if root.checkpoint(restored.id).url == restored.url else []
         if self._best is not None:
             ids = sorted(filter(None, map(parse_id, root.names)))
-        self._begin({id: None for id in ids if root.checkpoint(id).url not in restored.damaged}, are_earlier=True)
+        self._begin({id: None for id in ids if root.checkpoint(id).url not in restored.damaged})
 
-    def _begin(self, noted: Mapping[CheckpointId, Noted | None], are_earlier: bool = False) -> None:
+    def _begin(self, noted: Mapping[CheckpointId, Noted | None]) -> None:
         """Begins an export of the best of these and of those that wait; which it is shows once all are read."""
-        candidates = [each for job in self._turns.withdraw_waiting() for each in job]
-        for id, each in noted.items():
-            candidates.append(_Candidate(id, self._run.root.checkpoint(id).url, each, ExitStack(), are_earlier))
-            candidates[-1].hold.enter_context(reading(candidates[-1].url))
+        waiting = [each for job in self._turns.withdraw_waiting() for each in job]
+        candidates = self._with_again([*waiting, *(self._held(id, each) for id, each in noted.items())])
         due = self._ranked(candidates)[:1]
         if self._best is not None:
             due += [each for each in candidates if each.noted is None]
@@ -152,17 +164,42 @@ class Exporter(Task):
             if not any(candidate is each for each in due):
                 candidate.hold.close()
         if due and not self._turns.begin_alone(due):
+            self._again.update(each.id for each in due)
             for candidate in due:
                 candidate.hold.close()
+
+    def _held(self, id: CheckpointId, noted: Noted | None, is_again: bool = False) -> _Candidate:
+        candidate = _Candidate(id, self._run.root.checkpoint(id).url, noted, ExitStack(), is_again)
+        candidate.hold.enter_context(reading(candidate.url))
+        return candidate
+
+    def _with_again(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        """Returns these, behind those that are to be tried again; of each checkpoint what was noted last."""
+        again = self._again.copy()
+        self._again.difference_update(again)
+        merged: dict[CheckpointId, _Candidate] = {}
+        for each in [*(self._held(id, None, is_again=True) for id in sorted(again)), *candidates]:
+            if each.id in merged:
+                merged.pop(each.id).hold.close()
+            merged[each.id] = each
+        return [*merged.values()]
 
     def _describe(self, job: Sequence[_Candidate]) -> str:
         return f"exporting {job[0].url if len(job) == 1 else self._run.root.url} to {self._root.url}"
 
     def _do(self, job: Sequence[_Candidate]) -> None:
         with ExitStack() as holds, wrap_os_errors(self._describe(job).replace("exporting", "export", 1)):
-            for each in job:
+            candidates = self._with_again(job)
+            for each in candidates:
                 holds.enter_context(each.hold)
-            self._export_best([each._replace(noted=_noted(each)) for each in job if self._run.branches.has(each.id)])
+            try:
+                candidates = [
+                    each._replace(noted=_noted(each)) for each in candidates if self._run.branches.has(each.id)
+                ]
+            except (OSError, CheckpointError):  # it may be the best one: nothing is exported this time
+                self._again.update(each.id for each in candidates)
+                raise
+            self._export_best(candidates)
 
     def _export_best(self, candidates: Sequence[_Candidate]) -> None:
         """Exports the best of the candidates that can be exported, unless it is no better than what is there.
@@ -170,29 +207,36 @@ class Exporter(Task):
         Raises:
             CorruptionError, CheckpointNotFoundError, MismatchError, StateError: one that this process has saved cannot
                 be.
-            CheckpointError: the export could not be written.
+            OSError, CheckpointError: the export could not be written, or a disk failed; it is tried again.
         """
-        there, ranked = self._existing(candidates), self._ranked(candidates)
+        ranked = self._ranked(candidates)
         for each in ranked:
-            if there is not None and (there.id, there.save_id) == (each.id, _save_id(each)):
-                folder = there.folder
-            elif there is not None and not self._is_better(self._value(each), there.value):
+            try:
+                self._replace(each, self._existing(candidates))
                 return
-            else:
-                folder = each.id.name
-                if there is not None and there.folder == folder:
-                    folder += _AGAIN
-                try:
-                    self._convert(each, folder)
-                except (CorruptionError, CheckpointNotFoundError, MismatchError, StateError) as error:
-                    is_lost = isinstance(error, CorruptionError | CheckpointNotFoundError) and each is not ranked[-1]
-                    if not (each.is_earlier or is_lost):
-                        raise
-                    _log.warning("%s is not exported, but the next best, if any: %s", each.url, error)
-                    continue
-            self._publish(each, folder)
-            self.failures.take()  # of those before: this one is there
+            except Exception as error:
+                is_damaged = isinstance(error, CorruptionError) and not isinstance(error, UnreadableError)
+                is_lost = is_damaged or isinstance(error, CheckpointNotFoundError)
+                if not (is_lost or isinstance(error, MismatchError | StateError)):
+                    self._again.add(each.id)
+                    raise
+                if _save_id(each) in self._own and not (is_lost and each is not ranked[-1]):
+                    raise
+                _log.warning("%s is not exported, but the next best, if any: %s", each.url, error)
+
+    def _replace(self, candidate: _Candidate, there: _Existing | None) -> None:
+        """Exports a checkpoint unless it is no better than what is there."""
+        if there is not None and (there.id, there.save_id) == (candidate.id, _save_id(candidate)):
+            folder = there.folder
+        elif there is not None and not self._is_better(self._value(candidate), there.value):
             return
+        else:
+            folder = candidate.id.name
+            if there is not None and there.folder == folder:
+                folder += _AGAIN
+            self._convert(candidate, folder)
+        self._publish(candidate, folder)
+        self.failures.take()  # of those before: this one is there
 
     def _convert(self, candidate: _Candidate, folder: str) -> None:
         names = {each.name for each in fields(ConvertOptions)} & {each.name for each in fields(Export)}
@@ -281,14 +325,21 @@ def _save_id(candidate: _Candidate) -> str | None:
 
 
 def _noted(candidate: _Candidate) -> Noted:
-    """Returns what is known of a candidate, or reads it; nothing of one that is damaged or not committed."""
+    """Returns what is known of a candidate, or reads it; nothing of one that is damaged or not committed.
+
+    Nor of one that cannot be read again: it would stop all exports.
+
+    Raises:
+        OSError, CheckpointError: it cannot be read for now.
+    """
     if candidate.noted is not None:
         return candidate.noted
     try:
         return noted_of(storage_of(candidate.url))
-    except UnreadableError:  # it may be the best one: nothing is exported this time
-        raise
-    except CorruptionError as error:
+    except (OSError, CheckpointError) as error:
+        is_damaged = isinstance(error, CorruptionError) and not isinstance(error, UnreadableError)
+        if not (is_damaged or candidate.is_again):
+            raise
         _log.warning("%s", error)
         return Noted(None, {})
 

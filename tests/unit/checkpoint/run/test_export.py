@@ -5,6 +5,7 @@ import logging
 import math
 import shutil
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -316,6 +317,39 @@ def test_earlier_checkpoints_that_do_not_fit_the_export_fail_nothing(tmp_path, c
     manager.save(5, app(5))
     with pytest.raises(MismatchError, match="averages"):
         manager.close()
+
+
+@pytest.mark.parametrize("added_by", ["the process that saved it", "a later one"])
+def test_an_export_that_does_not_fit_what_gets_metrics_after_its_save(tmp_path, added_by):
+    """That was never an error, as if an earlier process had saved it."""
+    export = checkpoint.Export(tmp_path / "hf", best=("loss", "min"), weights="ema")
+    manager = checkpoint.Manager(tmp_path / "run", export=export)
+    manager.save(1, app(1))
+    if added_by == "a later one":
+        manager.close()
+        manager = checkpoint.Manager(tmp_path / "run", export=export)
+    manager.add_metrics(1, {"loss": 0.5})
+    with pytest.raises(MismatchError, match="averages") if added_by != "a later one" else nullcontext():
+        manager.close()
+
+
+def test_what_was_noted_last_of_a_step_that_waits_counts(tmp_path, monkeypatch):
+    go_on, began, convert_on = threading.Event(), threading.Event(), module.convert_on
+
+    def slowly(*args):
+        began.set()
+        assert go_on.wait(30)
+        return convert_on(*args)
+
+    monkeypatch.setattr(module, "convert_on", slowly)
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        manager.save(1, app(1), metrics={"loss": 0.5})
+        assert began.wait(30)
+        manager.save(2, app(2))
+        for loss in (0.1, 0.9):
+            manager.add_metrics(2, {"loss": loss})
+        go_on.set()
+    assert exported(tmp_path / "hf") == ("step-00000001", 1.0)
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"name"', '{"name": 5}'])

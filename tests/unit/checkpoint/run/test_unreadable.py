@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 from collections.abc import Callable
@@ -83,6 +84,40 @@ def test_the_best_export_stays_if_the_disk_fails_to_return_what_is_known_of_it(
     assert not (tmp_path / "export" / "step-00000002").exists()
     restore()
     assert (tmp_path / "export" / "step-00000001").is_dir()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", ".safetensors"])
+@pytest.mark.parametrize("times", [1, math.inf])
+def test_the_best_is_exported_once_it_can_be_read_and_stops_no_better_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, times: float
+) -> None:
+    """A worse one that was saved meanwhile was exported, and stayed."""
+    app = {"model": {"w": torch.zeros(4)}}
+    with Manager(tmp_path / "root") as manager:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3)):
+            manager.save(step, app, metrics={"loss": loss})
+    export = tmp_path / "export/export.json"
+    with Manager(tmp_path / "root", export=Export(tmp_path / "export", best=("loss", "min"))) as manager:
+        exporter: Any = manager._after._exporter
+        convert = exporter._convert
+
+        def failing(candidate: Any, folder: str) -> None:
+            if file == ".safetensors" and candidate.id.step == 2 and len(failed) < times:
+                failed.append(candidate.url)
+                raise unreadable(candidate.url, OSError(errno.EIO, os.strerror(errno.EIO)))
+            convert(candidate, folder)
+
+        failed = _unreadable_once(monkeypatch, f"step-00000002/{file}", times)
+        monkeypatch.setattr(exporter, "_convert", failing)
+        manager.restore(app)
+        exporter.finish()
+        assert failed and not export.exists()
+        manager.save(4, app, metrics={"loss": 0.2})
+        exporter.finish()
+        if times == 1:
+            assert json.loads(export.read_text())["name"] == "step-00000002"
+        manager.save(5, app, metrics={"loss": 0.05})
+    assert json.loads(export.read_text())["name"] == "step-00000005"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
