@@ -13,7 +13,7 @@ import xxhash
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, writer_of
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.saving.commit import publish_checkpoint
-from shardopt.checkpoint.saving.removal import discard, remove_checkpoint
+from shardopt.checkpoint.saving.removal import discard, remove_in_the_way
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks
@@ -74,7 +74,7 @@ def is_copied(source: Storage, target: Storage) -> bool:
     except CorruptionError as error:
         _log.warning("%s: it is copied again", error)
         with wrap_os_errors(f"remove {target.url}"):
-            remove_checkpoint(target)
+            remove_in_the_way(target)
         return False
     wanted, _ = read_manifest(source)
     if copied.save_id == wanted.save_id:

@@ -13,7 +13,7 @@ from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name
 from shardopt.checkpoint.run.retention import reasons_to_keep
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints
+from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
 from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
@@ -67,7 +67,7 @@ class Keeper(Task):
                 if self._run.ranks.rank == 0:
                     self._say_removed([url])
                     with _logging_failures(root):
-                        remove_checkpoint(root.checkpoint(id))
+                        remove_in_the_way(root.checkpoint(id))
                 self._damaged -= {url}
 
     def begin(self, id: CheckpointId, noted: Noted) -> None:

@@ -55,7 +55,18 @@ def remove_checkpoint(storage: Storage) -> None:
     link to a directory only the link is removed.
 
     Raises:
-        OSError, CheckpointError: it could not be removed, or not all of it.
+        OSError, CheckpointError: it could not be removed, or not all of it. It stays whole where a manifest beside it
+            cannot be read.
+    """
+    if storage.exists(MANIFEST_NAME):
+        referred_in(storage)  # which raises before anything has changed
+    remove_in_the_way(storage)
+
+
+def remove_in_the_way(storage: Storage) -> None:
+    """Removes a checkpoint that counts for nothing, as `remove_checkpoint` does.
+
+    But where a manifest beside it cannot be read it loses its own: its data stays, and is in nobody's way.
     """
     for error in _remove([storage]).values():
         raise error
@@ -83,16 +94,13 @@ def remove_checkpoints(storages: Sequence[Storage]) -> Mapping[Storage, Exceptio
 
 
 def _remove(storages: Sequence[Storage]) -> Mapping[Storage, Exception]:
-    """Removes as `remove_checkpoints` does, without a look at the manifests beside them first.
-
-    So one that is in the way loses at least its manifest.
-    """
+    """Removes as `remove_checkpoints` does, without a look at the manifests beside them first."""
     failed: dict[Storage, Exception] = {}
     names: dict[Storage, list[str] | None] = {}  # of files to remove; None of links
     for storage in storages:
         with _noted(failed, storage):
             names[storage] = None if storage.is_link() else _files_without_manifest(storage)
-        if storage in failed:
+        if storage in failed and len(storages) > 1:
             references_of(storage)  # it stays, and is one of those beside the others
     # After the manifests: from now on no save can refer to what only they had.
     referred = _referred_in([storage for storage in names if names[storage] != []])

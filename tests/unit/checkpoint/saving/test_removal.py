@@ -7,7 +7,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints
+from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
 from shardopt.checkpoint.sources import referred
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.cli import main
@@ -169,8 +169,30 @@ def test_one_that_is_in_the_way_loses_its_manifest_beside_one_that_cannot_be_rea
     save(tmp_path, 1, 2)
     refused.append("1")
     with pytest.raises(CheckpointError, match="move this checkpoint away"):
-        remove_checkpoint(storage_of(tmp_path / "step-00000002"))
+        remove_in_the_way(storage_of(tmp_path / "step-00000002"))
     assert sorted(path.suffix for path in (tmp_path / "step-00000002").iterdir()) == [".safetensors"]
+
+
+def test_one_that_somebody_deletes_stays_whole_beside_one_that_cannot_be_read(tmp_path, refused):
+    """It lost its manifest, so that it was no checkpoint any more, and its data stayed."""
+    save(tmp_path, 1, 2, 3)
+    with checkpoint.Manager(tmp_path) as manager:
+        for deleted in (3, 2):  # when 2 is, the manifest of 1 has been read before
+            refused.append("1")
+            with pytest.raises(CheckpointError, match="move this checkpoint away"):
+                manager.delete(deleted)
+            assert checkpoint.verify(manager.path(deleted)).ok
+            refused.clear()
+            manager.delete(deleted)
+    assert left_in(tmp_path) == ["step-00000001"]
+
+
+def test_what_cannot_be_removed_says_so_also_if_it_cannot_be_read(tmp_path, refused, protected):
+    save(tmp_path, 3, 4)
+    refused.append("3")
+    with pytest.raises(PermissionError, match="Permission denied"):
+        remove_checkpoint(storage_of(tmp_path / "step-00000003"))
+    assert with_manifests(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_checkpoints_that_cannot_be_removed_are_each_looked_at_once(tmp_path, monkeypatch):
