@@ -112,7 +112,7 @@ def references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, NotADirectoryError):
         try:
             return _look_up(checkpoint)
-        except (OSError, UnreadableError) as error:
+        except (OSError, CheckpointError) as error:  # of a store, which may be well again at the next look
             with _lock:
                 _bytes_of.pop(checkpoint.url, None)  # `require_readable` looks at it from now on
             is_refused = isinstance(error, PermissionError) and not _is_hidden(checkpoint)
@@ -173,9 +173,11 @@ def _look_up(checkpoint: Storage) -> frozenset[tuple[str, str]]:
 
 def _looked_up(key: tuple[str, int, bytes]) -> frozenset[tuple[str, str]] | None:
     """Returns the references of a manifest that was read before; None otherwise."""
+    url, nbytes, _ = key
     with _lock:
         if key in _known:
             _known.move_to_end(key)
+            _bytes_of[url] = nbytes  # also where a look had failed meanwhile
             return _known[key]
     return None
 

@@ -10,6 +10,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
 from shardopt.checkpoint.sources import referred
 from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.cli import main
 from shardopt.errors import CheckpointError
 
@@ -211,3 +212,39 @@ def test_checkpoints_that_cannot_be_removed_are_each_looked_at_once(tmp_path, mo
     monkeypatch.setattr(LocalStorage, "names", counted)
     assert len(remove_checkpoints(storages)) == 7
     assert len(listed) <= 3
+
+
+def test_old_checkpoints_on_a_store_stay_whole_while_it_denies_a_manifest_beside_them(tmp_path, monkeypatch):
+    """Once that was readable, each of them lost its manifest, and kept its data."""
+    root, denied, asked = f"memory://shardopt-removal/{tmp_path.name}", [], []
+
+    def answering(name):
+        answer = getattr(RemoteStorage, name)
+
+        def ask(self, file, *args):
+            if file == MANIFEST_NAME and self.url.endswith("theirs"):
+                asked.append(name)
+                if denied:
+                    raise CheckpointError("cannot read theirs/manifest.json: 403")
+            return answer(self, file, *args)
+
+        return ask
+
+    checkpoint.save(f"{root}/theirs", {"y": torch.ones(3)})
+    for name in ("read", "read_rest", "size"):
+        monkeypatch.setattr(RemoteStorage, name, answering(name))
+
+    def whole():
+        steps = [f"{root}/step-0000000{step}" for step in range(1, 8)]
+        return [url[-1] for url in steps if storage_of(url).exists(MANIFEST_NAME)]
+
+    save(root, 1, 2, keep=1)
+    denied.append(True)
+    save(root, 3, 4, 5, keep=1)
+    assert whole() == ["3", "4", "5"]  # 2 is found too late
+    denied.clear()
+    save(root, 6, keep=1)
+    assert whole() == ["6"]
+    asked.clear()
+    save(root, 7, keep=1)
+    assert set(asked) == {"read_rest"}  # one request at each look
