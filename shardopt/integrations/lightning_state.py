@@ -140,9 +140,15 @@ def draws_seed_in_each_epoch(trainer: Trainer) -> bool:
     """
     twice = trainer.reload_dataloaders_every_n_epochs == 0
     return not any(
-        getattr(each, "persistent_workers", False) or (twice and type(each).__name__ == _STATEFUL)
+        getattr(each, "persistent_workers", False) or (twice and _is_stateful(each))
         for each in CombinedLoader(trainer.train_dataloader).flattened
     )
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether a loader has the state of torchdata's, and not a position of ours."""
+    is_ours = isinstance(getattr(loader, "positions", None), ResumableSampler)
+    return not is_ours and any(kind.__name__ == _STATEFUL for kind in type(loader).__mro__)
 
 
 def validates(trainer: Trainer) -> bool:

@@ -304,8 +304,12 @@ def remove_on_rank_0(folder):
     return of_rank_0("what is left", {"names": sorted(os.listdir(folder))})["names"]
 
 
-def random_numbers_of(folder, *steps):
-    """Fits to each number of steps, from the newest checkpoint; returns the random numbers that the last fit used."""
+def random_numbers_of(folder, *steps, own_class=False):
+    """Fits to each number of steps, from the newest checkpoint; returns the random numbers that the last fit used.
+
+    Args:
+        own_class: whether the program derives its loader from torchdata's.
+    """
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
@@ -326,10 +330,13 @@ def random_numbers_of(folder, *steps):
         def configure_optimizers(self):
             return shardopt.keyed("sgd", self.named_parameters(), lr=0.01)
 
+    class Own(StatefulDataLoader):
+        pass
+
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     for end in steps:
         torch.manual_seed(0)
         module = Module()
         trainer = Trainer(accelerator="cpu", devices=1, max_steps=end, callbacks=[ShardoptCheckpoint(folder)], **quiet)
-        trainer.fit(module, StatefulDataLoader(torch.ones(8, 4), batch_size=2))
+        trainer.fit(module, (Own if own_class else StatefulDataLoader)(torch.ones(8, 4), batch_size=2))
     return module.used

@@ -128,11 +128,23 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by)
         )
 
 
+def random_numbers_of_fits(folder, at, end):
+    """Those of a fit without a break, and of one that was resumed, for a loader of a program's own class."""
+    whole = lightning_job.random_numbers_of(f"{folder}/a", end, own_class=True)
+    return whole, lightning_job.random_numbers_of(f"{folder}/b", at, end, own_class=True)
+
+
 @NEEDS_TORCHDATA
 def test_a_begun_epoch_goes_on_with_the_random_numbers_of_a_fit_without_a_break(tmp_path):
     whole = run_ranks(1, lightning_job.random_numbers_of, str(tmp_path / "a"), 4, deadline_seconds=DEADLINE)[0]
     resumed = run_ranks(1, lightning_job.random_numbers_of, str(tmp_path / "b"), 2, 4, deadline_seconds=DEADLINE)[0]
     assert len(whole) == 4 and resumed == whole[2:]
+
+
+@NEEDS_TORCHDATA
+def test_a_new_epoch_of_a_loader_derived_from_torchdatas_has_them_too(tmp_path):
+    (found,) = run_ranks(1, random_numbers_of_fits, str(tmp_path), 4, 6, deadline_seconds=DEADLINE)
+    assert found[1] == found[0][4:]
 
 
 def test_a_rank_that_alone_removes_a_checkpoint_waits_for_none_and_goes_on_where_it_cannot(tmp_path):
