@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from shardopt.checkpoint.run.branches import CheckpointId, branches_of
@@ -10,8 +11,11 @@ from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
 from shardopt.cli.output import Output, Span
-from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem, UnreadableError
 from shardopt.world import utc_text, world
+
+_MOST_LOOKS = 10
+"""At a step that a disk fails to return: then it is passed over, as one that is damaged."""
 
 
 def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
@@ -19,7 +23,7 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
     if every <= 0 or (count is not None and count < 1):
         found, required = f"{every:g} and {count}", "more than 0 seconds, and at least 1 step"
         raise OptionError("invalid arguments", [Problem("--every, --count", found, required, "give other numbers")])
-    root, printed, seen = Root(storage_of(url)), 0, None
+    root, printed, seen, failed = Root(storage_of(url)), 0, None, Counter[Published]()
     while count is None or printed < count:
         newest = root.newest()
         for each in [] if newest is None or newest == seen else _since(root, seen, newest):
@@ -30,9 +34,14 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
             except CheckpointNotFoundError:  # removed meanwhile: then there is a newer one
                 continue
             except CorruptionError as error:
-                if each == newest:
+                failed[each] += 1
+                is_for_now = isinstance(error, UnreadableError) and failed[each] < _MOST_LOOKS
+                if each == newest and not is_for_now:
                     raise
-                output.complain(str(error))
+                if failed[each] == 1:
+                    output.complain(str(error))
+                if is_for_now:
+                    break  # the next look takes it up again
                 continue
             seen, printed = each, printed + 1
             output.line(*_line(step))

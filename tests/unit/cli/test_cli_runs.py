@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from shardopt import checkpoint
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
+from shardopt.checkpoint.storage import LocalStorage
+from shardopt.checkpoint.storage.base import unreadable
 from shardopt.cli import main
 from shardopt.world import using
 from tests.support.worlds import FakeClock
@@ -361,8 +363,40 @@ def test_follow_prints_every_step_between_two_looks(tmp_path, monkeypatch, capsy
 
     with using(Clock()):
         assert main(["follow", str(tmp_path / "run"), "--count", "5", "--json"]) == 0
-    decoder, text, steps = json.JSONDecoder(), capsys.readouterr().out.strip(), []
+    assert steps_in_documents(capsys.readouterr().out) == [2, 3, 5, 7, 8]
+
+
+def steps_in_documents(text):
+    decoder, text, steps = json.JSONDecoder(), text.strip(), []
     while text:
         document, end = decoder.raw_decode(text)
         steps, text = [*steps, document["step"]], text[end:].strip()
-    assert steps == [2, 3, 5, 7, 8]
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("times", "unread", "printed"), [(2, 2, [1, 2, 3, 4]), (2, 3, [1, 2, 3, 4]), (99, 2, [1, 3, 4])]
+)
+def test_follow_takes_up_again_what_a_disk_fails_to_return(tmp_path, monkeypatch, capsys, times, unread, printed):
+    """It passed over that step for good, or ended if it was the newest."""
+    manager, read, left = checkpoint.Manager(tmp_path), LocalStorage.read, [times]
+    saved = iter([(2, 3), *[()] * (10 if times == 99 else 2), (4,)])
+
+    def failing(self, name, *args):
+        if self.url.endswith(f"step-0000000{unread}") and left[0]:
+            left[0] -= 1
+            raise unreadable(f"{self.url}/{name}", OSError(5, "Input/output error"))
+        return read(self, name, *args)
+
+    class Clock(FakeClock):
+        def sleep(self, seconds):
+            for step in next(saved):
+                manager.save(step, {"step": step})
+
+    manager.save(1, {"step": 1})
+    monkeypatch.setattr(LocalStorage, "read", failing)
+    with using(Clock()):
+        assert main(["follow", str(tmp_path), "--count", str(len(printed)), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err.count("Input/output error") == 1
+    assert steps_in_documents(output.out) == printed
