@@ -42,7 +42,8 @@ def changes_document(contents: CheckpointContents, against: str) -> dict[str, An
         "values": [each.key for each in found.values],
         "only_before": list(found.only_in_a),
         "only_now": list(found.only_in_b),
-        "not_compared": [*found.not_compared, *found.unread],
+        "not_compared": list(found.not_compared),
+        "unread": list(found.unread),
     }
 
 

@@ -176,6 +176,7 @@ export function changesSection(changes, onOpen) {
       ["only before", list(changes.only_before)],
       ["only now", list(changes.only_now)],
       ["not compared", list(changes.not_compared)],
+      ["not read", list(changes.unread)],
       ["relative change", "2-norm of the difference, divided by that of the earlier tensor"],
     ]),
     scale, map.element, map.said);

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -213,6 +214,13 @@ def test_changes_are_those_of_diff(tmp_path, capsys):
         }
     assert [each["layer"] for each in changes["tensors"]] == ["", "layers.0", "layers.1"]
     assert changes["only_before"] == ["old"]
+
+
+def test_what_cannot_be_read_is_told_as_diff_tells_it(tmp_path, capsys):
+    for side in ("a", "b"):
+        torch.save({"w": torch.ones(2), "args": Namespace(lr=1)}, tmp_path / f"{side}.pt")
+    changes = told(capsys, tmp_path / "b.pt", "--against", tmp_path / "a.pt")["against"]
+    assert (changes["not_compared"], changes["unread"]) == ([], ["args"])
 
 
 def test_a_report_without_values_needs_no_bytes_of_tensors(tmp_path, capsys):
