@@ -115,11 +115,10 @@ def references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
         except (OSError, CheckpointError) as error:  # of a store, which may be well again at the next look
             with _lock:
                 _bytes_of.pop(checkpoint.url, None)  # `require_readable` looks at it from now on
-            is_refused = isinstance(error, PermissionError) and not _is_hidden(checkpoint)
-            if isinstance(error, UnreadableError) or is_refused:
-                raise _unknown(checkpoint, error) from without_secrets(error)
-            if not isinstance(error, PermissionError):
+            if not isinstance(error, UnreadableError | PermissionError):
                 raise
+            if isinstance(error, UnreadableError) or not _is_hidden(checkpoint):
+                raise _unknown(checkpoint, error) from without_secrets(error)
     return frozenset()
 
 
