@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardopt import checkpoint as checkpoints
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.saving.removal import remove_checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_in_the_way
 from shardopt.checkpoint.storage import storage_of
 from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
 from shardopt.integrations.run import FrameworkState, of_rank_0, removal_told, replace_checkpoint
@@ -76,7 +76,7 @@ class ShardoptMixin:
             checkpoints.save(path, app)
             return
         beside = f"{path}.new"
-        ranks_of(None).on_rank_0(f"clearing {beside}", lambda: remove_checkpoint(storage_of(beside)))
+        ranks_of(None).on_rank_0(f"clearing {beside}", lambda: remove_in_the_way(storage_of(beside)))
         checkpoints.save(beside, app)
         ranks_of(None).on_rank_0(f"putting {beside} in the place of {path}", lambda: replace_checkpoint(path, beside))
 
