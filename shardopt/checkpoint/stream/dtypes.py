@@ -1,10 +1,8 @@
 """The dtypes in which weights are published: one for all, or one for each pattern of names; rows in 8 bits among them.
 
-    patterns and shapes on all ranks  →  the tables whose rows several ranks share    once; one round in each step
-    smallest and largest of their rows  →  all-reduces                                only where columns are cut
-    numbers that a form cannot hold  →  one error on all ranks, or casts and codes    one round, for forms that lack any
-
-One dtype that holds all of fp32's numbers, such as bf16, needs none of that.
+patterns and shapes on all ranks  →  the tables whose rows several ranks share    once; one round in each step
+smallest and largest of their rows  →  all-reduces                                only where columns are cut
+numbers that a form cannot hold  →  one error on all ranks, or casts and codes    one round
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.view import assemble, device_of, empty_local_tensor, local_tensors
-from shardopt.state.casts import has_fewer_exponents, lost_in_cast
+from shardopt.state.casts import lost_in_cast
 
 _CALL = "casting what is published"
 _REFUSED = "weights cannot be published in the dtypes of dtype=; nothing was published"
@@ -72,17 +70,14 @@ class Dtypes:
         by_pattern = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {"": dtype}
         self._forms = [(re.compile(pattern), form) for pattern, form in by_pattern.items()]
         self._rules = hash_of(repr([*by_pattern.items()]))
-        self._can_lose = any(
-            not isinstance(form, torch.dtype) or has_fewer_exponents(torch.float32, form) for _, form in self._forms
-        )
         self._job = ""  # the hash of what all ranks have told, of which `_shared` was made
         self._shared: dict[str, int] = {}  # the tables whose rows several ranks share, with their number of rows
 
     def of(self, ranks: Ranks, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns weights in their forms; those that have theirs are not copied.
 
-        Collective, if forms are by name or one of them cannot hold all numbers of fp32; else local. A table "t" as
-        "int8_rows" becomes three tensors: "t", of its shape, uint8; "t_scale" and "t_offset", [N], fp32.
+        Collective, if there are forms. A table "t" as "int8_rows" becomes three tensors: "t", of its shape, uint8;
+        "t_scale" and "t_offset", [N], fp32.
 
         Args:
             weights: of this rank, of any kind. They are not changed.
@@ -103,8 +98,6 @@ class Dtypes:
         if self._is_by_name:
             views, extremes = self._agree(ranks, weights, forms, {*numbers.values()} - {None})
             self._share(ranks, views, extremes)
-        if not self._can_lose:
-            return _cast(weights, forms, {})
 
         def work() -> dict[str, Tensor]:
             problems = [*_lost(weights, forms), *_too_large(views, extremes)]
@@ -216,12 +209,13 @@ def _lost(weights: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Iterator[
     for name, form in forms.items():
         tensor = weights[name]
         dtype = _dtype_of(tensor)
-        if dtype is None or not isinstance(form, torch.dtype) or not has_fewer_exponents(dtype, form):
+        if dtype is None or not isinstance(form, torch.dtype):
             continue
         lost = next((each for local in local_tensors(tensor) if (each := lost_in_cast(local.detach(), form))), None)
         if lost is not None:
             problem = lost_problem(name, lost, dtype, form)
-            yield Problem(name, problem.found, problem.required, "publish it in a wider dtype, such as torch.bfloat16")
+            remedy = "give it a wider dtype, by its name: dtype={regex: dtype, ...}"
+            yield Problem(name, problem.found, problem.required, remedy)
 
 
 def _too_large(views: Mapping[str, View], extremes: Mapping[str, list[Tensor]]) -> Iterator[Problem]:

@@ -127,7 +127,7 @@ class Publisher:
             MismatchError: the weights of all ranks do not fit the rules of `rearrange`: none of them names a weight, a
                 join lacks one, shapes, sizes or dtypes do not fit, two tensors get one name, or a reversed `Tie` has
                 weights that are not tied. All ranks raise, and nothing is published.
-            MismatchError: a weight has a number that its `dtype` cannot hold: one that fp16 makes infinite, or NaN or
+            MismatchError: a weight has a number that its `dtype` cannot hold: one that would become infinite, or NaN or
                 infinity in a row of 8 bits. Or no weight has a name for a regex of `dtype`, or "int8_rows" finds no
                 table. All ranks raise, and nothing is published.
             RuntimeError: torch's own, as in a training step: a rank died while ranks reduced the extremes of rows in 8

@@ -207,6 +207,14 @@ def test_a_number_that_a_dtype_would_make_infinite_is_refused(tmp_path, dtype):
     assert raised.value.code == "cast-overflow" and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("form", [torch.bfloat16, {"": torch.bfloat16}, torch.float32], ids=str)
+def test_a_number_near_the_largest_is_refused_as_well(tmp_path, form):
+    own, number = (torch.float64, 1e300) if form == torch.float32 else (torch.float32, torch.finfo(torch.float32).min)
+    with pytest.raises(MismatchError, match=r"mask: found .* required numbers that .* can hold") as raised:
+        publish(tmp_path, {"w": torch.randn(4), "mask": torch.tensor([number], dtype=own)}, form)
+    assert raised.value.code == "cast-overflow" and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_nan_and_infinity_are_published_where_the_dtype_has_them(tmp_path, dtype):
     weights = {"w": torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])}
