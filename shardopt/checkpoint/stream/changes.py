@@ -17,6 +17,7 @@ from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.saving.writing.device_stream import to_host
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.checkpoint.sources.reading.read_plan import position_of
+from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import WINDOW_SEGMENTS, Link, box_of
 
 _WINDOW_BYTES = WINDOW_SEGMENTS * SEGMENT_BYTES
@@ -72,6 +73,7 @@ def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
 
     Raises:
         CorruptionError: a delta is not what was written.
+        CheckpointError: the target's dtype cannot hold one of the numbers.
     """
     entry, dtype, sizes, wanted, target = request
     if not target.numel():
@@ -91,7 +93,7 @@ def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
             else:
                 positions, values = _in_target(positions.astype(np.int64) + first, values, dims)
                 first = 0
-            yield _on_device(target, torch_dtype(dtype), first, positions, values)
+            yield _on_device(request, first, positions, values)
 
 
 class _Dimension(NamedTuple):
@@ -129,10 +131,14 @@ def _in_target(positions: Any, values: Any, dims: Sequence[_Dimension]) -> tuple
     return places[is_inside], values[is_inside]
 
 
-def _on_device(target: Tensor, stored: torch.dtype, first: int, positions: Any, values: Any) -> Scatter:
+def _on_device(request: ReadRequest, first: int, positions: Any, values: Any) -> Scatter:
+    target, stored = request.target, torch_dtype(request.dtype)
     if target.is_cpu and target.dtype == stored:
         return Scatter(target, first, positions, values.copy())
     bits = torch.from_numpy(values.view(f"<i{values.itemsize}").copy())
-    elements = bits if target.dtype == stored else bits.view(stored).to(target.dtype)
+    elements = bits
+    if target.dtype != stored:
+        check_cast(request.entry, target, bits.view(stored))
+        elements = bits.view(stored).to(target.dtype)
     places = torch.from_numpy(positions.astype(np.int64) + first)
     return Scatter(target, 0, places.to(target.device), elements.to(target.device))

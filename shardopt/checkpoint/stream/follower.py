@@ -188,15 +188,17 @@ class Follower:
         """Brings the weights to the newest published step, or to a given one. Collective.
 
         Reading and checking go on while other threads use the weights; only applying keeps `serving` out. If an update
-        fails before that, nothing was changed. A step that is damaged is logged, and the next older one taken that is
-        newer than the weights.
+        fails before that, nothing was changed. What has no room in `memory_bytes` is neither read nor checked before:
+        damage there, or a number that a dtype of the app cannot hold, leaves torn weights. A step that is damaged is
+        logged, and the next older one taken that is newer than the weights.
 
         Returns:
             A report; None where there is nothing new.
 
         Raises:
             OptionError: the step is none.
-            MismatchError: the published weights do not fit. All of it is listed; nothing was changed.
+            MismatchError: the published weights do not fit. All of it is listed; nothing was changed. Or a dtype of the
+                app cannot hold a number.
             CheckpointNotFoundError: the given step is not there; or the weights are torn, and no step is there.
             CorruptionError: the given step is damaged; or the weights are torn, and all steps are.
             CheckpointError, RankError: it cannot be read, or `serving` was not left in time, or a rank failed.

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,10 @@ from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
+from shardopt.errors import CheckpointError, MismatchError
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.pieces import View
 
@@ -101,17 +103,29 @@ class Staged:
         return self._bytes_read + sum(file.bytes_read for file in self._files)
 
     def read(self) -> None:
-        """Reads and checks what has room."""
+        """Reads and checks what has room.
+
+        Raises:
+            MismatchError: the app's dtype cannot hold a number.
+        """
+        try:
+            self._read()
+        except CheckpointError as error:
+            if error.code != "cast-overflow":
+                raise
+            message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
+            raise MismatchError(message, error.problems, code="cast-overflow") from None
+
+    def _read(self) -> None:
         reads: list[tuple[OpenFile, ReadRequest]] = []
         for parts in _by_box(self.parts):
             for part in parts:
-                if part.links is None:
-                    reads += self._whole_read(part)
-                else:
-                    self._read_changes(part)
+                reads += self._whole_read(part) if part.links is None else self._read_changes(part)
             self._forget(boxes_only=True)
         self._forget()
         self._bytes_read += fetch(reads)
+        for (target, memory), (_, request) in zip(self._copies, reads, strict=True):
+            check_cast(request.entry, target, memory)
 
     def apply(self) -> None:
         """Changes the weights."""
@@ -125,8 +139,8 @@ class Staged:
                 each.apply()
             for parts in _by_box(self._late):
                 self._bytes_read += fetch([(_whole(part), part.request) for part in parts if part.links is None])
-                for each in chain.from_iterable(scatters(part.request, part.links or ()) for part in parts):
-                    each.apply()
+                for part in parts:
+                    self._apply_late_changes(part)
                 self._forget(boxes_only=True)
         self._forget()
         for device in {target.device for target in targets} - {torch.device("cpu")}:
@@ -167,18 +181,38 @@ class Staged:
         self._copies.append((request.target, memory))
         return [(file, request._replace(target=memory))]
 
-    def _read_changes(self, part: Part) -> None:
-        """Reads the deltas of a part, if there is room."""
+    def _read_changes(self, part: Part) -> list[tuple[OpenFile, ReadRequest]]:
+        """Reads the deltas of a part, if there is room; returns the read of all of it if it is needed instead."""
         made: list[Scatter] = []
-        for each in scatters(part.request, part.links or ()):
-            made.append(each)
-            self._room -= each.nbytes
-            if self._room < 0:
-                self._room += sum(each.nbytes for each in made)
-                self._late.append(part)
-                break
-        else:
-            self._scatters += made
+        room = self._room
+        try:
+            for each in scatters(part.request, part.links or ()):
+                made.append(each)
+                self._room -= each.nbytes
+                if self._room < 0:
+                    self._room = room
+                    self._late.append(part)
+                    return []
+        except CheckpointError as error:
+            self._room = room
+            self._read_all_for(error)
+            return self._whole_read(part)
+        self._scatters += made
+        return []
+
+    def _apply_late_changes(self, part: Part) -> None:
+        try:
+            for each in scatters(part.request, part.links or ()):
+                each.apply()
+        except CheckpointError as error:
+            self._read_all_for(error)
+            self._bytes_read += fetch([(_whole(part), part.request)])
+
+    def _read_all_for(self, error: CheckpointError) -> None:
+        """Raises an error, except of a number that cannot be cast: a step in between may have had it, and not this."""
+        if error.code != "cast-overflow":
+            raise error
+        self.whole += 1
 
     def _forget(self, boxes_only: bool = False) -> None:
         for file in self._files:

@@ -106,6 +106,34 @@ def test_what_is_too_small_for_the_published_dtype_is_not_written(tmp_path):
         assert follower.update().bytes_read == 0
 
 
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 30])
+def test_a_number_that_only_a_step_in_between_had_is_no_reason_to_refuse(tmp_path, memory_bytes):
+    weights, app = {"x": torch.ones(50_000)}, {"x": torch.zeros(50_000, dtype=torch.bfloat16)}
+    follower = checkpoint.Follower(tmp_path, app, strict=checkpoint.Strictness(dtype="cast"), memory_bytes=memory_bytes)
+    with checkpoint.Publisher(tmp_path, durable=False) as publisher:
+        for step, number in enumerate((1.0, torch.finfo(torch.float32).max, 3.0), start=1):
+            weights["x"][3] = number
+            publisher.publish(step, weights).result()
+            if step != 2:
+                assert follower.update().step == step and app["x"][3] == number
+
+
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_a_number_that_the_apps_dtype_cannot_hold_is_refused_before_anything_changes(tmp_path, is_delta):
+    weights, app = {"x": torch.ones(50_000)}, {"x": torch.zeros(50_000, dtype=torch.bfloat16)}
+    follower = checkpoint.Follower(tmp_path, app, strict=checkpoint.Strictness(dtype="cast"))
+    with checkpoint.Publisher(tmp_path, durable=False) as publisher:
+        publisher.publish(1, weights).result()
+        follower.update()
+        weights["x"][3 if is_delta else slice(None)] = torch.finfo(torch.float32).max
+        publisher.publish(2, weights).result()
+        with pytest.raises(MismatchError, match=r"x: found 3\.4028.* in float32; required .* bfloat16") as raised:
+            follower.update()
+        assert raised.value.code == "cast-overflow" and follower.step == 1 and app["x"].eq(1).all()
+        publisher.publish(3, {"x": torch.full((50_000,), 2.0)}).result()
+        assert follower.update().step == 3 and app["x"].eq(2).all()
+
+
 def test_parameters_and_persistent_buffers_count(tmp_path):
     class Model(nn.Module):
         def __init__(self):
