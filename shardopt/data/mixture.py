@@ -26,7 +26,8 @@ class MixtureSampler(ResumableSampler):
     Args:
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
         weights: of the sources: the ratio of the samples that they give. Positive.
-        epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`.
+        epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`. With `drop_last`, the default,
+            rounded down to full batches, so that no sample is passed over.
         batch_size: as for `ResumableSampler`.
         options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`: whether sources, and
             the samples of each, are in a random order. If not, a source's samples are spread evenly.
@@ -35,7 +36,8 @@ class MixtureSampler(ResumableSampler):
         ValueError: a source would give nothing to an epoch.
 
     Attributes:
-        shares: the samples that each source gives to an epoch.
+        shares: the samples that each source gives to an epoch. A load takes those of the checkpoint, which may be of
+            another `batch_size`, or by an earlier version, which did not round.
     """
 
     def __init__(
@@ -50,13 +52,39 @@ class MixtureSampler(ResumableSampler):
         if len(sizes) != len(weights) or not sizes or min(sizes) < 1:
             found = f"sizes {[*sizes]} and weights {[*weights]}"
             raise ValueError(f"weights: found {found}; required one of each source, none of which is empty; add it")
-        size = sum(sizes) if epoch_size is None else epoch_size
-        super().__init__(size, batch_size=batch_size, **options)
-        self.sizes, self.shares = [*sizes], _divide(size, weights)
+        self._epoch_size = sum(sizes) if epoch_size is None else epoch_size
+        super().__init__(self._epoch_size, batch_size=batch_size, **options)
+        self.size -= self._left_out()
+        self.sizes, self._weights = [*sizes], [*weights]
+        self.shares = _divide(self.size, weights)
+        if min(self.shares) == 0:
+            found = f"shares {self.shares} of an epoch of {self.size} samples"
+            raise ValueError(f"epoch_size: found {found}; required one sample of each source; raise it")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns sizes and shares of the sources beside what a `ResumableSampler` does; the same on every rank."""
-        return {**super().state_dict(), **self._shares_of_sources()}
+        return {**super().state_dict(), **self._shares_of_sources(), "epoch_size": self._epoch_size}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError as `ResumableSampler` does; epochs rounded to other batches are no other order."""
+        size = state_dict.get("size", 0)
+        epoch_size = state_dict.get("epoch_size", size)  # earlier versions did not round
+        if epoch_size == self._epoch_size and state_dict.get("shares") == _divide(size, self._weights):
+            state_dict = {**state_dict, "size": self.size, "shares": self.shares}
+        super().check_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.size, self.shares = state_dict["size"], [*state_dict["shares"]]
+        if self._left_out():
+            self._warn_once(
+                f"epochs have {self.size} samples, as those of the checkpoint, and the last {self._left_out()} of each "
+                "are left out: a source gives some samples again before all others. A batch_size that divides "
+                f"{self.size} leaves none out, and so does a run that begins anew"
+            )
+
+    def _left_out(self) -> int:
+        return self.size % self.batch_size if self.drop_last else 0
 
     def _order_is_of(self) -> dict[str, Any]:
         # Where a source stands follows from its share of epochs.
@@ -93,7 +121,4 @@ def _divide(size: int, weights: Sequence[float]) -> list[int]:
     shares = np.floor(exact).astype(np.int64)
     largest = np.argsort(shares - exact, kind="stable")[: size - int(shares.sum())]
     shares[largest] += 1
-    if int(shares.min()) == 0:
-        found = f"shares {shares.tolist()} of an epoch of {size} samples"
-        raise ValueError(f"epoch_size: found {found}; required one sample of each source; raise it")
     return [int(share) for share in shares]

@@ -128,9 +128,10 @@ def test_wrong_options(wrong):
 def test_a_mixture_gives_each_source_its_share_and_each_sample_before_any_again(data):
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     weights = data.draw(st.lists(st.floats(0.5, 4), min_size=len(sizes), max_size=len(sizes)))
-    epoch_size, shuffle = data.draw(st.integers(20, 60)), data.draw(st.booleans())
-    options = {"weights": weights, "epoch_size": epoch_size, "batch_size": 4, "shuffle": shuffle, "drop_last": False}
-    sampler = shardopt.data.MixtureSampler(sizes, **options, rank=0, ranks=1)
+    epoch_size, shuffle, drop_last = data.draw(st.integers(20, 60)), data.draw(st.booleans()), data.draw(st.booleans())
+    options = {"weights": weights, "batch_size": 4, "shuffle": shuffle, "drop_last": drop_last}
+    sampler = shardopt.data.MixtureSampler(sizes, epoch_size=epoch_size, **options, rank=0, ranks=1)
+    epoch_size -= epoch_size % 4 if drop_last else 0
     exact = [weight / sum(weights) * epoch_size for weight in weights]
     assert sum(sampler.shares) == epoch_size
     assert all(abs(share - wanted) < 1 for share, wanted in zip(sampler.shares, exact, strict=True))
@@ -166,6 +167,42 @@ def test_a_mixture_resumes_on_other_ranks_and_is_refused_with_other_weights():
         plain.load_state_dict(others[0].state_dict())
     evenly = shardopt.data.MixtureSampler([6, 3], weights=[2, 1], batch_size=3, shuffle=False)
     assert [[*batch] for batch in evenly] == [[0, 6, 1], [2, 7, 3], [4, 8, 5]]
+
+
+def mixture(state=None, batch_size=4, **options):
+    sampler = shardopt.data.MixtureSampler(
+        [30, 20], **{"weights": [3, 1], "epoch_size": 10} | options, batch_size=batch_size, rank=0, ranks=1
+    )
+    if state is not None:
+        sampler.load_state_dict(state)
+    return sampler
+
+
+def rest(sampler, epochs):
+    return [list(sampler.through(sampler)) for _ in range(epochs)]
+
+
+def test_a_mixture_resumes_in_the_epochs_of_its_checkpoint(caplog):
+    new = mixture()
+    rest(new, 1)
+    state = new.state_dict()
+    assert new.shares == state["shares"] == [6, 2] and len(new) == 2
+    assert [*itertools.chain(*itertools.chain(*rest(mixture(state, batch_size=2), 3)))] == [
+        *itertools.chain(*itertools.chain(*rest(mixture(state), 3)))
+    ]
+    assert not caplog.records
+    # An earlier version has left out the last 2 of 10.
+    earlier = {name: each for name, each in state.items() if name != "epoch_size"} | {"size": 10, "shares": [8, 2]}
+    resumed = mixture(earlier)
+    assert resumed.state_dict() == earlier | {"epoch_size": 10}
+    assert rest(resumed, 2) == [epoch[:2] for epoch in rest(mixture(earlier, drop_last=False), 2)]
+    assert "the last 2 of each are left out" in caplog.text
+    resumed.load_state_dict(state)
+    assert resumed.shares == [6, 2]
+    for other in ({"epoch_size": 15}, {"weights": [1, 1]}, {"weights": [9, 8]}):
+        for each in (state, earlier):
+            with pytest.raises(MismatchError, match=r"found .* in the checkpoint"):
+                mixture(each, **other)
 
 
 @pytest.mark.parametrize("wrong", [{"weights": [1]}, {"weights": [1, 0]}, {"weights": [1000, 1]}], ids=str)
