@@ -37,6 +37,19 @@ def damage_told(state: str) -> Iterator[None]:
 
 
 @contextmanager
+def earlier_told(changed_by: Sequence[str]) -> Iterator[None]:
+    """Adds to errors that the app may be loaded in part by loads before, which failed: of these URLs."""
+    try:
+        yield
+    except ShardoptError as error:
+        if changed_by and MAY_HAVE_CHANGED not in error.message:
+            said = error.message.replace("nothing was changed", CHANGED_NOTHING)
+            error.message = f"{said}; the load of {changed_by[-1]} before it failed: {MAY_HAVE_CHANGED}"
+            error.args = (error.message,)
+        raise
+
+
+@contextmanager
 def writer_told(manifest: Manifest) -> Iterator[None]:
     """Adds to a refusal who wrote the checkpoint, if that was another version.
 

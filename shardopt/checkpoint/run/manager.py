@@ -316,9 +316,9 @@ class Manager:
         Raises:
             OptionError: an argument is none.
             CheckpointNotFoundError: there is no checkpoint, and one is required; or none of that step.
-            CorruptionError: all checkpoints, or all of that step, are damaged. Optimizers in `app` refuse to step.
+            CorruptionError: all checkpoints, or all of that step, are damaged. It says if `app` may be loaded in part.
             CheckpointError: a root cannot be read, or is a checkpoint itself, or not all ranks see the same.
-            MismatchError: a checkpoint does not fit.
+            MismatchError: a checkpoint does not fit. It says if one before, which was damaged, may be loaded in part.
         """
         self._require_open()
         refuse_within(f"restoring {self._run.root.url}", but=[LOADING])

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.loading.hand_back import MAY_HAVE_CHANGED, earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
@@ -346,20 +347,24 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
 
     Raises:
         CorruptionError, CheckpointNotFoundError: there were some, and none is whole: the error of the last one.
-        The errors of `load` that are not about damage.
+        The errors of `load` that are not about damage. All say if a load before them may have changed the app.
     """
     failures: dict[str, CheckpointError] = {}
     tried_twice: set[str] = set()
+    changed_by: list[str] = []
     while True:
-        candidates = look()
-        candidate = next((each for each in candidates if each.url not in failures), None)
-        if candidate is None:
-            for failure in reversed(failures.values()):
-                raise failure
-            return None
+        with earlier_told(changed_by):
+            candidates = look()
+            candidate = next((each for each in candidates if each.url not in failures), None)
+            if candidate is None:
+                for failure in reversed(failures.values()):
+                    raise failure
+                return None
         try:
-            report = load(candidate.url)
+            with earlier_told(changed_by):
+                report = load(candidate.url)
         except (CorruptionError, CheckpointNotFoundError) as error:
+            changed_by += [candidate.url] if MAY_HAVE_CHANGED in error.message else []
             if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
                 tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
                 _log.warning("%s: trying again", error)

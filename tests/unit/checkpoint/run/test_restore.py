@@ -21,6 +21,7 @@ from shardopt.checkpoint.storage import LocalStorage, retry, storage_of
 from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
 from tests.harness import run_ranks
+from tests.support.streams import flip, place_of
 
 
 def app_of(value=0.0):
@@ -93,6 +94,23 @@ def test_a_disk_that_gives_nothing_back_is_an_error(tmp_path, monkeypatch):
     BadDisk(monkeypatch, errno.EIO, ".safetensors")
     with pytest.raises(UnreadableError, match="step-00000001"):
         manager.restore(app_of())
+
+
+@pytest.mark.parametrize("older", ["damaged", "does not fit", "none"])
+def test_what_is_raised_says_that_a_load_before_may_have_changed_the_app(tmp_path, older):
+    saved(tmp_path, *([2] if older == "none" else [1, 2]))
+    (data,) = tmp_path.glob("step-00000002/*.safetensors")
+    flip(data, place_of(data, "w")[0])
+    if older == "damaged":
+        (tmp_path / "step-00000001" / "manifest.json").write_text("x")
+    if older == "does not fit":
+        shutil.rmtree(tmp_path / "step-00000001")
+        checkpoint.save(tmp_path / "step-00000001", {"w": torch.ones(6), "step": 1})
+    expected = MismatchError if older == "does not fit" else CorruptionError
+    with pytest.raises(expected, match="the app may be loaded in part") as raised:
+        checkpoint.Manager(tmp_path).restore(app_of())
+    assert "nothing was changed" not in str(raised.value)
+    assert ("this load changed nothing; the load of" in str(raised.value)) == (older != "none")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ETIMEDOUT, errno.ENOTCONN])
