@@ -220,7 +220,8 @@ class Averaging:
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Updates after each step of `optimizer`, which then refuses to step while the model holds the averages.
 
-        Steps that a GradScaler skips do not count. Attached twice is once. A copy of the optimizer is not attached.
+        Steps that a GradScaler skips do not count; to know it of torch's fused optimizers waits for the device.
+        Attached twice is once. A copy of the optimizer is not attached.
 
         Returns:
             A function that ends this.
@@ -237,8 +238,9 @@ class Averaging:
     def _before_step(self, *unused: Any) -> None:
         self._refuse_swapped("a step would train the averages, and be lost")
 
-    def _after_step(self, *unused: Any) -> None:
-        self.update()
+    def _after_step(self, optimizer: Optimizer, *unused: Any) -> None:
+        if not getattr(optimizer, "found_inf", None):  # which torch's GradScaler sets where the kernel is to skip
+            self.update()
 
     @is_part_of(CHANGING)
     def swap(self) -> Swapped:
@@ -351,9 +353,7 @@ class Averaging:
     def _state(self) -> dict[str, Any]:
         list(self._pairs())  # averages follow their weights
         tensors = self._tensors()
-        state: dict[str, Any] = {
-            name: {self._entry: assemble(tensors[name], averages)} for name, averages in self._averages.items()
-        }
+        state = {name: {self._entry: assemble(tensors[name], each)} for name, each in self._averages.items()}
         return {**state, AVERAGING: {N_AVERAGED: self._n_averaged}}
 
     def _tensors(self) -> dict[str, Tensor]:
