@@ -54,7 +54,7 @@ class CompareReport(OfUrl):
 
     @property
     def fits(self) -> bool:
-        """Whether `load` would find nothing to refuse."""
+        """Whether `load` would find nothing to refuse, but for what only a load finds."""
         return self.error is None
 
     @property
@@ -98,8 +98,8 @@ def compare(
     Nothing is changed. Tensors of `app` may be on the meta device. The code is that of `load`, so the problems are
     its problems. The manifest is read, and this rank's `PerRank` values.
 
-    Only a load finds what is in the bytes: damage, missing data files, numbers that a cast loses, and tied tensors
-    that are stored with different values.
+    Only a load finds that an object of yours refuses its state, and what is in the bytes: damage, missing data files,
+    numbers that a cast loses, and tied tensors that are stored with different values.
 
     Args:
         url, app, strict, select, rename, rearrange, skip: as for `load`.

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES, torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES, has_no_memory, torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
 from shardopt.checkpoint.loading.schedules import schedule_problems
@@ -114,8 +114,7 @@ def compare(
             problem = Problem(key, NOT_STORED, _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     problems += _unequal_ties(names)
-    if needs_memory:
-        problems += _without_memory(match)
+    problems += _not_to_be_filled(match, needs_memory)
     match.unexpected = [
         key for key in stored if key not in flat.leaves and key not in names.aliases and not is_reported(stored[key])
     ]
@@ -203,10 +202,12 @@ def _match_tensor(key: str, view: View, tensor: StoredTensor, match: Match, stri
     return None
 
 
-def _without_memory(match: Match) -> Iterator[Problem]:
-    """Yields a problem for each tensor that cannot be read into."""
+def _not_to_be_filled(match: Match, needs_memory: bool) -> Iterator[Problem]:
+    """Yields a problem for each tensor that cannot be read into; without memory alone, only if that is needed."""
     for key, (view, _) in match.tensors.items():
         for _, memory in view.pieces:
+            if not needs_memory and (memory.is_contiguous() or has_no_memory(memory)):
+                continue
             if not (memory.is_contiguous() and memory.data_ptr()):  # nearly all are plain
                 problem = memory_problem(key, view)
                 if problem is not None:

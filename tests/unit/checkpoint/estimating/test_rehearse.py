@@ -79,6 +79,14 @@ def test_its_problems_are_those_of_the_load(tmp_path, options):
         assert not report.fits and "does not fit" in str(report)
 
 
+def test_elements_that_share_memory_are_refused_as_by_the_load(tmp_path):
+    checkpoint.save(tmp_path / "c", {"w": torch.ones(3)})
+    app = {"w": torch.zeros(1).expand(3)}
+    with pytest.raises(MismatchError, match="share memory") as caught:
+        checkpoint.load(tmp_path / "c", app)
+    assert checkpoint.compare(tmp_path / "c", app).problems == tuple(caught.value.problems)
+
+
 def test_it_tells_the_kinds_of_differences_apart(tmp_path):
     checkpoint.save(tmp_path / "c", STORED)
     app = {key: torch.zeros(shape, dtype=torch.float64 if key == "dtype" else None) for key, shape in APP.items()}
