@@ -33,6 +33,7 @@ class TensorDifference:
         a, b: dtype and shape of each.
         elements: of the tensor.
         differing: how many elements are not equal; NaN is equal to NaN.
+        other_bits: how many are equal, and have other bits. Of tensors of one dtype.
         maximum: the greatest absolute difference; NaN where one of two elements is.
         norm: the 2-norm of the difference.
         relative: that, as a share of the 2-norm of the tensor of A.
@@ -44,6 +45,7 @@ class TensorDifference:
     b: str
     elements: int = 0
     differing: int = 0
+    other_bits: int = 0
     maximum: float = 0.0
     norm: float = 0.0
     relative: float = 0.0
@@ -86,15 +88,14 @@ def difference_of(
         return found
     found.by_checksum = False
     squares = squares_of_a = 0.0
-    same_bits = info.dtype == other.dtype
     for box in info.boxes:
         for piece in pieces_in_order(box, max(info.dtype.itemsize, other.dtype.itemsize)):
             x, y = a.read(key_a, piece), b.read(key_b, piece)
             squares_of_a += _squares(x)
             if info.dtype != other.dtype or not torch.equal(raw_bytes(x), raw_bytes(y)):
-                same_bits = False
                 of_piece = _compare(x, y)
                 found.differing += of_piece.differing
+                found.other_bits += _unequal_bits(x, y) - of_piece.differing if x.dtype == y.dtype else 0
                 found.maximum = float(np.maximum(found.maximum, of_piece.maximum))  # which keeps a NaN
                 squares += of_piece.squares
             done(x.nbytes)
@@ -102,9 +103,14 @@ def difference_of(
     found.relative = found.norm / of_a if of_a else (math.inf if found.norm else 0.0)
     if info.dtype != other.dtype:
         found.kind = "dtype"
-    elif not same_bits:
+    elif found.differing or found.other_bits:
         found.kind = "values" if found.differing else "bits"
     return found
+
+
+def _unequal_bits(x: torch.Tensor, y: torch.Tensor) -> int:
+    """Returns how many elements of two tensors of one dtype have other bits."""
+    return int((raw_bytes(x) != raw_bytes(y)).reshape(-1, x.itemsize).any(dim=1).sum())
 
 
 def _compare(x: torch.Tensor, y: torch.Tensor) -> _Of:

@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
     @property
     def unequal(self) -> dict[str, TensorDifference]:
         """The tensors that differ."""
-        return {key: found for key, found in self.tensors.items() if found.kind != "equal"}
+        return {key: found for key, found in self.tensors.items() if found.kind not in ("equal", "bits")}
 
     @property
     def is_different(self) -> bool:
@@ -168,7 +168,8 @@ def _print(
 ) -> None:
     output.line("A  ", Span(reader_a.url, "bold"), f": {head_line(reader_a)}")
     output.line("B  ", Span(reader_b.url, "bold"), f": {head_line(reader_b)}")
-    output.table(_some(_tensor_lines(found.unequal, show_all), show_all), right=[])
+    shown = {key: each for key, each in found.tensors.items() if each.kind != "equal"}
+    output.table(_some(_tensor_lines(shown, show_all), show_all), right=[])
     value_lines = _value_lines(found.values, show_all)
     for line in _some(value_lines, show_all):
         output.line(*line)
@@ -182,10 +183,12 @@ def _print(
     unread: list[list[Cell]] = [[Span(f"not compared: {key}: {what}", "yellow")] for key, what in found.unread.items()]
     for line in _some(unread, show_all):
         output.line(*line)
-    equal = [each for each in found.tensors.values() if each.kind == "equal"]
+    equal = [each for each in found.tensors.values() if each.kind in ("equal", "bits")]
     by_checksum = sum(each.by_checksum for each in equal)
     summary = [f"{plural(len(equal), 'tensor')} equal ({by_checksum:,} by checksum)"]
     summary += [f"{len(found.unequal):,} differ"] if found.unequal else []
+    other_bits = sum(each.other_bits for each in found.tensors.values())
+    summary += [f"{plural(other_bits, 'equal element')} with other bits"] if other_bits else []
     summary += [f"{plural(len(found.values), 'value')} differ"] if found.values else []
     summary += [
         f"{len(keys):,} only in {side}" for side, keys in (("A", found.only_in_a), ("B", found.only_in_b)) if keys
@@ -215,7 +218,10 @@ def _tensor_line(key: str, alike: Sequence[TensorDifference]) -> list[Cell]:
     if found.kind == "shape":
         return [name, Span(f"{found.a} → {found.b}", "red"), *count]
     if found.kind == "bits":
-        return [name, Span("equal values, other bits (-0.0 or NaN)", "yellow"), *count]
+        elements = (
+            f"{sum(each.other_bits for each in alike):,} of {plural(sum(each.elements for each in alike), 'element')}"
+        )
+        return [name, Span(f"equal, with other bits (-0.0 or NaN) in {elements}", "yellow"), *count]
     what = [f"{found.a} → {found.b}"] if found.kind == "dtype" else []
     if found.differing:
         elements = sum(each.elements for each in alike)

@@ -144,6 +144,19 @@ INTEGERS = {
 }
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_other_bits_of_equal_elements_are_counted_and_no_difference(compared, differs):
+    w = torch.tensor([0.0, 1.0, math.nan, 2.0, 5.0])
+    other = torch.tensor([-0.0, 1.0, math.nan, 2.0, 6.0 if differs else 5.0])
+    other.view(torch.int32)[2] = 0x7FC00001
+    status, document, text = compared({"w": w}, {"w": other})
+    found = document["tensors"]["w"]
+    assert (status, found["differing"], found["other_bits"]) == (int(differs), int(differs), 2)
+    assert "2 equal elements with other bits" in text
+    if not differs:
+        assert "equal: 1 tensor equal (0 by checksum)" in text and "in 2 of 5 elements" in text
+
+
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_do_not_wrap_around(compared, dtype):
     a, b, maximum = INTEGERS[dtype]
