@@ -108,8 +108,8 @@ def load(
 
     Tensors, dicts, lists and sets of `app` are filled in place; other plain values are replaced. Objects get their
     state by `load_state_dict`. What does not fit is found before a byte is changed. Without a tensor, object or
-    `PerRank` in it on any rank a container gets what is stored, also if it was empty: in the order of keys as text,
-    "10" before "9", with CPU tensors, also for arrays, in lists, also for tuples. Keys of some ranks go to these alone.
+    `PerRank` in it on any rank a container gets what is stored, also if it was empty: CPU tensors, also for arrays,
+    then plain values by keys as text, "10" before "9"; lists, also for tuples. Keys of some ranks go to these alone.
 
     Args:
         url: of a committed checkpoint.

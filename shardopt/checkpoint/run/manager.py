@@ -82,7 +82,7 @@ class Manager:
             Others make no Manager for its root. Making it is collective then, as is its use.
         incremental: whether a save refers to the previous checkpoint for what has not changed since, as with
             `save(..., base=)`.
-            The first save writes everything, as does one whose predecessor is gone. Files stay as long as a checkpoint
+            The first save of a run writes everything, as where the one before is gone. Files stay while a checkpoint
             refers to them, even if the rules drop their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 in the background. A failure is logged; `close` raises it on that rank, if this process saved it.
@@ -155,7 +155,7 @@ class Manager:
         return self._run.branches_here().current
 
     def steps(self) -> list[int]:
-        """Returns the steps of all committed checkpoints of the run, ascending. Local."""
+        """Returns the steps of all checkpoints of the run that are committed under the root, ascending. Local."""
         return [id.step for id in self._run.committed_here()[0]]
 
     @property
@@ -179,7 +179,7 @@ class Manager:
         return steps
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics that `save` and `add_metrics` stored for a step; empty if none. Local."""
+        """Returns the metrics of a step that is committed under the root, also added ones; else empty. Local."""
         return metrics_of(self._run.root.checkpoint(self._run.branches_here().id_of(step)))
 
     @is_part_of(SAVING)
@@ -229,7 +229,7 @@ class Manager:
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:
-        """Returns, for each step of the run, the paths of tiers and the root where it is whole. Collective.
+        """Returns, for each step, the paths of tiers where it is whole, and the root's if committed there. Collective.
 
         With each tier is the number of hosts that may be lost without it, and None with the root.
         """
