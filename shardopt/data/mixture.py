@@ -27,7 +27,7 @@ class MixtureSampler(ResumableSampler):
         sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
         weights: of the sources: the ratio of the samples that they give. Positive.
         epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`. With `drop_last`, the default,
-            rounded down to full batches, so that no sample is passed over.
+            rounded down to full batches, so that no sample is passed over, unless `batch_size` changes within an epoch.
         batch_size: as for `ResumableSampler`.
         options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`: whether sources, and
             the samples of each, are in a random order. If not, a source's samples are spread evenly.
