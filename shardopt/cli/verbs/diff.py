@@ -218,10 +218,10 @@ def _tensor_line(key: str, alike: Sequence[TensorDifference]) -> list[Cell]:
     if found.kind == "shape":
         return [name, Span(f"{found.a} → {found.b}", "red"), *count]
     if found.kind == "bits":
-        elements = (
+        unequal = (
             f"{sum(each.other_bits for each in alike):,} of {plural(sum(each.elements for each in alike), 'element')}"
         )
-        return [name, Span(f"equal, with other bits (-0.0 or NaN) in {elements}", "yellow"), *count]
+        return [name, Span(f"equal, with other bits (-0.0 or NaN) in {unequal}", "yellow"), *count]
     what = [f"{found.a} → {found.b}"] if found.kind == "dtype" else []
     if found.differing:
         elements = sum(each.elements for each in alike)
