@@ -8,7 +8,7 @@
     ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
     ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
     ├── InputError            (ValueError)         ids that a table cannot look up; tables that no plan fits
-    ├── PartialLoadError      (RuntimeError)       a step of an optimizer whose load is not whole
+    ├── PartialLoadError      (RuntimeError)       a step or save of an optimizer that is half changed
     ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
     └── CheckpointError       (RuntimeError)
         ├── CheckpointNotFoundError  (FileNotFoundError)   no committed checkpoint at this path
@@ -170,7 +170,7 @@ class InputError(ShardoptError, ValueError):
 
 
 class PartialLoadError(ShardoptError, RuntimeError):
-    """An optimizer was asked to step while its state is only partly loaded."""
+    """An optimizer was to be stepped or saved that a load, or an outer step, may have left half changed."""
 
     code: Code = "partial-load"
 

@@ -46,7 +46,7 @@ class FusedRows(OptimizerWrapper, FusedOptimizer):
             gradients: parameter → its gradient, placed as it is.
 
         Raises:
-            PartialLoadError: this optimizer, or one that it is part of, is only partly loaded.
+            PartialLoadError: this optimizer, or one that it is part of, may be half changed.
         """
         self._before_backward()
         before = {parameter: parameter.grad for parameter in self.params.values()}

@@ -1,78 +1,174 @@
-"""Optimizers that a load has left half loaded: steps and saves are refused until a load is whole."""
+"""Optimizers that are half changed, by a load or by an outer step that did not end well.
+
+One is marked, with all of its parts, as soon as something of it may be changed and the rest not, until a load that
+leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a view of them, or
+within a composite.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.errors import PartialLoadError
+from shardopt.errors import PartialLoadError, Problem
 
-_marked: weakref.WeakKeyDictionary[Optimizer, tuple[str, RemovableHandle]] = weakref.WeakKeyDictionary()
-"""Those that are marked: by which load, and the hook of their steps."""
-_alone: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Those of them that were loaded by themselves, and are whole once they alone are."""
+_AGAIN_ALONE = "load it again, whole, by load_state_dict or checkpoint.load"
+_AGAIN_WITH_APP = "load it again, whole, by checkpoint.load (or restore), with what else that load was of; load_state_dict does not do"
 
 
-def mark_partial_load(optimizers: Iterable[Optimizer], what: str) -> None:
-    """Makes steps and saves of these optimizers raise PartialLoadError, until `unmark_partial_load`."""
+@dataclass(frozen=True)
+class _Mark:
+    """Why an optimizer is marked.
 
-    def refuse(*unused: Any) -> None:
-        raise _refusal(what)
+    Args:
+        what: did not end well.
+        is_of_app: whether it was of more than optimizers, so that only another load of that kind mends it.
+        left_out: the keys that it cannot have changed, as the next load names them.
+    """
 
-    for optimizer in optimizers:
-        _alone.discard(optimizer)
-        if optimizer not in _marked:
-            _marked[optimizer] = what, optimizer.register_step_pre_hook(refuse)
-
-
-def unmark_partial_load(optimizers: Iterable[Optimizer]) -> None:
-    """Lets these optimizers, and their parts, be stepped and saved again."""
-    for optimizer in _with_parts(optimizers) if _marked else ():
-        _unmark(optimizer)
+    what: str
+    is_of_app: bool = False
+    left_out: frozenset[str] = frozenset()
 
 
-def refuse_partly_loaded(optimizers: Iterable[Optimizer]) -> None:
-    """Raises PartialLoadError if one of these optimizers, or a part of one, is marked."""
-    for optimizer in _with_parts(optimizers) if _marked else ():
-        if optimizer in _marked:
-            raise _refusal(_marked[optimizer][0])
+_marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = weakref.WeakKeyDictionary()
+"""Those that are marked, and the hooks of their steps."""
 
 
-def _unmark(optimizer: Optimizer) -> None:
-    _alone.discard(optimizer)
-    if optimizer in _marked:
-        _marked.pop(optimizer)[1].remove()
+class PartialLoad:
+    """A load of an app that changes an optimizer of it: marked while it may have changed only a part.
+
+    Args:
+        optimizer: is loaded, or what it is a view of.
+        what: the load, in errors.
+        left_out: the keys of this optimizer's state that it leaves out, on this rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, what: str, left_out: Iterable[str] = ()) -> None:
+        self._mark = _Mark(what, True, frozenset(left_out))
+        self._before = {node: _mark_of(node) for node in _nodes(optimizer)}
+
+    @property
+    def mends(self) -> bool:
+        """Whether it replaces all that earlier ones may have changed; local to the rank."""
+        return all(mark is None or self._mark.left_out <= mark.left_out for mark in self._before.values())
+
+    def begin(self) -> None:
+        """Marks the optimizer, which may refuse the hook that this takes."""
+        for node in self._before:
+            _put(node, self._mark)
+
+    def end(self, mends: bool) -> None:
+        """Takes its mark back, as it has ended well on all ranks.
+
+        Args:
+            mends: whether it takes earlier ones back, too: whether it `mends` on all ranks.
+        """
+        for node, mark in self._before.items():
+            _unmark(node)
+            if mark is not None and not mends:
+                _put(node, mark)
 
 
-def _refusal(what: str) -> PartialLoadError:
-    return PartialLoadError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
+def mark_half_stepped(optimizer: Optimizer, what: str) -> None:
+    """Makes steps and saves of an optimizer raise PartialLoadError, until a whole load of it."""
+    for node in _nodes(optimizer):
+        _put(node, _Mark(what))
 
 
-def _with_parts(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """Yields each, and the parts of composites: who loads one by itself, and then the composite, has loaded all."""
-    for optimizer in optimizers:
-        yield optimizer
-        yield from _with_parts(getattr(optimizer, "_children", ()))
+def is_partly_loaded(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, or a part of it, is marked."""
+    return bool(_marks) and any(node in _marks for node in _nodes(optimizer))
+
+
+def refuse_partly_loaded(optimizers: Iterable[tuple[str, Optimizer]]) -> None:
+    """Raises PartialLoadError if one of these optimizers, or a part of one, is marked.
+
+    Args:
+        optimizers: each with its key in the error.
+    """
+    found = [(key, mark) for key, each in optimizers for node in _nodes(each) if (mark := _mark_of(node))]
+    if found:
+        problems = [
+            Problem(key, "an optimizer that may be half changed", "a whole one", _remedy(mark))
+            for key, mark in dict(found).items()
+        ]
+        what = found[0][1].what
+        raise PartialLoadError(f"{what} did not end well, and may have left an optimizer half changed", problems)
+
+
+def refuse_backward_of_partly_loaded(optimizer: Optimizer) -> None:
+    """Raises PartialLoadError if an optimizer that is stepped in backward, or anything that it is part of, is marked."""
+    if _marks:
+        refuse_partly_loaded((type(each).__name__, each) for each in _with_owners(optimizer))
 
 
 @contextmanager
-def loading_alone(optimizer: Optimizer) -> Iterator[None]:
-    """Marks an optimizer whose load, in the block, fails or is interrupted; a whole one takes such a mark back.
+def loading_alone(optimizer: Optimizer, left_out: Iterable[str] = ()) -> Iterator[None]:
+    """Marks an optimizer whose own load, in the block, fails or is interrupted; a whole one takes such marks back.
 
-    A mark of a load of more than this optimizer stays, as the rest may not be loaded yet.
+    A mark of a load of an app stays, as the rest of that may not be loaded yet.
+
+    Args:
+        left_out: the keys that the load leaves out.
     """
+    mark = _Mark("load_state_dict", False, frozenset(left_out))
     try:
         yield
     except BaseException:
-        if optimizer not in _marked:
-            mark_partial_load([optimizer], "load_state_dict")
-            _alone.add(optimizer)
+        for node in _nodes(optimizer):
+            _put(node, mark)
         raise
-    for each in list(_with_parts([optimizer])) if _alone else ():
-        if each in _alone:
-            _unmark(each)
+    marked = [(node, earlier) for node in _nodes(optimizer) if (earlier := _mark_of(node))] if _marks else ()
+    if all(mark.left_out <= earlier.left_out for _, earlier in marked):
+        for node, earlier in marked:
+            if not earlier.is_of_app:
+                _unmark(node)
+
+
+def _nodes(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yields an optimizer, or what it is a view of, and the parts of composites, at any depth."""
+    optimizer = getattr(optimizer, "viewed", optimizer)
+    yield optimizer
+    for part in getattr(optimizer, "_children", ()):
+        yield from _nodes(part)
+
+
+def _with_owners(optimizer: Any) -> Iterator[Optimizer]:
+    yield optimizer
+    for owner in optimizer._owners_of():
+        yield from _with_owners(owner)
+
+
+def _mark_of(node: Optimizer) -> _Mark | None:
+    return _marks[node][0] if node in _marks else None
+
+
+def _put(node: Optimizer, mark: _Mark) -> None:
+    """Marks a node; where it is marked already, what mends it has to mend both."""
+    earlier = _mark_of(node)
+    if earlier is None:
+        _marks[node] = mark, node.register_step_pre_hook(_refuse_step)
+        return
+    if earlier.is_of_app and not mark.is_of_app:
+        mark, earlier = earlier, mark
+    _marks[node] = _Mark(mark.what, mark.is_of_app, mark.left_out & earlier.left_out), _marks[node][1]
+
+
+def _unmark(node: Optimizer) -> None:
+    if node in _marks:
+        _marks.pop(node)[1].remove()
+
+
+def _refuse_step(optimizer: Optimizer, *unused: Any) -> None:
+    refuse_partly_loaded([(type(optimizer).__name__, optimizer)])
+
+
+def _remedy(mark: _Mark) -> str:
+    return _AGAIN_WITH_APP if mark.is_of_app else _AGAIN_ALONE

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import shardopt
 from shardopt.errors import AlgorithmError, PartialLoadError, StateError
 from shardopt.optim.core.composite import CompositeOptimizer
-from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
+from shardopt.runtime.partial_loads import PartialLoad
 from tests.support.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train
 
 each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
@@ -190,10 +190,10 @@ def test_a_step_before_a_part_is_loaded_whole_is_refused(build):
     train(optimizer, params)
     before = snapshot(optimizer, params)
     marked = innermost(optimizer)[0]
-    mark_partial_load([marked], "loading x")
+    PartialLoad(marked, "loading x").begin()
     with pytest.raises(PartialLoadError, match="loading x"):
         optimizer.step()
-    unmark_partial_load([marked])
+    PartialLoad(marked, "").end(mends=True)
     if len(innermost(optimizer)) == 1 and not isinstance(optimizer, CompositeOptimizer):
         assert same(snapshot(optimizer, params), before)
     optimizer.step()

@@ -23,6 +23,7 @@ from shardopt.errors import (
     RankError,
     StateError,
 )
+from shardopt.runtime.partial_loads import PartialLoad
 from tests.distributed.test_save_load import outcomes_alike
 from tests.harness import run_ranks, run_ranks_outcomes
 
@@ -278,6 +279,14 @@ def load_damaged(path, sound):
         mend(path, sound)
     dist.barrier()
     checkpoint.load(path, {"optimizer": optimizer, "w": weight})
+    optimizer.step()
+
+    # A load that leaves something out on one rank alone mends nothing on any: a step that one refuses stops all.
+    PartialLoad(optimizer, "a load").begin()
+    checkpoint.load(path, {"optimizer": optimizer}, select="^optimizer" if rank else r"^optimizer(?!.*exp_avg$)")
+    with pytest.raises(PartialLoadError, match="a load did not end well"):
+        optimizer.step()
+    checkpoint.load(path, {"optimizer": optimizer}, select="^optimizer")
     optimizer.step()
     return errors
 

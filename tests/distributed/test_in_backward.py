@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import PartialLoadError, StateError
-from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
+from shardopt.runtime.partial_loads import PartialLoad
 from tests.harness import run_ranks
 from tests.support.optimizers import same
 
@@ -262,11 +262,11 @@ def refused():
     # What was torn by a load refuses in backward.
     net, optimizer = built("in backward", "fully_shard", "adamw")
     before = now(net, optimizer)
-    mark_partial_load([optimizer], "loading x")
+    PartialLoad(optimizer, "loading x").begin()
     with pytest.raises(PartialLoadError, match="loading x"):
         backward(net, "fully_shard", 0)
     assert same(now(net, optimizer), before)
-    unmark_partial_load([optimizer])
+    PartialLoad(optimizer, "").end(mends=True)
     return True
 
 

@@ -468,7 +468,7 @@ def save_and_load(root, how):
 BETWEEN_ROUNDS = [
     ("save", PLANNING),
     ("async_save", "shardopt.checkpoint.saving.async_save:Staging"),
-    pytest.param("save", "shardopt.checkpoint.loading.load:mark_partial_load", marks=pytest.mark.exhaustive),
+    pytest.param("save", "shardopt.checkpoint.loading.load:fill", marks=pytest.mark.exhaustive),
     pytest.param("async_save", PLANNING, marks=pytest.mark.exhaustive),
     pytest.param("Manager", "shardopt.checkpoint.run.context:Run.candidates", marks=pytest.mark.exhaustive),
 ]

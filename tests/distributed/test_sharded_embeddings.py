@@ -15,7 +15,7 @@ from shardopt import WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
 from shardopt.errors import InputError, PartialLoadError, RankError
 from shardopt.nn import ShardedEmbeddingBag, Table
 from shardopt.optim import CombinedOptimizer
-from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
+from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks
 from tests.support.embeddings import (
@@ -404,15 +404,13 @@ def test_what_four_ranks_saved_three_and_one_load_bit_for_bit(tmp_path):
 def torn():
     model, optimizer = step_fused(Model(), steps=1)
     before = everything(model, optimizer)
-    mark_partial_load(
-        [optimizer], "a load"
-    )  # as `checkpoint.load` does with what it is given: of the combined one alone
+    PartialLoad(optimizer, "a load").begin()
     vectors = model.tables({"sums": torch.tensor([[1, 40]])})["sums"]
     with pytest.raises(PartialLoadError, match="a load did not end well"):
         vectors.sum().backward()
     after = everything(model, optimizer)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    unmark_partial_load([optimizer])
+    PartialLoad(optimizer, "").end(mends=True)
     with unchecked():
         model.tables({"sums": torch.tensor([[1, 2]])})["sums"].sum().backward()
     after = everything(model, optimizer)

@@ -51,10 +51,11 @@ from shardopt.errors import Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.runtime.deferred_checks import failed_steps_remain, taking_state
 from shardopt.runtime.gc_pause import gc_paused
-from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
+from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.state.flatten import flatten
+from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
 from shardopt.world import world
 
@@ -351,10 +352,16 @@ def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str])
 def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tuple[int, list[RestoreTarget]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
     match, leaves, loaded = plan.match, plan.flat.leaves, plan.match.objects(plan.flat)
-    optimizers = [each.object for each in loaded if isinstance(each.object, Optimizer)]
+    left_out = _left_out(plan)
+    changing = {
+        join(each.path): PartialLoad(each.object, what, left_out[each.path])
+        for each in loaded
+        if isinstance(each.object, Optimizer)
+    }
 
     def fill_marked() -> int:
-        mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
+        for each in changing.values():
+            each.begin()  # in the round, as an optimizer may refuse
         return fill(plan.requests, options.progress)
 
     def put_back() -> None:
@@ -372,8 +379,22 @@ def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tupl
 
     bytes_read, _ = ranks.agree(what, work=fill_marked)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    _, failed_steps = ranks.agree(what, work=put_back, report=lambda _: failed_steps_remain(), decide=any)
-    unmark_partial_load(optimizers)
+    _, (failed_steps, not_mended) = ranks.agree(
+        what,
+        work=put_back,
+        report=lambda _: [failed_steps_remain(), [key for key, each in changing.items() if not each.mends]],
+        decide=lambda reports: [any(each[0] for each in reports), [key for each in reports for key in each[1]]],
+    )
+    for key, each in changing.items():
+        each.end(mends=key not in not_mended)
     if not failed_steps:
         drop_failed_steps()
     return bytes_read, loaded
+
+
+def _left_out(plan: RankPlan) -> dict[Path, list[str]]:
+    """Returns of each object the keys of its state here that are not loaded, as they are in it."""
+    match, leaves = plan.match, plan.flat.leaves
+    others = leaves.keys() - match.tensors.keys() - match.values.keys() - {*match.per_rank}
+    below = keys_below({key: leaves[key].path for key in others}, [each.path for each in plan.flat.targets])
+    return {root: [join(leaves[key].path[len(root) :]) for key in keys] for root, keys in below.items()}

@@ -24,6 +24,7 @@ from shardopt.optim.gradients.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
 from shardopt.runtime.deferred_checks import taking_state
+from shardopt.runtime.partial_loads import loading_alone
 from shardopt.runtime.torch_private import (
     after_load_state_dict,
     after_state_dict,
@@ -54,6 +55,11 @@ class ByPosition(Optimizer):
     def __init__(self, optimizer: Node) -> None:
         take_torchs_attributes(self)
         self._optimizer = optimizer
+
+    @property
+    def viewed(self) -> Node:
+        """The keyed optimizer."""
+        return self._optimizer
 
     @property
     def state(self) -> Any:
@@ -181,8 +187,9 @@ class ByPosition(Optimizer):
         finally:
             for leaf, saves in before:
                 leaf.save_param_groups(saves)
-        optimizer.drop_state(absent)
-        after_load_state_dict(self)
+        with loading_alone(optimizer):  # of which this is the end
+            optimizer.drop_state(absent)
+            after_load_state_dict(self)
 
     def __repr__(self) -> str:
         return f"{self._optimizer!r} by position"

@@ -17,6 +17,7 @@ from shardopt.optim.local.modes import step_in_own_modes
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_named_groups
 from shardopt.optim.state_dict.saved_form import plan_keys
+from shardopt.runtime.partial_loads import refuse_partly_loaded
 from shardopt.runtime.torch_private import not_compiled, step_nested
 from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.state.param_groups import PARAMS
@@ -57,6 +58,7 @@ class CompositeOptimizer(KeyedOptimizer):
         Raises:
             AlgorithmError: a child has to evaluate the model itself, several times (LBFGS); nothing was changed.
             StateError: averages are in the model (`eval`); nothing was changed.
+            PartialLoadError: it or a part of it may be half changed; nothing was changed.
         """
         if self.needs_closure:
             remedy = "call step of LBFGS itself; being part of another serves for saving and loading alone"
@@ -67,6 +69,7 @@ class CompositeOptimizer(KeyedOptimizer):
         if self.evaluating:
             raise refusal_to_step(type(self).__name__)
         refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
+        refuse_partly_loaded([(type(self).__name__, self)])  # before the first part steps
         loss = None
         if closure is not None:
             with torch.enable_grad():

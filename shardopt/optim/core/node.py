@@ -29,6 +29,7 @@ from shardopt.optim.state_dict.offered import put_state, with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
+from shardopt.runtime.partial_loads import refuse_backward_of_partly_loaded
 from shardopt.runtime.torch_gradients import scaler_that_steps
 from shardopt.runtime.torch_private import (
     after_state_dict,
@@ -371,15 +372,13 @@ class Node(Optimizer):
         return list((atoms | members).values())
 
     def _join_children(self) -> None:
-        """Registers this optimizer with its parts, as weak references.
-
-        Parts that update in backward call its hooks, too.
-        """
+        """Registers this optimizer with its parts, as weak references: those that update in backward call its hooks."""
         for child in self._children:
             child.__dict__.setdefault("_part_of", WeakSet()).add(self)
 
     def _before_backward(self) -> None:
         """Fires the step-pre-hooks of all optimizers that this one is part of, and then its own; they may raise."""
+        refuse_backward_of_partly_loaded(self)
         for owner in self._owners_of():
             owner._before_backward()
         before_step(self)

@@ -24,7 +24,7 @@ from shardopt.optim import (
     KeyedOptimizerWrapper,
     OptimizerWrapper,
 )
-from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
+from shardopt.runtime.partial_loads import PartialLoad
 from tests.support.fake_rank import fake_rank, sharded_tensor
 from tests.support.optimizers import same
 
@@ -353,7 +353,7 @@ def test_an_optimizer_torn_by_a_load_refuses_before_backward_changes_anything(ma
         "a wrapper of what it is combined in": lambda: OptimizerWrapper(combined(fused)[0]),
     }[marked]()
     before = copy.deepcopy(net.state_dict())
-    mark_partial_load([whole], "loading x")
+    PartialLoad(whole, "loading x").begin()
     for _ in range(2):
         with pytest.raises(PartialLoadError, match="loading x"):
             loss_of(net, 0).backward()
@@ -361,7 +361,7 @@ def test_an_optimizer_torn_by_a_load_refuses_before_backward_changes_anything(ma
         assert same(dict(net.state_dict()), dict(before)) and not fused.state_dict()["state"]
     with pytest.raises(PartialLoadError):
         whole.step()
-    unmark_partial_load([whole])
+    PartialLoad(whole, "").end(mends=True)
     whole.zero_grad()
     loss_of(net, 0).backward()
     assert not torch.equal(net.first.weight, before["first.weight"])
@@ -409,14 +409,14 @@ def test_copies_train_their_own_parameters(copied):
     loss_of(net, 0).backward()
     other_net, other = copied((net, optimizer))
     before = copy.deepcopy(net.state_dict())
-    mark_partial_load([optimizer], "loading x")
+    PartialLoad(optimizer, "loading x").begin()
     loss_of(other_net, 1).backward()
     assert same(dict(net.state_dict()), dict(before))
-    unmark_partial_load([optimizer])
+    PartialLoad(optimizer, "").end(mends=True)
     loss_of(net, 1).backward()
     assert same(dict(net.state_dict()), dict(other_net.state_dict()))
     assert same(optimizer.state_dict(), other.state_dict())
-    mark_partial_load([other], "loading y")
+    PartialLoad(other, "loading y").begin()
     with pytest.raises(PartialLoadError, match="loading y"):
         loss_of(other_net, 1).backward()
 

@@ -1,3 +1,6 @@
+import copy
+import gc
+
 import pytest
 import torch
 
@@ -5,7 +8,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, PartialLoadError
 from shardopt.optim import CombinedOptimizer
-from shardopt.runtime.partial_loads import mark_partial_load, unmark_partial_load
+from shardopt.runtime.partial_loads import PartialLoad
 
 
 def stepped():
@@ -16,7 +19,7 @@ def stepped():
     return model, optimizer
 
 
-def interrupted(monkeypatch, optimizer, state):
+def interrupted(monkeypatch, optimizer, state, **options):
     """Loads a state, and is interrupted at the second tensor."""
     copy, copied = torch.Tensor.copy_, []
 
@@ -28,7 +31,7 @@ def interrupted(monkeypatch, optimizer, state):
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(torch.Tensor, "copy_", copy_)
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(state, **options)
 
 
 def test_an_optimizer_whose_own_load_was_interrupted_refuses_to_step_until_one_is_whole(monkeypatch, tmp_path):
@@ -46,7 +49,7 @@ def test_an_optimizer_whose_own_load_was_interrupted_refuses_to_step_until_one_i
             optimizer.load_state_dict({})
         with pytest.raises(PartialLoadError):  # a load that changed nothing did not mend it
             optimizer.step()
-        with pytest.raises(PartialLoadError, match="partly loaded"):
+        with pytest.raises(PartialLoadError, match="optimizer: found an optimizer that may be half changed"):
             checkpoint.save(tmp_path / "half", {"model": model, "optimizer": optimizer})
         load_whole()
         optimizer.step()
@@ -78,10 +81,120 @@ def test_a_load_of_the_optimizer_alone_does_not_mend_one_of_more(monkeypatch):
     _, optimizer = stepped()
     state = stepped()[1].state_dict()
     interrupted(monkeypatch, optimizer, state)
-    mark_partial_load([optimizer], "loading x")
+    PartialLoad(optimizer, "loading x").begin()
     interrupted(monkeypatch, optimizer, state)
     optimizer.load_state_dict(state)
     with pytest.raises(PartialLoadError):
         optimizer.step()
-    unmark_partial_load([optimizer])
+    PartialLoad(optimizer, "").end(mends=True)
     optimizer.step()
+
+
+def two():
+    """Two optimizers with state, the same combined, an app of it, and its state of other values."""
+    (first_model, first), (second_model, second) = stepped(), stepped()
+    whole = CombinedOptimizer([("a", first), ("b", second)])
+    other = copy.deepcopy(whole.state_dict())
+    for entries in other["state"].values():
+        entries["exp_avg"].fill_(7.0)
+    return first, second, whole, {"models": [first_model, second_model], "optimizer": whole}, other
+
+
+def refuses(*calls):
+    for call in calls:
+        with pytest.raises(PartialLoadError):
+            call()
+
+
+def interrupted_load(path, app, **options):
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(path, app, progress=interrupt, **options)
+
+
+def test_loads_that_leave_something_out_mend_nothing_unless_what_failed_left_out_the_same(monkeypatch, tmp_path):
+    _, second, whole, app, other = two()
+    checkpoint.save(tmp_path / "c", app)
+    only_first = {"state": {name: entries for name, entries in other["state"].items() if name.startswith("a.")}}
+
+    def load(of, **options):
+        return lambda: checkpoint.load(tmp_path / "c", app, select=rf"^optimizer\..*{of}", **options)
+
+    interrupted(monkeypatch, second, stepped()[1].state_dict())
+    for of_less in (
+        lambda: whole.load_state_dict(only_first, strict=False),
+        lambda: whole.load_state_dict({}, strict=False),
+        lambda: second.load_state_dict({"state": {}}, strict=False),
+        load(r"\ba\."),
+        load(r"b\.bias\.step"),
+    ):
+        of_less()
+        refuses(whole.step, second.step, lambda: checkpoint.save(tmp_path / "half", app))
+    checkpoint.load(tmp_path / "c", app)
+    whole.step()
+
+    interrupted_load(tmp_path / "c", app, select=r"\bb\.")
+    load(r"b\.bias")()
+    refuses(whole.step)
+    load(r"\bb\.")()  # all that the interrupted one may have changed
+    whole.step()
+
+    interrupted(monkeypatch, whole, only_first, strict=False)
+    whole.load_state_dict({"state": {"a.bias": other["state"]["a.bias"]}}, strict=False)
+    refuses(whole.step)
+    whole.load_state_dict(only_first, strict=False)
+    whole.step()
+
+
+def test_marks_go_to_all_parts_and_their_composites_before_any_part_steps(monkeypatch, tmp_path):
+    first, second, whole, app, other = two()
+    checkpoint.save(tmp_path / "c", app)
+    before = copy.deepcopy(app["models"][0].state_dict())
+    again = CombinedOptimizer([("first", first)])
+    interrupted(monkeypatch, second, stepped()[1].state_dict())
+    refuses(whole.step)
+    assert all(torch.equal(before[name], value) for name, value in app["models"][0].state_dict().items())
+    first.step()
+    again.step()
+    whole.load_state_dict(other)
+    for interrupt in (
+        lambda: interrupted(monkeypatch, whole, other),
+        lambda: interrupted_load(tmp_path / "c", app),
+    ):
+        interrupt()
+        refuses(whole.step, first.step, second.step, again.step, CombinedOptimizer([("x", second)]).step)
+        refuses(lambda: checkpoint.save(tmp_path / "half", {"model": app["models"][0], "first": first}))
+        checkpoint.load(tmp_path / "c", app)
+        first.step()
+        whole.step()
+
+
+def test_a_view_is_the_optimizer_that_it_views(tmp_path):
+    model, optimizer = stepped()
+    for name, each in (("view", optimizer.as_torch()), ("keyed", optimizer)):
+        checkpoint.save(tmp_path / name, {"model": model, "optimizer": each})
+    views = {"view": optimizer.as_torch, "keyed": lambda: optimizer}
+    for interrupted_in, whole_in in (("view", "view"), ("view", "keyed"), ("keyed", "view")):
+        interrupted_load(tmp_path / interrupted_in, {"model": model, "optimizer": views[interrupted_in]()})
+        gc.collect()
+        refuses(optimizer.step, optimizer.as_torch().step)
+        for view in views.values():
+            refuses(lambda view=view: checkpoint.save(tmp_path / "half", {"model": model, "optimizer": view()}))
+        checkpoint.load(tmp_path / whole_in, {"model": model, "optimizer": views[whole_in]()})
+        optimizer.step()
+        checkpoint.save(tmp_path / f"{interrupted_in}-{whole_in}", {"model": model, "optimizer": optimizer.as_torch()})
+
+
+def test_a_refused_save_names_the_optimizer_and_the_load_that_helps_and_one_of_other_keys_passes(monkeypatch, tmp_path):
+    (model, optimizer), (model_2, other) = stepped(), stepped()
+    app = {"model": [model, model_2], "mine": optimizer, "other": other}
+    checkpoint.save(tmp_path / "c", {"model": model, "mine": optimizer})
+    interrupted(monkeypatch, optimizer, stepped()[1].state_dict())
+    with pytest.raises(PartialLoadError, match=r"- mine: .*by load_state_dict or checkpoint\.load$"):
+        checkpoint.save(tmp_path / "half", app)
+    interrupted_load(tmp_path / "c", {"model": model, "mine": optimizer})
+    with pytest.raises(PartialLoadError, match="- mine: .*load_state_dict does not do$"):
+        checkpoint.save(tmp_path / "half", app)
+    checkpoint.save(tmp_path / "model", app, select="^model")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.errors import Problem, StateError
-from shardopt.runtime.partial_loads import refuse_partly_loaded
+from shardopt.runtime.partial_loads import is_partly_loaded, refuse_partly_loaded
 from shardopt.sharding.pieces import View
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import local_tensors
 from shardopt.state.names import plain_name
-from shardopt.state.paths import join
+from shardopt.state.paths import join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget
 
 _SAVE_IN_SWAP = "a checkpoint of a training would have averages in the place of weights"
@@ -50,10 +50,15 @@ def check_optimizers(flat: FlatState) -> None:
 
     Raises:
         StateError: names each such optimizer, and a parameter; or each such key; or a parameter with averages.
-        PartialLoadError: a load has left an optimizer half loaded.
+        PartialLoadError: an optimizer of which something is saved may be half changed.
     """
     optimizers = [each for each in flat.targets if isinstance(each.object, Optimizer)]
-    refuse_partly_loaded(each.object for each in optimizers if isinstance(each.object, Optimizer))
+    half_changed = [each for each in optimizers if is_partly_loaded(cast(Optimizer, each.object))]
+    if half_changed:
+        saved = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, [each.path for each in half_changed])
+        refuse_partly_loaded(
+            (join(each.path), cast(Optimizer, each.object)) for each in half_changed if saved[each.path]
+        )
     modules = [each for each in flat.targets if isinstance(each.object, Module)] if optimizers else []
     owned = {id(each) for module in modules for each in module.state.values() if isinstance(each, Parameter)}
     places: dict[int, tuple[str, ...]] = {}
