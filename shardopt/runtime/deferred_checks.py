@@ -132,16 +132,6 @@ class DeferredChecks:
                 self.failure = self.failure or copy(failure)
                 _failed.add(self)
 
-    def fail(self, failure: Exception) -> None:
-        """Notes that state was left half changed; it counts until a load has replaced the state, as what checks raise.
-
-        Args:
-            failure: is raised where the state is to be kept.
-        """
-        with _lock:
-            self.failure = self.failure or failure
-            _failed.add(self)
-
     def begin_step(self) -> None:
         """Begins a step: runs the checks of the step before the last one. Waits for no later step.
 
@@ -291,6 +281,11 @@ def taking_state() -> Iterator[StateChecks]:
     finally:
         _taking.remove(checks)
     checks.end()
+
+
+def is_taking_state() -> bool:
+    """Whether `taking_state` is open, in any thread."""
+    return bool(_taking)
 
 
 def empty_pinned(like: Tensor) -> Tensor:

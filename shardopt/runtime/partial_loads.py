@@ -1,4 +1,4 @@
-"""Optimizers that are half changed, by a load or by an outer step that did not end well.
+"""Optimizers that are half changed, by a load or an outer step that did not end well.
 
 One is marked, with all of its parts, as soon as something of it may be changed and the rest not, until a load that
 leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a view of them, or
@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.errors import PartialLoadError, Problem
 
 _AGAIN_ALONE = "load it again, whole, by load_state_dict or checkpoint.load"
-_AGAIN_WITH_APP = "load it again, whole, by checkpoint.load (or restore), with what else that load was of; load_state_dict does not do"
+_AGAIN_WITH_APP = (
+    "load it again, whole, with the rest of its app (checkpoint.load, restore): load_state_dict does not do"
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def refuse_partly_loaded(optimizers: Iterable[tuple[str, Optimizer]]) -> None:
 
 
 def refuse_backward_of_partly_loaded(optimizer: Optimizer) -> None:
-    """Raises PartialLoadError if an optimizer that is stepped in backward, or anything that it is part of, is marked."""
+    """Raises PartialLoadError if an optimizer to be stepped in backward, or what it is part of, is marked."""
     if _marks:
         refuse_partly_loaded((type(each).__name__, each) for each in _with_owners(optimizer))
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.communicating import CommunicatingOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec
+from shardopt.errors import ShardoptError
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.local.group_step import GroupShards, GroupStep, step_groups
 from shardopt.optim.local.implementation import (
@@ -57,6 +58,8 @@ class LocalOptimizer:
         AlgorithmError: there is a sharded parameter, and the algorithm may not step on shards or is not known.
         StateError: the factory put local tensors of one parameter in two groups, or took others than it was given.
     """
+
+    steps_begun = 0  # that may have changed something
 
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
@@ -201,23 +204,31 @@ class LocalOptimizer:
             raise refusal_to_step(type(self.optimizer).__name__)
         wait_for_copies()  # a save in the background knows only the optimizers of its app
         refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group["params"] for group in self.param_groups))
-        if self.spec is None or not self.spec.elementwise:
-            self._check_groups()
-            self._state.hand_over()
-            loss = step_without_hooks(type(self.optimizer))(self.optimizer, closure)
-        else:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            parameters = self._parameters_of_groups()
-            if len(self._grouped) != len(parameters) or not all(map(GroupShards.are_of, self._grouped, parameters)):
-                self._check_groups()
-                self._grouped[:] = [GroupShards(each, self.shards) for each in parameters]
-            self._step_groups(self.spec, list(zip(self.param_groups, self._grouped, strict=True)))
+        self.steps_begun += 1
+        try:
+            loss = self._step(closure)
+        except ShardoptError:  # is raised before a change
+            self.steps_begun -= 1
+            raise
         if not self._looked_for_gradients:
             self._looked_for_gradients = True
             warn_of_no_gradients(self._names)
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if self.spec is None or not self.spec.elementwise:
+            self._check_groups()
+            self._state.hand_over()
+            return step_without_hooks(type(self.optimizer))(self.optimizer, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self._parameters_of_groups()
+        if len(self._grouped) != len(parameters) or not all(map(GroupShards.are_of, self._grouped, parameters)):
+            self._check_groups()
+            self._grouped[:] = [GroupShards(each, self.shards) for each in parameters]
+        self._step_groups(self.spec, list(zip(self.param_groups, self._grouped, strict=True)))
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:

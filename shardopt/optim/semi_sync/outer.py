@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardopt.errors import Problem, ShardoptError, StateError
+from shardopt.errors import Problem, StateError
 from shardopt.optim.core.base import KeyedOptimizer, StateDict
 from shardopt.optim.core.composite import OptimizerWrapper
 from shardopt.optim.core.node import OwnState
@@ -20,7 +20,8 @@ from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, s
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.options import as_number
-from shardopt.runtime.deferred_checks import DeferredChecks
+from shardopt.runtime.deferred_checks import is_taking_state
+from shardopt.runtime.partial_loads import is_partly_loaded, mark_half_stepped, refuse_partly_loaded
 from shardopt.runtime.signals import is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.gradients import is_frozen
@@ -69,7 +70,6 @@ class OuterOptimizer(OptimizerWrapper):
         self._params_by_name = {name: param for param, name in first_names(inner.params).items()}
         self._anchors = {name: anchor_of(name, param) for name, param in self._params_by_name.items()}
         self._exchanges: dict[int, tuple[list[str], Buckets]] = {}
-        self._half_taken = DeferredChecks()
         self._takes_any_islands = False
         self._position: dict[str, Any] = {
             STEPS: 0,
@@ -112,9 +112,7 @@ class OuterOptimizer(OptimizerWrapper):
 
         Raises:
             MismatchError: islands begin with other weights.
-            StateError: an outer step was interrupted.
         """
-        self._refuse_half_taken()
         if self._position[BEGUN]:
             return
         self._take_weights()
@@ -138,7 +136,6 @@ class OuterOptimizer(OptimizerWrapper):
     @is_part_of("the sync of islands")
     def sync(self) -> None:
         """Makes all islands meet now: merges running exchanges, and takes an outer step on the rest. Collective."""
-        self._refuse_half_taken()
         if self.at_sync_point:
             return
         wait_for_copies()
@@ -152,10 +149,12 @@ class OuterOptimizer(OptimizerWrapper):
         """Takes the outer steps of running exchanges, without merging them. Local, but waits for the means.
 
         Raises:
-            StateError: one was interrupted; each time, until a load, unless `taking_state` is to raise it.
+            PartialLoadError: this optimizer may be half changed. Not within `taking_state`: there a save refuses it by
+                itself, on all ranks, and a load looks at what it replaces.
         """
-        self._half_taken.settle()
-        if self._half_taken.failure is not None:  # a load looks at what it replaces
+        if is_partly_loaded(self):
+            if not is_taking_state():
+                refuse_partly_loaded([(type(self).__name__, self)])
             return
         if self._exchanges:
             wait_for_copies()
@@ -228,7 +227,6 @@ class OuterOptimizer(OptimizerWrapper):
             config = {name: value for name, value in self._position.items() if name not in (STEPS, BEGUN)}
             offered = {**offered, STATE: {**state, POSITION: {**stored, **config}}}
             plan.then(self._forget_exchanges)
-            plan.then(self._half_taken.state_is_loaded)
         super()._plan(plan, offered)
 
     def _plan_position(self, plan: LoadPlan, stored: Mapping[str, Any]) -> None:
@@ -259,10 +257,6 @@ class OuterOptimizer(OptimizerWrapper):
             buckets.end_mean()
         self._exchanges.clear()
 
-    def _refuse_half_taken(self) -> None:
-        if self._half_taken.failure is not None:
-            raise copy(self._half_taken.failure)
-
     def _names_in(self, fragment: int) -> list[str]:
         return [name for name in self._anchors if self._fragment_of[name] == fragment]
 
@@ -282,17 +276,26 @@ class OuterOptimizer(OptimizerWrapper):
     def _outer_step(self, fragment: int) -> None:
         names, buckets = self._exchanges[fragment]
         buckets.wait()  # an interrupt in here has changed nothing
-        try:
+        with self._marked_if_changed(lambda: [flat._version for flat in buckets.flats]):
             buckets.end_mean()
+        with self._marked_if_changed(self._steps_begun):
             step_by(self._optimizer, {name: self._anchors[name] for name in names}, buckets.views)
             del self._exchanges[fragment]  # not before: a step that has failed is not one that was taken
-        except ShardoptError:  # is raised before a change
-            raise
+
+    @contextmanager
+    def _marked_if_changed(self, seen: Callable[[], Any]) -> Iterator[None]:
+        """Marks this optimizer if the block fails, or is interrupted, and what is seen is no longer as before."""
+        before = seen()
+        try:
+            yield
         except BaseException as error:  # also in a save, after which a program may go on
-            remedy = "load a checkpoint, which replaces them"
-            problem = Problem("anchors", f"an outer step that {type(error).__name__} ended", "whole steps", remedy)
-            self._half_taken.fail(StateError("anchors are left half stepped", [problem], code="semi-sync"))
+            if seen() != before:
+                mark_half_stepped(self, f"an outer step ({type(error).__name__})")
             raise
+
+    def _steps_begun(self) -> list[Any]:
+        """Returns how many steps of each leaf have begun; of one of the user's own nobody knows."""
+        return [getattr(leaf._home, "steps_begun", object()) for leaf in self._optimizer._leaves()]
 
     def _merge(self, fragment: int, alpha: float) -> None:
         """Takes a fragment's outer step, unless a look at the state has taken it, and sets the weights."""

@@ -1,5 +1,6 @@
 """Semi-synchronous optimizers in one process: schedules, the outer step, state, what is refused; torchrec's facts."""
 
+import contextlib
 import copy
 import functools
 
@@ -8,7 +9,15 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import AlgorithmError, GradientError, LayoutError, MismatchError, OptionError, StateError
+from shardopt.errors import (
+    AlgorithmError,
+    GradientError,
+    LayoutError,
+    MismatchError,
+    OptionError,
+    PartialLoadError,
+    StateError,
+)
 from shardopt.optim.backward import in_backward
 from shardopt.optim.semi_sync import SemisyncOptimizer
 from shardopt.optim.semi_sync import outer as outer_half
@@ -284,38 +293,116 @@ def test_an_outer_step_that_fails_is_not_taken_for_one_that_was_taken():
             optimizer.state_dict()
 
 
-@pytest.mark.parametrize("after", ["end_mean", "step_by"])
-def test_an_outer_step_that_a_save_began_and_an_interrupt_ended_is_in_no_save_until_a_load(
-    monkeypatch, tmp_path, after
-):
-    model, optimizer = alone(every=4, delay=2)
+@contextlib.contextmanager
+def raising(monkeypatch, error, place, name, call=None):
+    """Patches a function so that it raises this after its own work, or after `call`."""
+    call = call or getattr(place, name)
+
+    def raises(*args):
+        call(*args)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, raises)
+        yield
+
+
+def resumable(**options):
+    model, optimizer = alone(**options)
     optimizer.init_state()
     train(model, optimizer, range(2))
-    app = {"optimizer": optimizer, **optimizer.own({"model": model})}
+    return model, optimizer, {"optimizer": optimizer, **optimizer.own({"model": model})}
+
+
+def test_an_outer_step_that_a_save_began_and_an_interrupt_ended_is_in_no_save_until_a_load(monkeypatch, tmp_path):
+    model, optimizer, app = resumable(every=4, delay=2)
     checkpoint.save(tmp_path / "good", app)
+    state = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(2, 5))
-    place, name = (Buckets, after) if after == "end_mean" else (outer_half, after)
-    call = getattr(place, name)
-
-    def interrupted(*args):
-        call(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(place, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), raising(monkeypatch, KeyboardInterrupt, outer_half, "step_by"):
         checkpoint.save(tmp_path / "bad", app)
     refused_save = functools.partial(checkpoint.save, tmp_path / "bad", app)
-    for refused in (refused_save, optimizer.step, optimizer.sync, optimizer.state_dict):
-        with pytest.raises(StateError, match="anchors are left half stepped"):
+    copied = functools.partial(copy.deepcopy, optimizer)
+    for refused in (refused_save, optimizer.step, optimizer.sync, optimizer.state_dict, copied):
+        with pytest.raises(PartialLoadError, match=r"an outer step \(KeyboardInterrupt\) did not end well"):
             refused()
-    with pytest.raises(StateError, match="half stepped"):
-        copy.deepcopy(optimizer)
+    # What has nothing of it is saved, and a save of it in the background fails until a load, not after it.
+    other, other_optimizer, other_app = resumable(every=4)
+    for name, saved in (("0", {"model": model}), ("1", {"model": model, "inner": optimizer.inner}), ("2", other_app)):
+        checkpoint.save(tmp_path / name, saved)
+    train(other, other_optimizer, range(2, 5))
+    pending = checkpoint.async_save(tmp_path / "bad", app)
+    pending.done.wait(30)
+    assert isinstance(pending.failure, PartialLoadError)
     checkpoint.load(tmp_path / "good", app)
     train(model, optimizer, range(2, 8))
     checkpoint.save(tmp_path / "bad", app)
     same, other = alone(every=4, delay=2)
     train(same, other, range(8))
     assert_close(weights(model), weights(same))
+
+    optimizer.load_state_dict(state)
+    with pytest.raises(KeyboardInterrupt), raising(monkeypatch, KeyboardInterrupt, outer_half, "step_by"):
+        train(model, optimizer, range(5))
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(1))
+
+
+def test_an_outer_step_that_failed_before_it_changed_anything_is_taken_again(monkeypatch, tmp_path):
+    ends = []
+    for fails in (True, False):
+        model, optimizer, app = resumable(every=4, delay=2)
+        train(model, optimizer, range(2, 5))
+        if fails:
+            with pytest.raises(KeyboardInterrupt), raising(monkeypatch, KeyboardInterrupt, Buckets, "wait"):
+                checkpoint.save(tmp_path / "a", app)
+            hook = optimizer.outer.register_step_pre_hook(lambda *_: [][1])
+            with pytest.raises(IndexError):
+                checkpoint.save(tmp_path / "a", app)
+            hook.remove()
+        checkpoint.save(tmp_path / f"saved-{fails}", app)
+        train(model, optimizer, range(5, 8))
+        ends.append(weights(model))
+    assert_close(*ends)
+
+
+def test_an_outer_optimizer_whose_first_part_alone_has_stepped_is_not_saved(tmp_path):
+    def make(anchors):
+        return shardopt.keyed("sgd", anchors, lr=1.0, groups=[{"match": "bias", "algorithm": "adamw", "lr": 0.1}])
+
+    model, optimizer, app = resumable(outer=make, every=4, delay=2)
+    checkpoint.save(tmp_path / "good", app)
+    train(model, optimizer, range(2, 5))
+
+    def refuse(*unused):
+        raise GradientError("no")
+
+    hook = optimizer.outer._children[1].register_step_pre_hook(refuse)
+    with pytest.raises(GradientError):
+        checkpoint.save(tmp_path / "bad", app)
+    hook.remove()
+    with pytest.raises(PartialLoadError, match="optimizer: found an optimizer that may be half changed"):
+        checkpoint.save(tmp_path / "bad", app)
+    checkpoint.load(tmp_path / "good", app)
+    train(model, optimizer, range(2, 5))
+    checkpoint.save(tmp_path / "bad", app)
+
+
+def test_a_load_that_was_interrupted_while_an_exchange_runs_is_mended_by_another(tmp_path):
+    model, optimizer, app = resumable(every=4, delay=2)
+    checkpoint.save(tmp_path / "good", app)
+    train(model, optimizer, range(2, 5))
+
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(tmp_path / "good", app, progress=interrupt)
+    for refused in (optimizer.step, optimizer.state_dict, lambda: checkpoint.save(tmp_path / "bad", app)):
+        with pytest.raises(PartialLoadError, match=r"loading .*/good did not end well"):
+            refused()
+    checkpoint.load(tmp_path / "good", app)
+    train(model, optimizer, range(2, 8))
 
 
 def test_weights_of_every_combined_optimizer_are_those_of_an_island():

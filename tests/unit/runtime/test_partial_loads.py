@@ -195,6 +195,6 @@ def test_a_refused_save_names_the_optimizer_and_the_load_that_helps_and_one_of_o
     with pytest.raises(PartialLoadError, match=r"- mine: .*by load_state_dict or checkpoint\.load$"):
         checkpoint.save(tmp_path / "half", app)
     interrupted_load(tmp_path / "c", {"model": model, "mine": optimizer})
-    with pytest.raises(PartialLoadError, match="- mine: .*load_state_dict does not do$"):
+    with pytest.raises(PartialLoadError, match=r"- mine: .*load_state_dict does not do$"):
         checkpoint.save(tmp_path / "half", app)
     checkpoint.save(tmp_path / "model", app, select="^model")

@@ -9,14 +9,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.reports import SaveReport
-from shardopt.errors import GradientError, RankError
+from shardopt.errors import GradientError, PartialLoadError, RankError
 from shardopt.redaction import redacted
 from shardopt.runtime.deferred_checks import has_failed_steps
+from shardopt.runtime.partial_loads import is_partly_loaded
 from shardopt.runtime.program_end import fail_at_end_if
 from shardopt.runtime.signals import refuse_within
 from shardopt.runtime.staging_fence import Event
@@ -47,6 +49,7 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._reported = False
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that are saved
         self._replaced = False  # whether a load has replaced the state since
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -85,6 +88,8 @@ class PendingSave:
 
     @property
     def _is_of_replaced_step(self) -> bool:
+        if isinstance(self.failure, PartialLoadError):
+            return self._replaced and not any(map(is_partly_loaded, self.optimizers))
         return self._replaced and isinstance(self.failure, GradientError)
 
     def take_failure(self) -> BaseException | None:
@@ -186,6 +191,7 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
         hooks: the handles are appended to it, even where a later optimizer refuses the hook. Removing them ends it.
     """
     for optimizer in optimizers:
+        pending.optimizers.add(optimizer)
         hooks.append(optimizer.register_step_pre_hook(pending.before_step))
 
 
