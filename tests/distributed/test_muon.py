@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardopt
@@ -318,6 +318,37 @@ def test_what_goes_wrong_where_nobody_asks_is_told_by_all_two_steps_later():
     for rank, reported in enumerate(run_ranks(3, found_later, "refused")):
         assert reported[0] == "" and ("found Tensor of shape" in reported[1]) == (rank == 1)
         assert "columns.grad: found one that ranks [1] refuse" in reported[3]
+
+
+def refused_where_another_team_asks():
+    """Returns the errors of a step in which rank 0 refuses a gradient that all exchange, and two ranks ask first."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made = Team.__init__
+
+        def make(self, ranks, steps):
+            made(self, ranks, steps)
+            self.checks_first = ranks.size < 3
+
+        monkeypatch.setattr(Team, "__init__", make)
+        meshes = {"all": DeviceMesh("cpu", [0, 1, 2]), "two": DeviceMesh("cpu", [0, 1])}
+        placed = {name: DTensor.from_local(torch.eye(2, 6), mesh, [Shard(0)]) for name, mesh in meshes.items()}
+        parameters = {
+            name: torch.nn.Parameter(placed[name]) for name in list(meshes)[: 2 if dist.get_rank() < 2 else 1]
+        }
+        optimizer = shardopt.keyed("muon", parameters)
+        for name, parameter in parameters.items():
+            parameter.grad = placed[name]
+        if dist.get_rank() == 0:
+            parameters["all"].grad = torch.ones(6, 6)
+        try:
+            optimizer.step()
+        except GradientError as error:
+            return [problem.key for problem in error.problems]
+        return []
+
+
+def test_a_gradient_that_is_refused_where_another_team_asks_keeps_nobody_waiting():
+    assert run_ranks(3, refused_where_another_team_asks) == [["all.grad"], ["two.grad"], []]
 
 
 # --- costs -----------------------------------------------------------------------------------------------------------

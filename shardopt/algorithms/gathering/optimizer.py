@@ -23,7 +23,7 @@ from shardopt.algorithms.absent_gradients import ABSENT, LATE, absent, refuse_ab
 from shardopt.algorithms.communicating import CommunicatingOptimizer, raise_fault
 from shardopt.algorithms.gathering.redistribute import MatrixRedistributor
 from shardopt.algorithms.gathering.step import GatheredStep
-from shardopt.errors import GradientError
+from shardopt.errors import GradientError, ShardoptError
 from shardopt.ranks import Ranks, ranks_among, ranks_of
 from shardopt.sharding.view import groups_of, members_of
 
@@ -52,11 +52,16 @@ class GatheringOptimizer(CommunicatingOptimizer):
         teams = _teams(steps)
         counted = [each for team in teams if team.checks_first for each in team.count()]
         late = [team for team in teams if not team.checks_first]
-        if counted or not late:
-            raise_fault(steps)
-        refuse_absent([(step.name, step.all_or_none) for step, _ in counted], [counts for _, counts in counted])
-        stepped = steps
-        if any(step.refuses for step in steps):  # only what the others wait for
+        stepped, refusal = steps, None
+        try:
+            if counted or not late:
+                raise_fault(steps)
+            refuse_absent([(step.name, step.all_or_none) for step, _ in counted], [counts for _, counts in counted])
+        except ShardoptError as error:
+            if not late:
+                raise
+            refusal = error
+        if refusal is not None or any(step.refuses for step in steps):  # only what the others wait for
             teams, stepped = late, [step for team in late for step in team.steps]
         for step in stepped:
             if step.gradients is not None and step.is_held:
@@ -70,7 +75,9 @@ class GatheringOptimizer(CommunicatingOptimizer):
                 if not team.checks_first:
                     names = [step.name for step in stepping]
                     self.deferred.defer(flags, partial(_refuse_differing, team.ranks.members, names))
-        raise_fault(steps)  # now that the others do not wait for this rank
+        if refusal is not None:  # now that the others do not wait for this rank
+            raise refusal
+        raise_fault(steps)
 
 
 class Team:
