@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
@@ -222,7 +223,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         with self._now.lock:
             backward = backward_under_way()
             if backward != self._now.backward:
-                refuse_swapped(STEP_IN_SWAP, self._names)  # of all, before the first of them is stepped
+                refuse_swapped(STEP_IN_SWAP, self._stepped_with())  # of all, before the first of them is stepped
                 if self._now.backward == _NONE:
                     self._refuse_reduced()
                 if in_pipeline_schedule():
@@ -233,6 +234,12 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
                 raise _came_twice(self._names[parameter])
             self._now.updated.add(parameter)
             self._update(parameter)
+
+    def _stepped_with(self) -> Iterator[Tensor]:
+        """Yields the parameters of this optimizer, and of all that are part of one with it."""
+        for each in self._family():
+            if isinstance(each, KeyedOptimizer) and not each._children:
+                yield from each._names
 
     def _update(self, parameter: Tensor) -> None:
         self._now.waiting.pop(parameter, None)

@@ -399,6 +399,18 @@ def test_averages_follow_each_step_once():
         loss_of(net, 0).backward()
 
 
+def test_averages_in_the_model_of_one_part_keep_all_parts_of_a_combined_optimizer_from_backward():
+    first, second = nets = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    parts = [(str(place), shardopt.in_backward(net, "sgd", lr=0.1)) for place, net in enumerate(nets)]
+    average, before = shardopt.EMA(first, decay=0.5), copy.deepcopy(second.state_dict())
+    loss = second(first(torch.ones(1, 2))).sum()
+    combined = CombinedOptimizer(parts)
+    with average.swap(), pytest.raises(StateError, match="weight: found averages in the place of it, and of 1 others"):
+        loss.backward()
+    assert same(dict(second.state_dict()), dict(before))
+    combined.zero_grad()
+
+
 # --- copies and growth -----------------------------------------------------------------------------------------------
 
 
