@@ -63,8 +63,7 @@ def absent(name: str, present: str) -> Problem:
 
 
 def refused_with_another(names: Sequence[str], present: str) -> Problem:
-    """Describes gradients that are good, but of parameters one of whose ranks refuses another one's."""
-    others = f", and of {len(names) - 1} others" if len(names) > 1 else ""
-    return Problem(
-        f"{names[0]}.grad", f"one{others}, but {present}", "good ones of all parameters", "see the error of that rank"
-    )
+    """Describes gradients that are good, if there are any, of parameters one of whose ranks refuses another one's."""
+    others = f", nor in those of {len(names) - 1} others" if len(names) > 1 else ""
+    found = f"no fault in it{others}, but {present}"
+    return Problem(f"{names[0]}.grad", found, "good ones of all parameters", "see the error of that rank")

@@ -317,7 +317,11 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         all_reduce_terms(terms)
 
     def _agree(self, steps: Sequence[Any]) -> None:
-        """Raises if gradients are absent or refused on some ranks; defers the check if it would wait for a device."""
+        """Raises if gradients are absent or refused on some ranks; defers the check if it would wait for a device.
+
+        What one rank refuses reaches those that share a parameter with it. Where meshes overlap, those that share one
+        only with these step.
+        """
         shared = [step for step in steps if step.cuts]
         if all(is_on_host(step.counts) for step in shared):
             raise_fault(steps)

@@ -61,8 +61,9 @@ def refuse_uncounted(plan: LoadPlan, own: Mapping[str, Any], offered: Any) -> An
         plan.seen_as(f"{STATE}.{AVERAGING}.{N_AVERAGED}"),
         "averages without their number of updates",
         "that number, as the first update would overwrite them with the weights",
-        f"with select=, choose {STATE}.{AVERAGING} too, with them or before; if the checkpoint has none, call update() "
-        "once before the load, so that they count as those of one update, and let the number be "
+        f"with select=, choose the key that ends in {STATE}.{AVERAGING}.{N_AVERAGED} too, with them or before; if the "
+        "checkpoint has none, call update() once before the load, so that they count as those of one update, and let "
+        "the number be "
         'missing: strict=False, or Strictness(missing="ignore") for a checkpoint',
     )
     return {**offered, AVERAGING: own[AVERAGING]}
