@@ -394,7 +394,7 @@ def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tupl
 
 def _left_out(plan: RankPlan) -> dict[Path, list[str]]:
     """Returns of each object the keys of its state here that are not loaded, as they are in it."""
-    match, leaves = plan.match, plan.flat.leaves
-    others = leaves.keys() - match.tensors.keys() - match.values.keys() - {*match.per_rank}
+    leaves = plan.flat.leaves
+    others = (leaves.keys() - plan.names.chosen) | {*plan.match.missing}
     below = keys_below({key: leaves[key].path for key in others}, [each.path for each in plan.flat.targets])
     return {root: [join(leaves[key].path[len(root) :]) for key in keys] for root, keys in below.items()}
