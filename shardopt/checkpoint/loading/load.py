@@ -55,7 +55,7 @@ from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.state.flatten import flatten
-from shardopt.state.paths import Path, join, keys_below
+from shardopt.state.paths import join
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
 from shardopt.world import world
 
@@ -252,8 +252,7 @@ def _load_into(
         schedules = plan.flat.schedules() if ranks.rank == 0 else []
         arguments = other_arguments(schedules, names) if schedules else []
     with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
-        bytes_read, loaded = _read(ranks, what, plan, options)
-    unless_read.pop_all()
+        bytes_read, loaded = _read(ranks, what, plan, options, unless_read)
     if schedules:
         paths = [each.path for each in loaded]
         warn_of_other_rates([each for each in schedules if each[0].path in paths], plan.flat)
@@ -349,10 +348,12 @@ def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str])
     return growing
 
 
-def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tuple[int, list[RestoreTarget]]:
+def _read(
+    ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions, unless_read: ExitStack
+) -> tuple[int, list[RestoreTarget]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
     match, leaves, loaded = plan.match, plan.flat.leaves, plan.match.objects(plan.flat)
-    left_out = _left_out(plan)
+    left_out = plan.left_out_of_objects()
     changing = {
         join(each.path): PartialLoad(each.object, what, left_out[each.path])
         for each in loaded
@@ -385,16 +386,9 @@ def _read(ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions) -> tupl
         report=lambda _: [failed_steps_remain(), [key for key, each in changing.items() if not each.mends]],
         decide=lambda reports: [any(each[0] for each in reports), [key for each in reports for key in each[1]]],
     )
+    unless_read.pop_all()  # first: an interrupt behind this leaves loaded state, perhaps with its mark
     for key, each in changing.items():
         each.end(mends=key not in not_mended)
     if not failed_steps:
         drop_failed_steps()
     return bytes_read, loaded
-
-
-def _left_out(plan: RankPlan) -> dict[Path, list[str]]:
-    """Returns of each object the keys of its state here that are not loaded, as they are in it."""
-    leaves = plan.flat.leaves
-    others = (leaves.keys() - plan.names.chosen) | {*plan.match.missing}
-    below = keys_below({key: leaves[key].path for key in others}, [each.path for each in plan.flat.targets])
-    return {root: [join(leaves[key].path[len(root) :]) for key in keys] for root, keys in below.items()}

@@ -30,7 +30,7 @@ from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import refuse_unmatched
-from shardopt.state.paths import join, keys_below
+from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState
 
 
@@ -107,6 +107,13 @@ class RankPlan:
             [asdict(problem) for problem in self.unmatched],
             self._loaded_of_objects(),
         ]
+
+    def left_out_of_objects(self) -> dict[Path, list[str]]:
+        """Returns of each object the keys of its state here that are not loaded, as they are in it."""
+        leaves, targets = self.flat.leaves, self.flat.targets
+        others = (leaves.keys() - self.names.chosen) | {*self.match.missing}
+        below = keys_below({key: leaves[key].path for key in others}, [each.path for each in targets])
+        return {root: [join(leaves[key].path[len(root) :]) for key in keys] for root, keys in below.items()}
 
     def _loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.

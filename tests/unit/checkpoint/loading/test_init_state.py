@@ -93,3 +93,22 @@ def test_state_of_another_algorithm_is_none_of_it(tmp_path):
     checkpoint.load(tmp_path / "c", app, init_state=True, strict=False)
     entries = {entry for state in app["optimizer"].state_dict()["state"].values() for entry in state}
     assert entries == {"momentum_buffer"}
+
+
+def test_an_interrupt_behind_the_last_round_takes_no_loaded_state_away(tmp_path, monkeypatch):
+    def made():
+        model = torch.nn.Linear(2, 1)
+        return {"model": model, "optimizer": shardopt.keyed("adamw", model.named_parameters(), lr=0.1)}
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    app, into = made(), made()
+    for _ in range(2):
+        app["model"](torch.ones(2)).sum().backward()
+        app["optimizer"].step()
+    checkpoint.save(tmp_path / "c", app)
+    monkeypatch.setattr("shardopt.checkpoint.loading.load.drop_failed_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(tmp_path / "c", into, init_state=True)
+    assert [state["step"] for state in into["optimizer"].state_dict()["state"].values()] == [2, 2]
