@@ -242,7 +242,7 @@ def _apply(
     """
     group, inverse_root, lr = steps[0].group, time**-0.5, steps[0].group["lr"]
     if isinstance(lr, Tensor):  # one on an accelerator stays there, so that nothing is waited for
-        lr = float(lr) if lr.is_cpu else lr.to(squares.device, non_blocking=True).reshape(1)
+        lr = float(lr) if lr.is_cpu or squares.is_cpu else lr.to(squares.device, non_blocking=True).reshape(1)
     rho = lr.clamp(max=inverse_root) if isinstance(lr, Tensor) else min(lr, inverse_root)
     alpha = squares.sqrt().clamp_(min=group["eps"][1]) * rho
     scales = alpha / (update_squares.sqrt() / group["d"]).clamp_(min=1.0)

@@ -140,7 +140,9 @@ class GradScaler(torch.amp.GradScaler):
                 for same in alike(_gradients(optimizer, due, allow_fp16)):
                     device = same[0].device
                     verdict.setdefault(device, torch.zeros_like(found_inf, device=device))
-                    scale_and_look(same, inv_scale.to(device, non_blocking=True), verdict[device])
+                    # Gradients may be on the CPU (FSDP2's offload), which does not wait for such a copy.
+                    inverse = inv_scale.to(device, non_blocking=device.type != "cpu")
+                    scale_and_look(same, inverse, verdict[device])
             except Exception as error:  # the other ranks are on their way to the all-reduce: they are to skip the step
                 failure = error
                 found_inf.fill_(1.0)

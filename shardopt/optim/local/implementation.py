@@ -131,7 +131,7 @@ def _place_counters(part: Part, shards: GroupShards, state: States) -> None:
         counter = entries.get("step")
         device = local.device if fused else torch.device("cpu")
         if isinstance(counter, Tensor) and counter.device != device:
-            moved[id(counter)] = entries["step"] = counter.to(device, non_blocking=fused)
+            moved[id(counter)] = entries["step"] = counter.to(device, non_blocking=device.type != "cpu")
     if moved and part.lists is not None:
         shards.cache = None
         part.lists = [[moved.get(id(each), each) for each in column] for column in part.lists]
