@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.writing import device_stream
+from shardopt.checkpoint.saving.writing import device_stream, unchanged
 from shardopt.checkpoint.storage import FLUSH, local
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.runtime import host_memory
@@ -198,3 +198,56 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is():
     with mock.patch("os.fsync"):
         ((wrong, warned),) = on_accelerator(1, without_pinned_memory)
     assert wrong == [] and len(warned) == 1
+
+
+def on_a_stream_of_its_own(standin):
+    """Saves and loads in the order of the program's own stream; returns what each was found to have, and should have.
+
+    The threads of a load, of a save in the background and of a comparison with a base have default streams.
+    """
+    unchanged._THREADS, folder, found = 4, tempfile.mkdtemp(), {}
+    shapes = {"a": (400, 300), "b": (3,), "c": (1 << 19,)}
+    standin.C.side(True)
+    with standin.stream(standin.Stream()):
+        app = {name: torch.zeros(shape, device="standin") for name, shape in shapes.items()}
+
+        def change(value):
+            for tensor in app.values():
+                tensor.fill_(value)  # queued
+
+        def stored(name):
+            into = {key: torch.zeros(shape) for key, shape in shapes.items()}
+            checkpoint.load(f"{folder}/{name}", into)
+            return sorted({float(value) for tensor in into.values() for value in tensor.unique()})
+
+        def loaded(name, into, **options):
+            for tensor in into.values():
+                tensor.fill_(9)
+            checkpoint.load(f"{folder}/{name}", into, **options)
+            return sorted({float(value) for tensor in into.values() for value in tensor.cpu().unique()})
+
+        change(1)
+        checkpoint.save(f"{folder}/1", app)
+        found["save"] = stored(1), [1.0]
+        change(2)
+        checkpoint.save(f"{folder}/2", app, base=f"{folder}/1")
+        found["save with a base"] = stored(2), [2.0]
+        for name, stage in ((3, "now"), (4, "lazy")):
+            change(name)
+            pending = checkpoint.async_save(f"{folder}/{name}", app, base=f"{folder}/2", stage=stage)
+            if stage == "now":
+                change(9)
+            pending.result(60)
+            found[f"async_save, {stage}"] = stored(name), [float(name)]
+        found["load"] = loaded(1, app), [1.0]
+        wide = {name: tensor.double() for name, tensor in app.items()}
+        found["load, cast"] = loaded(2, wide, strict=checkpoint.Strictness(dtype="cast")), [2.0]
+    standin.C.side(False)
+    shutil.rmtree(folder)
+    return found
+
+
+def test_saves_and_loads_go_by_the_programs_own_stream():
+    with mock.patch("os.fsync"):
+        (found,) = on_accelerator(1, on_a_stream_of_its_own)
+    assert {name: each for name, each in found.items() if each[0] != each[1]} == {} and len(found) == 6

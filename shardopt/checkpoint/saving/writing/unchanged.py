@@ -23,6 +23,7 @@ from shardopt.checkpoint.saving.writing.base import Base, Part, columns_of, rows
 from shardopt.checkpoint.saving.writing.deltas import BuiltDelta, delta_of
 from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.saving.writing.write import memory_of
+from shardopt.runtime.accelerator import CallersStreams
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.world import world
@@ -82,7 +83,7 @@ def cut_by_changes(
 
     found: _Found = {}
     deltas: dict[tuple[int, int], BuiltDelta] = {}
-    for (slot, position), (of_box, delta) in _looked_up(look, writes).items():
+    for (slot, position), (of_box, delta) in _looked_up(look, writes, views).items():
         found[slot, position] = of_box
         if delta is not None:
             rows = rows_of(writes.slots[slot][position].box)
@@ -125,7 +126,7 @@ def _with_bridges(
         changed_bytes = request.nbytes - _bytes_in(request, _parts_of(base, request, memory))
         return _delta_of(base, request, memory, changed_bytes, is_bounded=False)
 
-    for (slot, position), delta in _looked_up(look, writes).items():
+    for (slot, position), delta in _looked_up(look, writes, views).items():
         if delta is not None:
             all_writes.setdefault(first_delta_slot + slot, []).extend(delta.requests)
             rows = rows_of(writes.slots[slot][position].box)
@@ -133,13 +134,21 @@ def _with_bridges(
     return writes.only(all_writes), parts
 
 
-def _looked_up(look: Callable[[WriteRequest], T], writes: RankWrites) -> dict[tuple[int, int], T]:
+def _looked_up(
+    look: Callable[[WriteRequest], T], writes: RankWrites, views: Mapping[str, View]
+) -> dict[tuple[int, int], T]:
     """Returns the result of `look` for each request, by slot and position; in threads where there are many cores."""
     places = {(slot, i): each for slot, requests in writes.slots.items() for i, each in enumerate(requests)}
     if _THREADS == 1 or len(places) == 1:
         return {place: look(request) for place, request in places.items()}
+    streams = CallersStreams(memory_of(request, views) for request in places.values())
+
+    def look_there(request: WriteRequest) -> T:
+        with streams.entered():
+            return look(request)
+
     with world().thread_pool(_THREADS, "shardopt-compare") as pool:
-        return dict(zip(places, pool.map(look, places.values()), strict=True))
+        return dict(zip(places, pool.map(look_there, places.values()), strict=True))
 
 
 _Found = dict[tuple[int, int], list[Part]]
