@@ -36,8 +36,9 @@ from shardopt.algorithms.initial_state import made_of, restore_dtypes
 from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
 from shardopt.algorithms.stepped import Stepped
-from shardopt.errors import GradientError, ShardoptError
+from shardopt.errors import AlgorithmError, GradientError, Problem, ShardoptError
 from shardopt.ranks import SharedGroup
+from shardopt.runtime.accelerator import is_capturing
 from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
@@ -57,8 +58,10 @@ class AlgorithmOptimizer(Optimizer):
             closure: evaluates the model again and returns the loss; called once, with gradients enabled.
 
         Raises:
+            AlgorithmError: the step is captured into a graph; nothing was changed.
             GradientError: a gradient is not one that the algorithm can step with; nothing was changed.
         """
+        refuse_capture(type(self).__name__)
         self._refuse_step()
         loss = None
         if closure is not None:
@@ -339,6 +342,18 @@ def _next_terms(steps: Iterable[Any], rounds: Iterable[tuple[Sequence[Any], Iter
     for batch, equations in rounds:
         found.update(zip(batch, next(equations, ()), strict=False))
     return [term for step in steps for term in found.get(step, ())]
+
+
+def refuse_capture(name: str) -> None:
+    """Raises where a step would be captured into a graph: its replays would have this step's numbers of the host.
+
+    Raises:
+        AlgorithmError: it would be.
+    """
+    if is_capturing():
+        remedy = "capture forward and backward alone, or step with an algorithm of torch's that has capturable=True"
+        problem = Problem(name, "a step that is captured into a graph", "a step outside of graphs", remedy)
+        raise AlgorithmError("replays would repeat the step count and rates that the host has now", [problem])
 
 
 def numbers_of(steps: Sequence[ParameterStep], count: int, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,16 @@ def module_in_use() -> tuple[str, Any] | None:
     return None if device is None else (device.type, torch.get_device_module(device))
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is captured into a graph, whose replays run nothing of the host's code."""
+    if torch.compiler.is_compiling():  # which decides by itself what it captures
+        return False
+    in_use = module_in_use()
+    asks = None if in_use is None else getattr(in_use[1], "is_current_stream_capturing", None)
+    # Only of one that this process works with: the question would make a context.
+    return in_use is not None and asks is not None and in_use[1].is_initialized() and bool(asks())
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether a device has streams, on which copies run beside other work (MPS has none)."""
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "stream")

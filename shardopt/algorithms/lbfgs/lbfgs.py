@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.communicating import CommunicatingOptimizer
+from shardopt.algorithms.communicating import CommunicatingOptimizer, refuse_capture
 from shardopt.algorithms.lbfgs.history import Memory, initial_numbers, resize_history
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.algorithms.lbfgs.vectors import ParameterVector
@@ -110,10 +110,11 @@ class LBFGS(CommunicatingOptimizer):
             The first result of the closure.
 
         Raises:
-            AlgorithmError: there is no closure.
+            AlgorithmError: there is no closure, or the step is captured into a graph.
             GradientError: a gradient does not fit its parameter, or is sparse.
             RankError: the closure returned different losses on different ranks; or another rank failed.
         """
+        refuse_capture(type(self).__name__)
         if closure is None:
             problem = Problem("closure", "none", "one", "pass a function that evaluates the model again")
             raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem], code="lbfgs")

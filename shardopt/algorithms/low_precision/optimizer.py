@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import refuse_capture
 from shardopt.algorithms.initial_state import is_initial
 from shardopt.algorithms.lists import batched
 from shardopt.algorithms.low_precision.chunks import blocks_of_row
@@ -85,6 +86,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     def step_alone(self, group: Options, parameter: Tensor) -> None:
         """Takes one step on a single parameter that needs nothing from other ranks."""
+        refuse_capture(type(self).__name__)
         with torch.no_grad():
             self._take([self._make_step(group, parameter)])
 
