@@ -145,9 +145,14 @@ def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.Process
     """
     meeting, what = Ranks.meeting(job, members), f"making a process group of {names_of(members)}"
     _, most = meeting.agree(what, work=lambda: len(_world.pg_names), report=lambda count: count, decide=max)
-    while len(_world.pg_names) < most:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+    # Of a job that was begun with `device_id=` torch splits the communicator, which waits for all ranks of the job.
+    device, job.bound_device_id = job.bound_device_id, None
+    try:
+        while len(_world.pg_names) < most:
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+    finally:
+        job.bound_device_id = device
     return group
 
 

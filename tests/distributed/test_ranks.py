@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +200,26 @@ def overlapping_teams(extra):
 @pytest.mark.parametrize("extra", [(0, 0, 0), (2, 0, 1)], ids=str)
 def test_ranks_make_groups_whatever_others_they_have_made(extra):
     assert run_ranks(3, overlapping_teams, extra) == [[11, 101, 11], [11, 110, 11], [101, 110]]
+
+
+def apart_from_a_bound_device():
+    """Returns what a new group of ranks 0 and 1 computes, whether it was split off, and the device of the job after."""
+    job, split = dist.group.WORLD, []
+    job.bound_device_id = torch.device("cuda", dist.get_rank())  # as init_process_group(device_id=...) leaves it
+    number = 0.0
+    with mock.patch.object(dist.distributed_c10d, "_get_split_source", lambda group: split.append(group)):
+        if dist.get_rank() < 2:
+            number = ranks_among((0, 1)).all_reduce_sum(torch.ones(1)).item()
+    device, job.bound_device_id = job.bound_device_id, None
+    return number, bool(split), str(device)
+
+
+def test_a_new_group_is_not_split_from_the_jobs_which_would_wait_for_all_its_ranks():
+    assert run_ranks(3, apart_from_a_bound_device) == [
+        (2.0, False, "cuda:0"),
+        (2.0, False, "cuda:1"),
+        (0.0, False, "cuda:2"),
+    ]
 
 
 def groups_turn_by_turn():
