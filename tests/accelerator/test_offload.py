@@ -1,16 +1,23 @@
-"""Parameters on the host of a job on an accelerator, as FSDP2's CPUOffloadPolicy leaves them."""
+"""Parameters elsewhere than on the current device: on the host, as under FSDP2's CPUOffloadPolicy, or on another."""
+
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import shardopt
+from shardopt.ranks import Ranks
 from tests.accelerator.support import needs_standin, on_accelerator
 
 pytestmark = needs_standin
 
+GATHERING = ("muon", "soap", "shampoo")
+
 
 def on_one_rank(standin):
-    return {each.__name__: each(standin) for each in (unscaled, updated_by_a_rate_of_the_device)}
+    return {each.__name__: each(standin) for each in (unscaled, updated_by_a_rate_of_the_device, on_two_devices)}
 
 
 def unscaled(standin):
@@ -35,6 +42,62 @@ def updated_by_a_rate_of_the_device(standin):
     return found[0] == found[1]
 
 
-def test_parameters_on_the_host_are_changed_in_order():
+def on_two_devices(standin):
+    """Returns the algorithms that step otherwise on parameters of two devices than on the CPU."""
+    wrong = []
+    for name in GATHERING:
+        found = []
+        for kinds in (("cpu", "cpu"), (f"{standin.KIND}:0", f"{standin.KIND}:1")):
+            generator = torch.Generator().manual_seed(0)
+            weights = {f"w{i}": nn.Parameter(torch.randn(6, 6, generator=generator).to(kinds[i % 2])) for i in range(3)}
+            optimizer = shardopt.keyed(name, weights, lr=0.1)
+            for _ in range(2):
+                for weight in weights.values():
+                    weight.grad = torch.randn(6, 6, generator=generator).to(weight.device)
+                optimizer.step()
+            found.append([weight.tolist() for weight in weights.values()])
+        wrong += [] if found[0] == found[1] else [name]
+    return wrong
+
+
+def test_each_parameter_is_changed_in_order_where_it_is():
     (found,) = on_accelerator(1, on_one_rank)
-    assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True}
+    assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True, "on_two_devices": []}
+
+
+def offloaded(standin):
+    """Steps models that are sharded on the host; returns the devices of what is exchanged, and what is wrong."""
+    exchanged, wrong, exchange = set(), [], Ranks.all_to_all
+
+    def noting(ranks, sent, *counts):
+        exchanged.add(sent.device.type)
+        return exchange(ranks, sent, *counts)
+
+    def stepped(name, shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)).to(standin.KIND)
+        if shard:
+            mesh = init_device_mesh(standin.KIND, (2,))
+            fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        optimizer = shardopt.keyed(name, model.named_parameters(), lr=1e-2)
+        for step in range(2):
+            inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).to(standin.KIND)
+            (model(inputs) - inputs[:, :4]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [
+            each.to_local().detach().clone() if shard else each.detach().chunk(2)[torch.distributed.get_rank()].cpu()
+            for each in model.parameters()
+        ]
+
+    for name in GATHERING:
+        with mock.patch.object(Ranks, "all_to_all", noting):
+            found = stepped(name, shard=True)
+        if not all(map(torch.allclose, found, stepped(name, shard=False))):
+            wrong.append(name)
+    return exchanged, wrong
+
+
+def test_what_is_gathered_from_the_host_goes_through_the_group_of_the_accelerator():
+    """That group may have NCCL alone, which takes nothing of the host."""
+    assert on_accelerator(2, offloaded) == [({"standin"}, [])] * 2

@@ -69,7 +69,8 @@ class GatheringOptimizer(CommunicatingOptimizer):
         for team in teams:
             stepping = team.stepping()
             if stepping:
-                redistributor = MatrixRedistributor(team.ranks, stepping[0].dtype, stepping[0].device, self.round_bytes)
+                device = team.exchanges_on(stepping[0].device)
+                redistributor = MatrixRedistributor(team.ranks, stepping[0].dtype, device, self.round_bytes)
                 parts = [(step, number) for step in stepping for number in range(len(step.parts))]
                 flags = redistributor.run(parts, [] if team.checks_first else list(map(_flag, stepping)))
                 if not team.checks_first:
@@ -87,6 +88,11 @@ class Team:
         self.ranks, self.steps = ranks, steps
         self.checks_first = ranks.size == 1 or ranks.device.type == "cpu" or not all(step.all_or_none for step in steps)
         """Whether ranks compare gradients before the step; on an accelerator only if they must, since that waits."""
+
+    def exchanges_on(self, device: torch.device) -> torch.device:
+        """Returns the device of what ranks exchange for parameters on `device`: that, if they communicate there."""
+        there = self.ranks.device_beside(device)
+        return device if device.type == there.type else there
 
     def count(self) -> list[tuple[GatheredStep, list[float]]]:
         """Returns, for each parameter, on how many ranks it has a gradient, and on how many it has none.
@@ -120,7 +126,9 @@ def _teams(steps: Iterable[GatheredStep]) -> list[Team]:
     for step in steps:
         members = members_of(step.parameter)
         if rank in members and step.parts:  # one without elements has nothing to work on
-            teams.setdefault((members, str(step.dtype), step.device.type), []).append(step)
+            # The numbers of devices differ among ranks.
+            device = str(step.device) if len(members) == 1 else step.device.type
+            teams.setdefault((members, str(step.dtype), device), []).append(step)
     return [Team(ranks_among(key[0], groups_of(teams[key][0].parameter)), teams[key]) for key in sorted(teams)]
 
 

@@ -27,7 +27,7 @@ class MatrixRedistributor:
     Args:
         ranks: to exchange with.
         dtype: in which matrices travel and are worked on.
-        device: where.
+        device: on which they travel; each is worked on on its parameter's.
         round_bytes: at which size of its matrices an owner puts the next one into a later round; the same on each rank.
     """
 
@@ -90,7 +90,7 @@ class MatrixRedistributor:
             if number not in matrices:
                 # Memory of its own even where the matrix came as one box: the bits of a product may depend on where
                 # its factors are aligned.
-                matrices[number] = gathered.new_empty(step.parts[part].sizes)
+                matrices[number] = torch.empty(step.parts[part].sizes, dtype=self._dtype, device=step.device)
             for box, segment in segments:
                 _box_of(matrices[number], box).copy_(segment)
         for number in here.owned:

@@ -99,6 +99,6 @@ class GatheredStep(ParameterStep):
         # In 16 bits torch's kernels round a factor, or do not, by how far from the end of the memory an element is: the
         # result would depend on where shards end.
         wide = here.to(torch.promote_types(here.dtype, torch.float32))
-        self.move(number, wide, result)
+        self.move(number, wide, result.to(wide.device))
         if wide is not here:
             here.copy_(wide)
