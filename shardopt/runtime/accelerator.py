@@ -30,10 +30,23 @@ def is_capturing() -> bool:
     """Whether the current stream is captured into a graph, whose replays run nothing of the host's code."""
     if torch.compiler.is_compiling():  # which decides by itself what it captures
         return False
+    asks = getattr(_initialized_module(), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
+
+
+def wait_for_reads(tensors: Iterable[Tensor]) -> None:
+    """Waits until accelerators have read these tensors, which are about to change, where they are in pinned memory.
+
+    `fully_shard` with a CPUOffloadPolicy queues copies of its weights in each forward, and waits for none of them.
+    """
+    if _initialized_module() is not None and any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+        torch.accelerator.synchronize()
+
+
+def _initialized_module() -> Any:
+    """Returns the accelerator's module; None where this process has not used it, and a question makes a context."""
     in_use = module_in_use()
-    asks = None if in_use is None else getattr(in_use[1], "is_current_stream_capturing", None)
-    # Only of one that this process works with: the question would make a context.
-    return in_use is not None and asks is not None and in_use[1].is_initialized() and bool(asks())
+    return in_use[1] if in_use is not None and getattr(in_use[1], "is_initialized", lambda: True)() else None
 
 
 def has_streams(device: torch.device) -> bool:

@@ -1,5 +1,7 @@
 """Parameters elsewhere than on the current device: on the host, as under FSDP2's CPUOffloadPolicy, or on another."""
 
+import shutil
+import tempfile
 from unittest import mock
 
 import torch
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import shardopt
+from shardopt import checkpoint
 from shardopt.ranks import Ranks
 from tests.accelerator.support import needs_standin, on_accelerator
 
@@ -17,7 +20,10 @@ GATHERING = ("muon", "soap", "shampoo")
 
 
 def on_one_rank(standin):
-    return {each.__name__: each(standin) for each in (unscaled, updated_by_a_rate_of_the_device, on_two_devices)}
+    return {
+        each.__name__: each(standin)
+        for each in (unscaled, updated_by_a_rate_of_the_device, on_two_devices, read_before_changes)
+    }
 
 
 def unscaled(standin):
@@ -60,9 +66,59 @@ def on_two_devices(standin):
     return wrong
 
 
+def read_before_changes(standin):
+    """Returns the weights in pinned memory that a forward had, by what changed them right after it was queued."""
+    found, folder = {}, tempfile.mkdtemp()
+
+    def forward(weight):
+        gathered = torch.empty(weight.shape, device=standin.KIND)
+        with standin.stream(standin.Stream()):  # as `fully_shard` copies its weights with a CPUOffloadPolicy
+            gathered.copy_(weight.detach(), non_blocking=True)
+        return gathered
+
+    def value(gathered):
+        standin.C.synchronize(-1)
+        (number,) = gathered.unique().tolist()
+        return number
+
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(torch.zeros(4, 4).pin_memory())
+    averages = shardopt.EMA(model, decay=0.5)
+    averages.update()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    before = forward(model.weight)
+    with averages.swap():
+        found["a swap"] = value(before)
+        within = forward(model.weight)
+    found["its end"] = value(within)
+
+    weight = nn.Parameter(torch.full((4, 4), 9.0).pin_memory())
+    checkpoint.save(f"{folder}/1", {"w": weight})
+    with torch.no_grad():
+        weight.fill_(5.0)
+    before = forward(weight)
+    checkpoint.load(f"{folder}/1", {"w": weight})
+    found["a load"] = value(before)
+
+    optimizer = shardopt.keyed("schedulefreesgd", {"w": weight}, lr=0.5)
+    for _ in range(2):
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+    with torch.no_grad():
+        weight.fill_(5.0)
+    before = forward(weight)
+    optimizer.eval()
+    found["eval"] = value(before)
+    shutil.rmtree(folder)
+    return found
+
+
 def test_each_parameter_is_changed_in_order_where_it_is():
     (found,) = on_accelerator(1, on_one_rank)
-    assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True, "on_two_devices": []}
+    assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True, "on_two_devices": []} | {
+        "read_before_changes": {"a swap": 2.0, "its end": 0.0, "a load": 5.0, "eval": 5.0}
+    }
 
 
 def offloaded(standin):

@@ -22,6 +22,7 @@ from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
 from shardopt.errors import CheckpointError, MismatchError
+from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.pieces import View
 
@@ -131,6 +132,7 @@ class Staged:
         """Changes the weights."""
         wait_for_copies()  # a save in the background may still be copying what this changes
         targets = [part.request.target for part in self.parts]
+        wait_for_reads(targets)
         increment_version(targets)
         with torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext():
             for target, memory in self._copies:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.averages.tensors import Pair, refuse_other_shapes
+from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.sharding.swapped import note_swapped, note_swapped_back
 from shardopt.sharding.view import local_tensors
 
@@ -26,7 +27,7 @@ class AveragesInModel:
     """
 
     def __init__(
-        self, holder: object, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor], pairs: Iterable[Pair]
+        self, holder: object, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor], pairs: Sequence[Pair]
     ) -> None:
         self._holder, self._params, self._tensors, self._pairs = holder, params, tensors, pairs
         self._own = {
@@ -37,6 +38,7 @@ class AveragesInModel:
     def put_in(self) -> None:
         """Puts the averages in their place. Also if it is interrupted, `put_back` is to be called."""
         note_swapped(self._holder, self._tensors)
+        wait_for_reads(local for _, local in self._pairs)
         for average, local in self._pairs:
             local.copy_(average)
         self._versions = self._versions_now()
@@ -61,6 +63,7 @@ class AveragesInModel:
                 pairs.extend(zip(weights, self._own[name], strict=True))
         if not lose:
             self._refuse_written(params)
+        wait_for_reads(local for local, _ in pairs)
         self._versions = None  # these copies write, too, and may be interrupted
         for local, own in pairs:
             local.copy_(own)

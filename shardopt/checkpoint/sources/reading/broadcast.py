@@ -24,6 +24,7 @@ from torch import Tensor
 from shardopt.checkpoint.format.assign import Member, assign
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype
 from shardopt.ranks import Ranks
+from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.sharding.pieces import Piece, View, narrowed
 
@@ -80,6 +81,7 @@ class BroadcastReads:
 
     def exchange(self) -> None:
         """Sends the boxes that this rank read, and receives the others. Collective; in rounds of bounded size."""
+        wait_for_reads(piece.tensor for view in self._views.values() for piece in view.pieces)
         for boxes in self._rounds():
             self._exchange(boxes)
 

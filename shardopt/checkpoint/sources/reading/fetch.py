@@ -25,7 +25,7 @@ from shardopt.checkpoint.sources.reading.read_plan import Batch, LargeRead, Smal
 from shardopt.checkpoint.sources.reading.scratch import HostScratch, Scratch, Use, copy_into, lost_problem
 from shardopt.checkpoint.sources.reading.widening import Widening
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
-from shardopt.runtime.accelerator import CallersStreams
+from shardopt.runtime.accelerator import CallersStreams, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.pieces import View, elements_overlap
 from shardopt.state.casts import has_fewer_exponents, lost_in_cast
@@ -57,6 +57,7 @@ def memory_problem(key: str, view: View) -> Problem | None:
 def fill(requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None) -> int:
     """Fetches into memory that the program uses; returns the bytes read. Arguments and errors as for `fetch`."""
     wait_for_copies()  # a save in the background may still be copying what this changes
+    wait_for_reads(request.target for _, request in requests)
     # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
     increment_version([request.target for _, request in requests])
     return fetch(requests, progress)
