@@ -7,7 +7,7 @@ import warnings
 import torch
 
 KIND = "cuda"
-Stream, Event = torch.cuda.Stream, torch.cuda.Event
+Stream, Event, stream = torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream
 
 
 @contextlib.contextmanager
@@ -23,4 +23,5 @@ def no_waits():
         torch.cuda.set_sync_debug_mode(before)
 
 
-C = types.SimpleNamespace(late=lambda on: None, reset=lambda: None, violations=lambda: [])  # a GPU has its own order
+_ignored = dict.fromkeys(("late", "side"), lambda on: None)  # a GPU has its own order
+C = types.SimpleNamespace(**_ignored, reset=lambda: None, violations=lambda: [])

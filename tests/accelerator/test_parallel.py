@@ -134,16 +134,20 @@ def trained(kind, start, root, stop, stage):
     return {name: local(tensor) for name, tensor in (parameters | tensors).items()}, began
 
 
-def jobs_here(standin, folder, stage, late):
+def jobs_here(standin, folder, stage, order):
+    """Returns what is wrong where the default stream is late ("late"), or the program's own ("side"), or copies."""
     wrong = {}
     for name, start in JOBS.items():
         if name == "pipeline" and dist.get_world_size() == 1:
             continue
         expected, _ = trained("cpu", start, folder / name / "cpu", STEPS, stage)
-        standin.C.late(late)
-        trained(standin.KIND, start, folder / name / "there", STOP, stage)
-        found, began = trained(standin.KIND, start, folder / name / "there", STEPS, stage)
-        standin.C.late(False)
+        with standin.stream(standin.Stream() if order == "side" else None):
+            standin.C.late(order == "late")
+            standin.C.side(order == "side")
+            trained(standin.KIND, start, folder / name / "there", STOP, stage)
+            found, began = trained(standin.KIND, start, folder / name / "there", STEPS, stage)
+            standin.C.late(False)
+            standin.C.side(False)
         assert began == STOP - STOP % EVERY, began
         assert found.keys() == expected.keys() and len(found) > 2
         far = {
@@ -155,10 +159,17 @@ def jobs_here(standin, folder, stage, late):
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "late"), [("lazy", True), pytest.param("now", False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("stage", "order"),
+    [
+        ("lazy", "late"),
+        pytest.param("lazy", "side", marks=pytest.mark.exhaustive),
+        pytest.param("now", "copies", marks=pytest.mark.exhaustive),
+    ],
+)
 @each_kind
-def test_jobs_of_two_ranks_resume_and_compute_as_on_the_cpu(tmp_path, stage, late, kind):
-    assert on_accelerator(2, jobs_here, tmp_path, stage, late, kind=kind) == [{}, {}]
+def test_jobs_of_two_ranks_resume_and_compute_as_on_the_cpu(tmp_path, stage, order, kind):
+    assert on_accelerator(2, jobs_here, tmp_path, stage, order, kind=kind) == [{}, {}]
 
 
 @needs_gpu
@@ -169,4 +180,4 @@ def test_jobs_of_one_rank_do_so_over_nccl(tmp_path, stage):
 
 def over_nccl(cuda, folder, stage):
     backend = dist.group.WORLD._get_backend(torch.device(cuda.KIND))
-    return backend.name(), jobs_here(cuda, folder, stage, late=False)
+    return backend.name(), jobs_here(cuda, folder, stage, "copies")
