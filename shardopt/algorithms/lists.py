@@ -77,11 +77,17 @@ def owners_of(steps: Sequence[ParameterStep]) -> Tensor:
 
 
 def add_squares(into: Tensor, owners: Tensor, tensors: Tensors) -> None:
-    """Adds the sum of squares of each of N tensors, at least one, to the number of its owner.
+    """Adds the sum of squares of each of N tensors, at least one of each owner, to the number of its owner.
+
+    In their order, as replicas have to get the same bits: that of `index_add_` is left to the GPU.
 
     Args:
         into: [S], of the dtype to add up in.
         owners: [N], as `owners_of` returns it.
         tensors: N.
     """
-    into.index_add_(0, owners, torch.stack(torch._foreach_norm(tensors, dtype=into.dtype)).square_())
+    squares = torch.stack(torch._foreach_norm(tensors, dtype=into.dtype)).square_()
+    if len(squares) == len(into):
+        into.add_(squares)
+    else:
+        into.index_put_((owners,), squares, accumulate=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardopt.nn.route import Route
-from shardopt.runtime.rows import different_ids
+from shardopt.nn.served import Served
 from shardopt.runtime.torch_gradients import at_end_of_backward, backward_under_way
 from shardopt.sharding.view import local_tensors
 
@@ -86,10 +86,12 @@ class _OfBackward:
 
 
 def _added(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Adds up the gradients of several lookups, row by row, in their order."""
-    rows, place = different_ids(torch.cat([rows for rows, _ in pairs]))
-    values = torch.cat([values for _, values in pairs])
-    return rows, values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
+    """Adds up the gradients of several lookups, row by row, in their order: replicas get the same bits from it.
+
+    That of `index_add_` is left to the GPU, and is another one each time.
+    """
+    none = [None] * len(pairs)
+    return Served([rows for rows, _ in pairs], none, none).gradients(torch.cat([values for _, values in pairs]))
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from shardopt.errors import AlgorithmError, GradientError, InputError, LayoutErr
 from shardopt.nn import Grid, ShardedEmbedding, ShardedEmbeddingBag, Table
 from shardopt.optim import FusedOptimizerModule
 from shardopt.sharding.view import local_tensors, view_of
+from tests.support.atomics import RefusesAtomics
 from tests.support.fake_rank import fake_rank
 from tests.support.placement import at
 
@@ -341,6 +342,18 @@ def test_rows_of_backwards_within_one_another_add_up():
         inner = checkpoint(lambda x: x * module(torch.tensor([1])), scale, use_reentrant=True)
         (inner.sum() + module(torch.tensor([3])).sum()).backward()
         assert local_tensors(module.a.weight.grad)[0].to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
+
+
+def test_gradients_of_several_lookups_are_added_in_their_order():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding(Table("a", 5, 2), mesh)
+        # In fp32 0.1 is lost beside 1e8: the last lookup is the first in backward.
+        lookups = [module(torch.tensor([3, 1])) for _ in range(3)]
+        with RefusesAtomics():
+            sum(each.sum() * scale for each, scale in zip(lookups, (0.1, -1e8, 1e8), strict=True)).backward()
+        gradient = local_tensors(module.a.weight.grad)[0].coalesce()
+    assert gradient.indices().tolist() == [[1, 3]]
+    assert gradient.values().unique().tolist() == [pytest.approx(0.1)]
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
