@@ -21,7 +21,7 @@ from shardopt.nn.bags import Bags
 from shardopt.nn.cuts import Pieces
 from shardopt.nn.directory import Directory, Order
 from shardopt.nn.served import Served
-from shardopt.nn.wanted import Wanted, find_wanted
+from shardopt.nn.wanted import Wanted, find_wanted, sent_to
 from shardopt.ranks import Ranks
 
 Blocks = Sequence[Sequence[Tensor]]
@@ -96,7 +96,8 @@ class Route:
 def find_route(ranks: Ranks, directory: Directory, bags: Mapping[int, Bags], faulty: Tensor) -> Route | None:
     """Finds what every rank is asked for. Collective: two exchanges, of counts and of ids.
 
-    The counts have to be known here to the program, not only to the device: it waits for them, once.
+    The counts have to be known here to the program, not only to the device: it waits for them, once; and for how many
+    different rows it wants.
 
     Args:
         ranks: that look up together.
@@ -112,7 +113,7 @@ def find_route(ranks: Ranks, directory: Directory, bags: Mapping[int, Bags], fau
     asked = directory.by_rank(wanted.counts)
     for t in set(tables) - bags.keys():
         asked[:, t] = -1
-    kinds = torch.tensor([*wanted.bags, *wanted.weighted], device=faulty.device).expand(ranks.size, -1)
+    kinds = sent_to(faulty.device, [*wanted.bags, *wanted.weighted]).expand(ranks.size, -1)
     each = [1 + 3 * len(tables)] * ranks.size
     outgoing = torch.cat([directory.marked(faulty).expand(ranks.size, 1), asked, kinds], dim=1).flatten()
     incoming = ranks.all_to_all(outgoing, each, each).wait()

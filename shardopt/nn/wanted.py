@@ -63,7 +63,10 @@ class Wanted:
 
 
 def find_wanted(directory: Directory, bags: Mapping[int, Bags], device: torch.device) -> Wanted:
-    """Finds what a rank wants, without waiting for its device; what is faulty gives keys without meaning."""
+    """Finds what a rank wants; what is faulty gives keys without meaning.
+
+    Waits for its device once where rows are wanted, for how many different ones there are; for sums it does not.
+    """
     tables = range(len(directory.tables))
     summed = {t: each for t, each in bags.items() if each.are_summed_afar(directory.row_parts[t])}
     rows, positions = _different(directory, {t: each for t, each in bags.items() if t not in summed}, device)
@@ -94,6 +97,8 @@ def _different(
 ) -> tuple[Tensor, Mapping[int, Tensor]]:
     """Returns the different keys, ascending, and for each table where those of its ids are."""
     keys = _keys(directory, bags.items(), device)
+    if not bags:
+        return keys[0], {}
     different, inverse = different_ids(torch.cat(keys))
     return different, dict(zip(bags, torch.split(inverse, [len(each) for each in keys])[1:], strict=True))
 
@@ -112,7 +117,7 @@ def _summed(
         # How many bags begin up to each key: by counts, in an eighth of the time that a search takes.
         at = torch.cat(begins).clamp(0, len(keys))  # which is needed where offsets are faulty
         bag = _counted(at, len(keys) + 1)[:-1].cumsum(0) - 1
-        shift = torch.tensor([first - before for first, before in zip(firsts, past, strict=True)], device=device)
+        shift = sent_to(device, [first - before for first, before in zip(firsts, past, strict=True)])
         slot_of = (shift.index_select(0, directory.parts_of(keys)) + bag).clamp(0, slots)  # padding is in the last
     order = None
     if any(directory.row_parts[t] > 1 or each.table.padding_idx is not None for t, each in bags.items()):
@@ -120,7 +125,7 @@ def _summed(
         keys = keys.index_select(0, order)
     lengths = _counted(slot_of, slots + 1)[:-1]
     edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    counts = edges.index_select(0, torch.tensor([*firsts, slots], device=device)).diff()
+    counts = edges.index_select(0, sent_to(device, [*firsts, slots])).diff()
     weights = None
     if any(each.weights is not None for each in bags.values()):
         bits = [
@@ -130,6 +135,11 @@ def _summed(
         weights = torch.cat(bits)
         weights = weights if order is None else weights.index_select(0, order)
     return keys, counts, lengths, weights
+
+
+def sent_to(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Returns numbers on a device, int64, without waiting for it, as `torch.tensor` of them would."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _counted(numbers: Tensor, below: int) -> Tensor:

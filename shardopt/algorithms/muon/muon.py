@@ -84,7 +84,11 @@ class _MuonStep(GatheredStep):
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         scale = adjustment(self.group["adjust_lr_fn"], *self.parts[number].sizes[-2:])
-        weight.mul_(1 - lr * self.group["weight_decay"]).add_(result, alpha=-(lr * scale))
+        weight.mul_(1 - lr * self.group["weight_decay"])
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            weight.sub_(result * (lr * scale))  # `alpha` is a number of the host, which would wait for the device
+        else:
+            weight.add_(result, alpha=-(lr * scale))
 
 
 class Muon(GatheringOptimizer):

@@ -227,7 +227,11 @@ def _sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
         starts = torch.arange(_BLOCKS, device=tensor.device) * _distance(numel, itemsize)
         starts[-1] = numel - block
         index = (starts[:, None] + torch.arange(block, device=tensor.device)).flatten()
-        yield tensor[torch.unravel_index(index, tensor.shape)]
+        places = []
+        for size in reversed(tensor.shape):  # `unravel_index` sends the sizes, and waits for the device
+            places.append(index % size)
+            index = index // size
+        yield tensor[tuple(reversed(places))]
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,81 @@
+"""What is to run without a wait of the host for the device, beside steps with rates that are numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardopt
+from shardopt.checkpoint.saving.planning.replica_check import sampled_pieces
+from shardopt.nn import ShardedEmbeddingBag, Table, route
+from tests.accelerator.support import each_kind, on_accelerator
+
+OWN = ("lion", "ademamix", "adafactor", "lamb", "lars", "muon", "soap", "rowwiseadam", "rowwiseadagrad")
+WAIT_FOR_A_RATE = {"lion", "ademamix", "rowwiseadam", "rowwiseadagrad", "schedulefreeadamw", "schedulefreesgd"}
+
+
+def steps_with_rates_there(standin):
+    waiting, differing = set(), {}
+    for name in (*OWN, "shampoo", "schedulefreeadamw", "schedulefreesgd"):
+        found = []
+        for kind in ("cpu", standin.KIND):
+            weight = nn.Parameter(torch.eye(6).add(0.5).to(kind))
+            optimizer = shardopt.keyed(name, {"w": weight}, lr=torch.tensor(0.125).to(kind))
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                weight.grad = torch.randn(6, 6, generator=generator).to(kind)
+                try:
+                    if kind == "cpu" or step < 2 or name in waiting:
+                        optimizer.step()
+                    else:
+                        with standin.no_waits():
+                            optimizer.step()
+                except RuntimeError:
+                    waiting.add(name)
+            found.append(weight.detach().cpu())
+        if name not in waiting:
+            differing[name] = (found[0] - found[1]).abs().max().item()
+    return waiting, differing
+
+
+@each_kind
+def test_steps_with_a_rate_on_the_device_wait_where_it_is_listed(kind):
+    ((waiting, differing),) = on_accelerator(1, steps_with_rates_there, kind=kind)
+    assert waiting == WAIT_FOR_A_RATE
+    assert max(differing.values()) < 1e-4, differing
+
+
+def samples(standin):
+    large = torch.randn(300, 2, 200).mT
+    with standin.no_waits():
+        there = list(sampled_pieces(large.to(standin.KIND, non_blocking=True)))
+    return [piece.cpu() for piece in there], list(sampled_pieces(large))
+
+
+@each_kind
+def test_samples_of_a_view_are_taken_without_a_wait(kind):
+    ((there, here),) = on_accelerator(1, samples, kind=kind)
+    assert all(torch.equal(*pair) for pair in zip(there, here, strict=True))
+
+
+def sums(standin):
+    mesh = init_device_mesh(standin.KIND, (1,))
+    module = ShardedEmbeddingBag([Table("a", 100, 4), Table("b", 100, 4)], mesh)
+    ids = torch.arange(100).to(standin.KIND), torch.arange(0, 100, 50).to(standin.KIND)
+    found, find = [], route.find_wanted
+
+    def watched(*args):
+        with standin.no_waits():
+            found.append(find(*args))
+        return found[-1]
+
+    module({"a": ids, "b": ids})  # the first one sends where tables are cut, which stays there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route, "find_wanted", watched)
+        module({"a": ids, "b": ids})
+    return found[0].bags
+
+
+@each_kind
+def test_sums_that_a_rank_wants_are_found_without_a_wait(kind):
+    assert on_accelerator(1, sums, kind=kind, group=True) == [[2, 2]]
