@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -98,6 +99,27 @@ def _forget_error(device: torch.device) -> None:
             ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}").cudaGetLastError()
         elif device.type == "cuda":
             ctypes.CDLL("libamdhip64.so").hipGetLastError()
+
+
+def copy_stream(device: torch.device) -> Any:
+    """Returns the stream for all copies of this process between an accelerator and the host.
+
+    torch has 32 for each device, and hands them out in turn: one for each save would soon be another library's, too.
+    """
+    stream = _copy_streams.get(device)
+    return stream or _copy_streams.setdefault(device, torch.get_device_module(device).Stream(device))
+
+
+def await_copies() -> None:
+    """Waits for all copies on these streams that have begun."""
+    for stream in tuple(_copy_streams.values()):
+        if not stream.query():
+            with on_stream(stream):
+                stream.synchronize()  # and not the device: another thread may be capturing a graph on it
+
+
+_copy_streams: dict[torch.device, Any] = {}
+os.register_at_fork(after_in_child=_copy_streams.clear)
 
 
 @contextmanager

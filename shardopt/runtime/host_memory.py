@@ -18,13 +18,12 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.errors import CheckpointError
-from shardopt.runtime.accelerator import copies_from_pinned, pin, unpin
+from shardopt.runtime.accelerator import await_copies, copies_from_pinned, pin, unpin
 
 LARGE_BYTES = 16 * mmap.PAGESIZE  # from here on a tensor is worth having the place within a page that it has in a file
 _ALIGNMENT_BYTES = 64
@@ -52,7 +51,6 @@ class HostMemory:
         self._wanted: list[Wanted] = []
         self._offsets: list[int | None] | None = None
         self._tensors: list[Tensor] = []
-        self._streams: dict[torch.device, Any] = {}
         _memories.add(self)
 
     def tensors_like(self, tensors: Sequence[Tensor], offsets: Sequence[int | None] = ()) -> list[Tensor]:
@@ -106,12 +104,6 @@ class HostMemory:
         """
         self._plain.populate()
         self._pinned.populate()
-
-    def stream(self, device: torch.device) -> Any:
-        """Returns the stream for copies of an accelerator's tensors."""
-        if device not in self._streams:
-            self._streams[device] = torch.get_device_module(device).Stream(device)
-        return self._streams[device]
 
     def free(self) -> None:
         """Frees the memory once its last tensor is gone: a save may still write from it, as after an interrupt."""
@@ -177,7 +169,7 @@ class Block:
             _madvise(self.memory.data_ptr(), self.memory.numel(), _POPULATE_WRITE)
         device, self._pinned_for = self._pinned_for, None
         if device is not None and pin(self.memory, device):
-            self._unpin = weakref.finalize(self, unpin, self.memory, device)
+            self._unpin = weakref.finalize(self, _unpin, self.memory, device)
             self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
 
     def free(self) -> None:
@@ -200,6 +192,12 @@ class Block:
         if self._unpin is not None:
             self._unpin.detach()
             self._unpin = None
+
+
+def _unpin(memory: Tensor, device: torch.device) -> None:
+    """Unpins memory, to which a save that has failed may have left copies under way."""
+    await_copies()
+    unpin(memory, device)
 
 
 _memories: weakref.WeakSet[HostMemory] = weakref.WeakSet()

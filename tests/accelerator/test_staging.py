@@ -163,3 +163,34 @@ def test_a_lazy_save_pins_in_the_call_no_more_than_it_copies_there():
     ((call, thread),) = on_accelerator(1, pinned_in_the_call)
     size = (4 << 18) + 4096  # with room for a place within a page
     assert 2 * size <= call < 2 * size + 4096 and thread == 2 * size  # running mean and variance; weight and bias
+
+
+def abandoned(standin):
+    """Has saves fail once copies have begun; then their memory is let go in each way. Any violation is raised."""
+    from shardopt.checkpoint.saving import async_save
+    from shardopt.checkpoint.saving.writing.staging import Staging
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    small = {str(at): torch.ones(1 << 16, device=standin.KIND) for at in range(4)}
+    large = small | {"large": torch.ones(1 << 23, device=standin.KIND)}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, fails in enumerate([(Staging, "_sample"), (async_save, "hold_steps"), (Staging, "finish")]):
+            for end in ("save", "close", "drop"):
+                saver = async_save.AsyncSaver()
+                saver.save(f"{folder}/{number}{end}1", small).result(60)
+                with mock.patch.object(*fails, interrupted), pytest.raises(KeyboardInterrupt):
+                    saver.save(f"{folder}/{number}{end}2", small).result(60)
+                if end == "save":
+                    saver.save(f"{folder}/{number}{end}3", large).result(60)
+                elif end == "close":
+                    saver.close()
+                del saver
+    standin.C.synchronize(-1)
+
+
+@needs_standin
+def test_memory_of_a_save_that_failed_stays_until_no_stream_needs_it():
+    with mock.patch("os.fsync"):
+        on_accelerator(1, abandoned)

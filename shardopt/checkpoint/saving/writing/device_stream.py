@@ -17,7 +17,7 @@ from torch import Tensor
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.storage import FLUSH
-from shardopt.runtime.accelerator import has_streams, on_stream
+from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
 from shardopt.runtime.host_memory import HostMemory
 
 BUFFER_BYTES = 64 * SEGMENT_BYTES
@@ -76,7 +76,7 @@ class _Window:
             self._used = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._members.append((tensor, host))
 
-    def begin(self, memory: HostMemory) -> None:
+    def begin(self) -> None:
         """Begins the copies, each on its device's stream. Does not wait."""
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, host in self._members:
@@ -85,7 +85,7 @@ class _Window:
                 hosts.append(host)
                 sources.append(tensor.detach())
         for device, (hosts, sources) in by_device.items():
-            stream = memory.stream(device)
+            stream = copy_stream(device)
             with torch.no_grad(), on_stream(stream):
                 torch._foreach_copy_(hosts, sources, non_blocking=True)
                 event = torch.get_device_module(device).Event()
@@ -121,19 +121,19 @@ class _Windows:
             streams = self._streams(tensor)
             for piece in self._cut(tensor) if streams else (tensor,):
                 if window is not None and not window.takes(piece.nbytes if streams else 0):
-                    window.begin(self._memory)
+                    window.begin()
                     yield window
                     window = None
                 window = window or _Window(self._next_buffer(tensor.device))
                 window.add(piece, streams)
         if window is not None:
-            window.begin(self._memory)
+            window.begin()
             yield window
 
     def wait(self) -> None:
         """Waits for all copies that have begun."""
         for device in self._ordered:
-            stream = self._memory.stream(device)
+            stream = copy_stream(device)
             if not stream.query():
                 with on_stream(stream):
                     stream.synchronize()
@@ -145,7 +145,7 @@ class _Windows:
         if tensor.device not in self._ordered:
             self._ordered.add(tensor.device)
             current = torch.get_device_module(tensor.device).current_stream(tensor.device)
-            self._memory.stream(tensor.device).wait_stream(current)
+            copy_stream(tensor.device).wait_stream(current)
         # A copy that made it contiguous would be as large as it is.
         return tensor.nbytes <= self._bytes or tensor.is_contiguous()
 

@@ -33,7 +33,7 @@ from shardopt.checkpoint.saving.planning.replica_check import (
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.errors import Problem, StateError
-from shardopt.runtime.accelerator import on_stream
+from shardopt.runtime.accelerator import copy_stream, on_stream
 from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.host_memory import HostMemory
 from shardopt.sharding.box import Box
@@ -147,7 +147,7 @@ class Staging:
         self._devices = {each.tensor.device for each in [*pieces, *held_pieces] if each.tensor.device.type != "cpu"}
         memory.populate()
         with self._after_the_caller():
-            _copy_all(now, memory)
+            _copy_all(now)
             if not lazily:
                 self._sample()
 
@@ -165,10 +165,10 @@ class Staging:
     def _after_the_caller(self) -> Iterator[None]:
         """Orders copies after earlier work on each accelerator's current stream, and before later work."""
         for device in self._devices:
-            self._memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
+            copy_stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
         yield
         for device in self._devices:
-            torch.get_device_module(device).current_stream(device).wait_stream(self._memory.stream(device))
+            torch.get_device_module(device).current_stream(device).wait_stream(copy_stream(device))
 
     def copy_by_plan(self, writes: RankWrites | None) -> None:
         """Copies the boxes, shared with other ranks, that this rank writes; all shared boxes if the writes are unknown.
@@ -191,12 +191,12 @@ class Staging:
         later, self._later = self._later, []
         if later:
             self._memory.later.populate()  # not in the call: to pin memory takes longer than to copy
-        _copy_all(later, self._memory)
+        _copy_all(later)
         if self.is_by_plan and self._lazily:
             self._sample()
             later += self._copy_shares(writes)
         for device in self._devices:
-            stream = self._memory.stream(device)
+            stream = copy_stream(device)
             with on_stream(stream):
                 stream.synchronize()  # and not the device: another thread may be capturing a graph on it
         self._now = []
@@ -245,7 +245,7 @@ class Staging:
             copies.append(Copy(key, source, host, version))
         for key, view in self._held.items():
             views[key] = View(view.shape, view.dtype, tuple(staged[key]), view.layout)
-        _copy_all(copies, self._memory)
+        _copy_all(copies)
         self._description = replace(self._description, views=views)
         return copies
 
@@ -269,7 +269,7 @@ class Staging:
         for (key, box, tensor), host in zip(places, hosts, strict=True):
             samples[key][box] = host
             on_host = tensor.device.type == "cpu"
-            with torch.no_grad(), nullcontext() if on_host else on_stream(self._memory.stream(tensor.device)):
+            with torch.no_grad(), nullcontext() if on_host else on_stream(copy_stream(tensor.device)):
                 begin = 0
                 for piece in sampled_pieces(tensor):
                     host[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
@@ -367,7 +367,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
+def _copy_all(copies: Sequence[Copy]) -> None:
     by_device: defaultdict[torch.device, list[Copy]] = defaultdict(list)
     for copy in copies:
         if copy.source.numel():
@@ -377,7 +377,7 @@ def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
             for copy in group:
                 copy_on_host(copy.host, copy.source)
         else:
-            with torch.no_grad(), on_stream(memory.stream(device)):
+            with torch.no_grad(), on_stream(copy_stream(device)):
                 hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
                 torch._foreach_copy_(hosts, sources, non_blocking=True)
 

@@ -19,7 +19,7 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.checkpoint.sources.reading.scratch import ScratchCopy, check_cast, room_for
-from shardopt.runtime.accelerator import copies_from_pinned, has_streams, on_stream
+from shardopt.runtime.accelerator import copies_from_pinned, copy_stream, has_streams, on_stream
 from shardopt.runtime.host_memory import HostMemory
 
 BUFFER_BYTES = 64 * SEGMENT_BYTES
@@ -71,8 +71,8 @@ class DeviceScratch:
         self._memory.populate()
         for each in devices:
             current = torch.get_device_module(each).current_stream(each)
-            self._memory.stream(each).wait_stream(current)
-        self._streams = {each: self._memory.stream(each) for each in devices}
+            copy_stream(each).wait_stream(current)
+        self._streams = {each: copy_stream(each) for each in devices}
 
     def take(self) -> memoryview:
         """Takes the slot whose copies began the longest ago; waits for these, which are most often over."""

@@ -295,6 +295,7 @@ class FakeAccelerator:
 def accelerator(monkeypatch):
     accelerator = FakeAccelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
+    monkeypatch.setattr(accelerators, "_copy_streams", {})
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *args, **kwargs: accelerator.note("copy", len(args[0])))
     return accelerator
 
