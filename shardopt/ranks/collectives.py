@@ -49,9 +49,15 @@ class Collectives:
 
     @property
     def device(self) -> torch.device:
-        """The device for `all_reduce_sum`: the accelerator in use, if the group communicates there."""
+        """The device for `all_reduce_sum`: the accelerator in use, if the group communicates there.
+
+        That is the one to which the group is bound; of a group without one, the current one.
+        """
         if self._accelerator is None:
             return torch.device("cpu")
+        bound = None if self._group is None else getattr(self._group(), "bound_device_id", None)
+        if bound is not None and bound.type == self._accelerator:
+            return bound
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
     def device_beside(self, device: torch.device) -> torch.device:

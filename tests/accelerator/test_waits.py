@@ -1,14 +1,16 @@
-"""What is to run without a wait of the host for the device, beside steps with rates that are numbers."""
+"""What is to run without a wait of the host for the device, beside steps with rates that are numbers; and where."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
 from shardopt.checkpoint.saving.planning.replica_check import sampled_pieces
 from shardopt.nn import ShardedEmbeddingBag, Table, route
-from tests.accelerator.support import each_kind, on_accelerator
+from shardopt.ranks import ranks_of
+from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 OWN = ("lion", "ademamix", "adafactor", "lamb", "lars", "muon", "soap", "rowwiseadam", "rowwiseadagrad")
 WAIT_FOR_A_RATE = {"lion", "ademamix", "rowwiseadam", "rowwiseadagrad", "schedulefreeadamw", "schedulefreesgd"}
@@ -79,3 +81,16 @@ def sums(standin):
 @each_kind
 def test_sums_that_a_rank_wants_are_found_without_a_wait(kind):
     assert on_accelerator(1, sums, kind=kind, group=True) == [[2, 2]]
+
+
+def device_of_a_bound_group(standin):
+    group = dist.group.WORLD
+    before, group.bound_device_id = ranks_of().device, torch.device("standin", 1)
+    bound, group.bound_device_id = ranks_of().device, None
+    return str(before), str(bound)
+
+
+@needs_standin
+def test_ranks_communicate_on_the_device_of_their_group():
+    ((before, bound),) = on_accelerator(1, device_of_a_bound_group, group=True)
+    assert (before, bound) == ("standin:0", "standin:1")
