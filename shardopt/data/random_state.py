@@ -43,7 +43,8 @@ class RandomState(PerRankState):
     """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the accelerator in use.
 
     Those are the global ones (`random`, `numpy.random`, `torch`); generators of a program's own are not looked at. That
-    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded if there is one here.
+    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded if there is one here;
+    so are those of other devices on which this process has tensors.
 
     Args:
         on_resize: as for `PerRankState`. Another number of ranks has no state to resume from, so "keep" continues with
@@ -58,9 +59,13 @@ class _Generators:
     def state_dict(self) -> dict[str, Any]:
         state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         in_use = module_in_use()
-        if in_use is not None and in_use[1].is_initialized():
+        if in_use is not None and getattr(in_use[1], "is_initialized", lambda: True)():  # MPS has no such question
             kind, module = in_use
             state[kind] = module.get_rng_state()
+            # Under torchrun all of a host's are there, of which a rank most often uses one.
+            used = [module.get_rng_state(each) if module.memory_allocated(each) else None for each in _beside(module)]
+            if any(each is not None for each in used):
+                state[f"{kind} beside"] = used
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -71,3 +76,13 @@ class _Generators:
         if in_use is not None and in_use[0] in state_dict:
             kind, module = in_use
             module.set_rng_state(state_dict[kind])
+            # Checkpoints of before have the current device's alone.
+            for each, saved in zip(_beside(module), state_dict.get(f"{kind} beside", ()), strict=False):
+                if saved is not None:
+                    module.set_rng_state(saved, each)
+
+
+def _beside(module: Any) -> list[int]:
+    """Returns the other devices here, from the current one on: a rank may have other ones after a resume."""
+    current, count = (module.current_device(), module.device_count()) if hasattr(module, "current_device") else (0, 1)
+    return [(current + step) % count for step in range(1, count)]

@@ -8,6 +8,7 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.data import random_state
 from shardopt.errors import MismatchError
 from tests.harness import run_ranks
 
@@ -65,6 +66,50 @@ def test_the_generator_of_the_gpu_too(tmp_path):
     torch.cuda.manual_seed(1)
     checkpoint.load(tmp_path, app)
     assert torch.equal(torch.rand(3, device="cuda"), wanted)
+
+
+class Devices:
+    """A module of an accelerator with three devices, on some of which this process has tensors."""
+
+    def __init__(self, current, used, seeds):
+        self.current, self.used, self.seeds = current, used, [torch.tensor([seed]) for seed in seeds]
+
+    def is_initialized(self):
+        return True
+
+    def current_device(self):
+        return self.current
+
+    def device_count(self):
+        return len(self.seeds)
+
+    def memory_allocated(self, which):
+        return int(which in self.used)
+
+    def get_rng_state(self, which=None):
+        return self.seeds[self.current if which is None else which]
+
+    def set_rng_state(self, state, which=None):
+        self.seeds[self.current if which is None else which] = state
+
+
+def test_generators_of_all_devices_in_use_too(tmp_path, monkeypatch):
+    app = {"random": shardopt.RandomState(on_resize="raise")}
+
+    def at(devices):
+        monkeypatch.setattr(random_state, "module_in_use", lambda: ("cuda", devices))
+        return devices
+
+    at(Devices(1, {1, 2}, [10, 11, 12]))
+    checkpoint.save(tmp_path, app)
+    for current, seeds in [(1, [0, 11, 12]), (0, [11, 12, 0]), (2, [12, 0, 11])]:
+        devices = at(Devices(current, set(), [0, 0, 0]))
+        checkpoint.load(tmp_path, app)
+        assert torch.cat(devices.seeds).tolist() == seeds
+    devices = at(Devices(0, {0}, [0]))
+    checkpoint.load(tmp_path, app)
+    assert devices.seeds[0].item() == 11
+    assert app["random"].state_dict()["of_rank"].value.keys() == {"python", "numpy", "torch", "cuda"}
 
 
 def test_the_choice_on_resize_must_be_made():
