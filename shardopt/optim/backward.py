@@ -24,7 +24,7 @@ from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.keyed import build
 from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.ranks import Group
-from shardopt.runtime.accelerator import module_in_use
+from shardopt.runtime.accelerator import has_streams, module_in_use
 from shardopt.runtime.torch_gradients import (
     backward_under_way,
     gradient_hooks,
@@ -314,7 +314,7 @@ def _keep_for_this_stream(gradient: Tensor) -> None:
     On accelerators, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight.
     """
     in_use = module_in_use()
-    if in_use is None:
+    if in_use is None or not has_streams(torch.device(in_use[0])):
         return
     kind, module = in_use
     for local in local_tensors(gradient):

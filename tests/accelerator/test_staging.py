@@ -194,3 +194,38 @@ def abandoned(standin):
 def test_memory_of_a_save_that_failed_stays_until_no_stream_needs_it():
     with mock.patch("os.fsync"):
         on_accelerator(1, abandoned)
+
+
+def without_streams(standin):
+    """Saves, and steps in backward, on a device that lacks what `torch.mps` does; returns what was stored."""
+    for name in ("Stream", "stream", "current_stream", "default_stream", "set_stream", "device", "cudart"):
+        delattr(standin.module, name)
+    for name in ("is_initialized", "current_device", "memory_allocated"):
+        delattr(standin.module, name)
+    shardopt.RandomState(on_resize="keep").state_dict()
+    stored = []
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in ("now", "lazy"):
+            model = nn.Linear(2, 2, bias=False).to(standin.KIND)
+            optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=1.0)
+            app = {"model": model, "optimizer": optimizer, "view": model.weight.detach().T}
+            expected = model.weight.detach().cpu()
+            pending = checkpoint.async_save(f"{folder}/{stage}", app, stage=stage)
+            step(model, optimizer, torch.ones(4, 2).to(standin.KIND))
+            pending.result(60)
+            loaded = nn.Linear(2, 2, bias=False)
+            app = {
+                "model": loaded,
+                "optimizer": shardopt.keyed("sgd", loaded.named_parameters()),
+                "view": torch.ones(2, 2),
+            }
+            checkpoint.load(f"{folder}/{stage}", app)
+            stored.append(torch.equal(loaded.weight, expected))
+    shardopt.in_backward(model, "sgd", lr=0.1)
+    model(torch.ones(4, 2).to(standin.KIND)).sum().backward()
+    return stored
+
+
+@needs_standin
+def test_a_device_without_streams_saves_in_the_background():
+    assert on_accelerator(1, without_streams) == [[True, True]]

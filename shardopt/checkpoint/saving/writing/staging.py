@@ -33,7 +33,7 @@ from shardopt.checkpoint.saving.planning.replica_check import (
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.errors import Problem, StateError
-from shardopt.runtime.accelerator import copy_stream, on_stream
+from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
 from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.host_memory import HostMemory
 from shardopt.sharding.box import Box
@@ -144,7 +144,7 @@ class Staging:
         self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)
-        self._devices = {each.tensor.device for each in [*pieces, *held_pieces] if each.tensor.device.type != "cpu"}
+        self._devices = set(filter(has_streams, {each.tensor.device for each in [*pieces, *held_pieces]}))
         memory.populate()
         with self._after_the_caller():
             _copy_all(now)
@@ -268,11 +268,11 @@ class Staging:
         samples: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for (key, box, tensor), host in zip(places, hosts, strict=True):
             samples[key][box] = host
-            on_host = tensor.device.type == "cpu"
-            with torch.no_grad(), nullcontext() if on_host else on_stream(copy_stream(tensor.device)):
+            streams = has_streams(tensor.device)
+            with torch.no_grad(), on_stream(copy_stream(tensor.device)) if streams else nullcontext():
                 begin = 0
                 for piece in sampled_pieces(tensor):
-                    host[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
+                    host[begin : begin + piece.numel()].copy_(piece, non_blocking=streams)
                     begin += piece.numel()
         self._samples = samples
 
@@ -377,9 +377,10 @@ def _copy_all(copies: Sequence[Copy]) -> None:
             for copy in group:
                 copy_on_host(copy.host, copy.source)
         else:
-            with torch.no_grad(), on_stream(copy_stream(device)):
+            streams = has_streams(device)  # else the device has one queue, which the copies wait for
+            with torch.no_grad(), on_stream(copy_stream(device)) if streams else nullcontext():
                 hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
-                torch._foreach_copy_(hosts, sources, non_blocking=True)
+                torch._foreach_copy_(hosts, sources, non_blocking=streams)
 
 
 def copy_on_host(host: Tensor, source: Tensor) -> None:
