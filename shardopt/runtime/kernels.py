@@ -36,6 +36,8 @@ def _works(trial: Callable[[torch.device], object], device: torch.device) -> boo
     """Whether kernels can be made here: Triton needs a C compiler, Python's headers and a folder that it can write."""
     try:
         trial(device)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of kernels: without them this rank would round otherwise than its replicas
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         _log.warning(

@@ -138,6 +138,26 @@ def test_where_a_kernel_cannot_be_made_torchs_operations_take_its_place(caplog):
     assert caplog.text.count("cuda:0 (Failed to find C compiler.)") == 1
 
 
+def test_a_trial_without_memory_says_nothing_of_kernels(caplog):
+    """Other operations would round otherwise on this rank than on its replicas."""
+
+    class OnGPU:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+    def trial(device):
+        if not failures:
+            failures.append(device)
+            raise torch.OutOfMemoryError
+
+    failures = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "triton", object())
+        with pytest.raises(torch.OutOfMemoryError):
+            kernels.can_run(trial, OnGPU())
+        assert kernels.can_run(trial, OnGPU())
+    assert not caplog.text
+
+
 def trained_on_columns(with_kernels):
     """Parameters and state after steps where each of two ranks has one block of each row."""
     interpreted(code_kernels)
