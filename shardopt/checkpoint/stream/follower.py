@@ -92,8 +92,8 @@ class Follower:
         app: a module, or tensors by name: plain, or sharded in any layout. Their memory is updated.
         rename, rearrange: as for `load`: from the published names and tensors to those of `app`.
         strict: as for `load`.
-        memory_bytes: host memory, beside `app`, for what is read before it is applied. What does not fit is read during
-            the pause.
+        memory_bytes: memory, beside `app`, for what is read before it is applied: of the device for changes of tensors
+            that are there, else of the host. What does not fit is read during the pause.
         silence_seconds: without a new step for so long, a warning says so.
         deadline_seconds: how long a rank may show no sign of life, and how long an update waits for `serving`.
         process_group: the ranks that follow together: a process group, or a device mesh. None is the job, or this

@@ -22,7 +22,7 @@ from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
 from shardopt.errors import CheckpointError, MismatchError
-from shardopt.runtime.accelerator import wait_for_reads
+from shardopt.runtime.accelerator import has_streams, on_stream, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.sharding.pieces import View
 
@@ -146,7 +146,12 @@ class Staged:
                 self._forget(boxes_only=True)
         self._forget()
         for device in {target.device for target in targets} - {torch.device("cpu")}:
-            torch.get_device_module(device).synchronize(device)
+            if has_streams(device):
+                stream = torch.get_device_module(device).current_stream(device)
+                with on_stream(stream):
+                    stream.synchronize()
+            else:
+                torch.accelerator.synchronize(device)
 
     def held(self) -> dict[Place, Held]:
         """Returns what is known of the parts, once they were changed. Reads no file."""

@@ -36,7 +36,8 @@ class PendingSave:
     Attributes:
         url: where the checkpoint will be.
         staged: is set when this rank's state was copied to host memory, and may be changed in any way. (Where it was
-            to be copied lazily; otherwise it may be changed as soon as the call has returned.)
+            to be copied lazily; otherwise it may be changed as soon as the call has returned: on an accelerator by what
+            comes after the current stream of the call.)
         done: is set when the checkpoint is committed, or has failed.
     """
 
