@@ -14,6 +14,7 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.saving.writing import device_stream
 from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 ORDERS = list(itertools.product(["now", "lazy"], [False, True]))
@@ -229,3 +230,19 @@ def without_streams(standin):
 @needs_standin
 def test_a_device_without_streams_saves_in_the_background():
     assert on_accelerator(1, without_streams) == [[True, True]]
+
+
+def gathered(standin):
+    """Returns whether a large view comes to the host as it is, and how much of the device's memory that took."""
+    whole = torch.randn(256, 1024)
+    there = whole.to(standin.KIND).T
+    before = standin.C.allocated()[0]
+    with mock.patch.object(device_stream, "BUFFER_BYTES", 1 << 16):
+        right = torch.equal(device_stream.to_host(there), whole.T)
+    return right, standin.C.allocated()[1] - before
+
+
+@needs_standin
+def test_a_large_view_is_gathered_in_pieces():
+    ((right, most),) = on_accelerator(1, gathered)
+    assert right and most <= 4 << 16

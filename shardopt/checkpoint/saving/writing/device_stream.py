@@ -19,6 +19,8 @@ from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.storage import FLUSH
 from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
 from shardopt.runtime.host_memory import HostMemory
+from shardopt.sharding.box import cut_in_order, whole
+from shardopt.sharding.pieces import narrowed
 
 BUFFER_BYTES = 64 * SEGMENT_BYTES
 _ALIGNMENT_BYTES = 64  # of tensors in a buffer, so that each may be viewed in its dtype
@@ -51,8 +53,14 @@ def streamed(tensors: Iterable[Tensor], nbytes: int) -> Generator[memoryview]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy of any tensor in plain host memory."""
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    """Returns a copy of any tensor in plain host memory; a large view is gathered in pieces, to spare its device."""
+    tensor = tensor.detach()
+    if tensor.is_cpu or tensor.is_contiguous() or tensor.nbytes <= BUFFER_BYTES:
+        return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for box in cut_in_order(whole(tensor.shape), BUFFER_BYTES // tensor.itemsize):
+        narrowed(host, box).copy_(narrowed(tensor, box).resolve_conj().resolve_neg())
+    return host
 
 
 class _Window:
