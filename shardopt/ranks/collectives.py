@@ -55,7 +55,7 @@ class Collectives:
         """
         if self._accelerator is None:
             return torch.device("cpu")
-        bound = None if self._group is None else getattr(self._group(), "bound_device_id", None)
+        bound: torch.device | None = None if self._group is None else getattr(self._group(), "bound_device_id", None)
         if bound is not None and bound.type == self._accelerator:
             return bound
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())

@@ -53,14 +53,25 @@ def streamed(tensors: Iterable[Tensor], nbytes: int) -> Generator[memoryview]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy of any tensor in plain host memory; a large view is gathered in pieces, to spare its device."""
+    """Returns a copy of any tensor in plain host memory."""
     tensor = tensor.detach()
-    if tensor.is_cpu or tensor.is_contiguous() or tensor.nbytes <= BUFFER_BYTES:
+    if tensor.is_cpu or tensor.is_contiguous():
         return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    for box in cut_in_order(whole(tensor.shape), BUFFER_BYTES // tensor.itemsize):
-        narrowed(host, box).copy_(narrowed(tensor, box).resolve_conj().resolve_neg())
+    for into, piece in pieces_to_host(host, tensor):
+        into.copy_(piece.resolve_conj().resolve_neg())
     return host
+
+
+def pieces_to_host(host: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields pairs to copy, for a tensor that is to be copied from an accelerator: pieces of a large view, as a copy of
+    it would first gather all of it on the device.
+    """
+    if source.is_contiguous() or source.nbytes <= BUFFER_BYTES:
+        yield host, source
+        return
+    for box in cut_in_order(whole(source.shape), BUFFER_BYTES // source.itemsize):
+        yield narrowed(host, box), narrowed(source, box)
 
 
 class _Window:

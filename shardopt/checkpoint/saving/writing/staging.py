@@ -31,6 +31,7 @@ from shardopt.checkpoint.saving.planning.replica_check import (
     sampled_pieces,
 )
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
+from shardopt.checkpoint.saving.writing.device_stream import pieces_to_host
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
@@ -379,7 +380,8 @@ def _copy_all(copies: Sequence[Copy]) -> None:
         else:
             streams = has_streams(device)  # else the device has one queue, which the copies wait for
             with torch.no_grad(), on_stream(copy_stream(device)) if streams else nullcontext():
-                hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
+                pairs = [pair for copy in group for pair in pieces_to_host(copy.host, copy.source)]
+                hosts, sources = zip(*pairs, strict=True)
                 torch._foreach_copy_(hosts, sources, non_blocking=streams)
 
 

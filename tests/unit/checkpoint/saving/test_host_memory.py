@@ -302,7 +302,11 @@ def accelerator(monkeypatch):
 
 def on(device):
     return SimpleNamespace(
-        device=torch.device(device), is_cpu=device == "cpu", numel=lambda: 1, is_inference=lambda: True
+        device=torch.device(device),
+        is_cpu=device == "cpu",
+        numel=lambda: 1,
+        is_inference=lambda: True,
+        is_contiguous=lambda: True,
     )
 
 
