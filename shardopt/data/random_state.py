@@ -76,13 +76,16 @@ class _Generators:
         if in_use is not None and in_use[0] in state_dict:
             kind, module = in_use
             module.set_rng_state(state_dict[kind])
-            # Checkpoints of before have the current device's alone.
-            for each, saved in zip(_beside(module), state_dict.get(f"{kind} beside", ()), strict=False):
+            others = state_dict.get(f"{kind} beside")
+            # Without others nothing is asked: that would begin to use the device, which a forked process must not.
+            for each, saved in zip(_beside(module), others, strict=False) if others else ():
                 if saved is not None:
                     module.set_rng_state(saved, each)
 
 
 def _beside(module: Any) -> list[int]:
     """Returns the other devices here, from the current one on: a rank may have other ones after a resume."""
-    current, count = (module.current_device(), module.device_count()) if hasattr(module, "current_device") else (0, 1)
+    if not all(hasattr(module, name) for name in ("current_device", "device_count", "memory_allocated")):
+        return []  # MPS, of which there is one
+    current, count = module.current_device(), module.device_count()
     return [(current + step) % count for step in range(1, count)]

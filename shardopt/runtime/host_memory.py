@@ -196,7 +196,8 @@ class Block:
 
 def _unpin(memory: Tensor, device: torch.device) -> None:
     """Unpins memory, to which a save that has failed may have left copies under way."""
-    await_copies()
+    with suppress(RuntimeError):  # of a device that has failed, and so copies nothing more
+        await_copies()
     unpin(memory, device)
 
 
