@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.combined import CombinedOptimizer
 from shardopt.optim.semi_sync.islands.islands import Islands
-from shardopt.optim.semi_sync.weights import refuse_unfit, step_by
+from shardopt.optim.semi_sync.weights import Weights, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
 from shardopt.runtime.staging_fence import wait_for_copies
@@ -213,23 +212,31 @@ class SemisyncOptimizer(CombinedOptimizer):
             self._optimizer_global_step(self._local_step_counter, None)
         else:
             self._step_globally()
+        self._set_masters()
 
     @torch.no_grad()
     def _step_globally(self) -> None:
         """Steps the global optimizer from the values at the last meeting, by the mean change since."""
         wait_for_copies()
         names = sorted(self._anchors)
-        params = [local_tensors(self._global_params[name]) for name in names]
-        anchors = [local_tensors(self._anchors[name]) for name in names]
         islands = self._islands()
         buckets = islands.buckets_of([self._global_params[name] for name in names])
-        for view, anchor, weight in zip(buckets.views, chain(*anchors), chain(*params), strict=True):
-            torch.sub(anchor, weight, out=view)
-            weight.copy_(anchor)
+        views = iter(buckets.views)
+        for name in names:
+            anchors = local_tensors(self._anchors[name])
+            weights = Weights(self._optimizer, self._global_params[name])
+            weights.subtract_from(anchors, [next(views) for _ in anchors])
+            weights.mix(anchors, 0.0)
         buckets.begin_mean(islands.column)
         buckets.end_mean()
         step_by(self._global_optimizer, {name: self._global_params[name] for name in names}, buckets.views)
         self._take_anchors()
+
+    @torch.no_grad()
+    def _set_masters(self) -> None:
+        """Sets the masters of the local optimizer, which its next step uses, to what the global step has made."""
+        for param in self._worker_model_params:
+            Weights(self._optimizer, param).mix(local_tensors(param), 0.0)
 
     @torch.no_grad()
     def _take_anchors(self) -> None:

@@ -558,3 +558,23 @@ def test_torchrecs_optimizer_makes_dilocos_steps_by_itself():
         resumed.step()
     assert all(torch.equal(other[name], param) for name, param in params.items())
     assert int(resumed._local_step_counter) == 7 and int(resumed._global_step_counter) == 2
+
+
+@pytest.mark.parametrize("has_global_step", [False, True])
+def test_torchrecs_global_steps_reach_the_masters_of_the_local_optimizer(has_global_step):
+    param = torch.nn.Parameter(torch.full((5,), 3.0, dtype=torch.bfloat16))
+    local = shardopt.keyed("adamw", {"w": param}, lr=0.1, weight_decay=0.0, master_dtype=torch.float32)
+    outer = shardopt.keyed("sgd", {"w": param}, lr=0.5)
+    if has_global_step:
+        outer.global_step = lambda counter, closure: param.data.fill_(1.0)
+    optimizer = SemisyncOptimizer([param], local, outer, 2)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    met, master = param.detach().clone(), local.state[param]["master"]
+    torch.testing.assert_close(met.float(), torch.full((5,), 1.0 if has_global_step else 2.9), atol=0.02, rtol=0)
+    assert torch.equal(master, met.float())
+    param.grad = torch.zeros_like(param)
+    local.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(param, met)
