@@ -162,13 +162,13 @@ class WarmupOptimizer(OptimizerWrapper):
                 )
             offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: self._own[STAGES]}}}
         super()._plan(plan, offered)
-        loaded_groups = plan.loaded_groups  # a plan that holds itself would keep this optimizer's memory
-        plan.then(lambda: self._follow(loaded_groups))
+        loaded_options = plan.loaded_options  # a plan that holds itself would keep this optimizer's memory
+        plan.then(lambda: self._follow(loaded_options))
 
-    def _follow(self, loaded_groups: Sequence[dict[str, Any]]) -> None:
-        """Sets the rates of the loaded iteration in all groups that were not loaded."""
+    def _follow(self, loaded_options: Sequence[tuple[dict[str, Any], set[str]]]) -> None:
+        """Sets the rates of the loaded iteration in all groups whose rate was not loaded."""
         self._own[POSITION][1] = self._schedule.stage_at(self._iteration)  # stages may have been appended
-        loaded = {id(group) for group in loaded_groups}
+        loaded = {id(group) for group, options in loaded_options if self._lr_param in options}
         self._set_rates([group for group in self.param_groups if id(group) not in loaded])
 
     def _set_rates(self, groups: Sequence[dict[str, Any]] | None = None) -> None:

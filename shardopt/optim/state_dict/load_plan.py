@@ -58,7 +58,7 @@ class LoadPlan:
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
-        self.loaded_groups: list[dict[str, Any]] = []  # whose options are all loaded
+        self.loaded_options: list[tuple[dict[str, Any], set[str]]] = []  # groups, and what loads, with its full value
         self.overridden: list[Any] = []  # options to which the code gives other values, `options.Overridden`
         self.algorithms: list[str] = []  # notes on groups that another algorithm has saved
         self.rounded_anew: list[str] = []  # parameters whose state an earlier version rounded to nearest

@@ -192,8 +192,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
         _plan_storage(plan, where, group, by_member)
         left_out |= STORAGE_OPTIONS.keys()
     options = _common_options(plan, where, by_member, left_out, group.live)
-    if group.kept.isdisjoint(next(iter(by_member.values()))):
-        plan.loaded_groups.append(group.live)
+    plan.loaded_options.append((group.live, {name for name in options if f"initial_{name}" not in group.kept}))
     if GIVEN in own_keys:
         given, defaults = (
             {name: value for name, value in each.items() if name not in group.kept}

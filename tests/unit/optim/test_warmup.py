@@ -389,14 +389,16 @@ def test_with_saved_groups_the_full_rates_are_the_saved_ones_and_otherwise_the_n
         assert train(made, 3) == [pytest.approx([full * multiplier]) for multiplier in BOTH[2:5]]
 
 
-def test_a_schedulers_rate_after_the_end_is_resumed_where_groups_are_saved():
+@pytest.mark.parametrize(("kept", "rate"), [((), 0.125), (("weight_decay",), 0.125), (("weight_decay", "lr"), 0.5)])
+def test_a_schedulers_rate_after_the_end_is_resumed_where_groups_are_saved(kept, rate):
     optimizer, made = (WarmupOptimizer(sgd(), [RAMP], lr=0.5) for _ in range(2))
     for each in (optimizer, made):
         each.save_param_groups(True)
     train(optimizer, 6)
     optimizer.param_groups[0]["lr"] = 0.125
+    made.keep_options(*kept)
     made.load_state_dict(optimizer.state_dict())
-    assert train(made, 2) == [[0.125]] * 2
+    assert train(made, 2) == [[rate]] * 2
 
 
 def test_only_some_children_save_their_groups():
