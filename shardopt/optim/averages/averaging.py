@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.averages.swapping import AveragesInModel, Swapped, reshard
+from shardopt.optim.averages.swapping import AveragesInModel, Swapped, gone_from, refuse_replaced, reshard
 from shardopt.optim.averages.tensors import (
     Pair,
     buckets,
@@ -161,8 +161,8 @@ class Averaging:
         Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
 
         Raises:
-            StateError: the model holds the averages, a weight was sharded in another way since, or a decay is out of
-                its range. Nothing was changed.
+            StateError: the model holds the averages, it has another parameter in the place of one (`fully_shard`, or
+                `load_state_dict(assign=True)`, since), or a decay is out of its range. Nothing was changed.
         """
         self._refuse_swapped("averages cannot be updated")
         refuse_swapped("averages of other averages cannot be made", self._params.values())
@@ -275,7 +275,8 @@ class Averaging:
         argument, and not saved.
 
         Raises:
-            StateError: the averages stand in the model, where a checkpoint would take them for its weights.
+            StateError: the averages stand in the model, where a checkpoint would take them for its weights; or the
+                model has another parameter in the place of one.
         """
         self._refuse_swapped("averages cannot be saved or loaded")
         return {STATE: self._state()}
@@ -365,6 +366,7 @@ class Averaging:
 
     def _pairs(self) -> Iterator[Pair]:
         """Yields each average with its local tensor. Averages follow weights that moved to another device."""
+        refuse_replaced(gone_from(self._model, self._params))
         tensors = self._tensors()
         for name, averages in self._averages.items():
             weights = local_tensors(tensors[name]) if name in tensors else ()
@@ -381,18 +383,12 @@ class Averaging:
         now = by_plain_name(self._model, self._model.named_parameters())
         with torch.no_grad():
             if self._in_model is None:
-                self._refuse_replaced(now)
+                refuse_replaced([name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)])
                 self._in_model = AveragesInModel(self, self._params, self._whole_model(), list(self._pairs()))
                 self._in_model.put_in()
             else:
                 self._in_model.put_back(self._whole_model(), now, lose)
                 self._in_model = None
-
-    def _refuse_replaced(self, now: Mapping[str, Tensor]) -> None:
-        replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
-        if replaced:
-            texts = "another parameter in the model, or none", "the one that is averaged", "make the averages again"
-            raise StateError("a model has changed", [Problem(name, *texts) for name in replaced], code="averages")
 
     def _refuse_swapped(self, why: str) -> None:
         if self.swapped:

@@ -116,6 +116,27 @@ class Swapped:
             self._put_back(kind is not None)
 
 
+def gone_from(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of parameters that a model no longer has. Local, and cheap unless there are some."""
+
+    def gone() -> list[str]:
+        now = {id(param) for param in model.parameters()}
+        return [name for name, param in params.items() if id(param) not in now]
+
+    if gone():
+        reshard(model)  # after a forward unsharded parameters may stand in their place
+        return gone()
+    return []
+
+
+def refuse_replaced(names: Iterable[str]) -> None:
+    """Raises StateError if parameters were replaced: their averages would follow what nobody trains."""
+    texts = "another parameter in the model, or none", "the one that is averaged", "make the averages again"
+    problems = [Problem(name, *texts) for name in names]
+    if problems:
+        raise StateError("a model has changed", problems, code="averages")
+
+
 def reshard(model: nn.Module) -> None:
     """Makes `fully_shard`'s modules use their sharded parameters. Local.
 

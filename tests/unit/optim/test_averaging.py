@@ -399,9 +399,10 @@ def test_changes_of_the_model_are_noticed():
     other = model()
     ema = shardopt.EMA(other)
     other[2].weight = torch.nn.Parameter(torch.zeros(3, 7))
-    with pytest.raises(StateError, match=r"2\.weight: found another parameter"):
-        ema.swap()
-    assert not ema.swapped
+    for call in (ema.swap, ema.update, ema.state_dict):
+        with pytest.raises(StateError, match=r"2\.weight: found another parameter"):
+            call()
+    assert not ema.swapped and ema.n_averaged == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="moves a model to a GPU")
