@@ -187,6 +187,18 @@ def takes_gradient(param: Tensor) -> bool:
     return not (isinstance(param, ShardedTensor) or is_wrapper(param) or kind_of(param) is not None)
 
 
+def has_gradient(param: Tensor) -> bool:
+    """Whether a parameter of any kind has a gradient on this rank. Local."""
+    return (takes_gradient(param) and param.grad is not None) or carries_gradients(param)
+
+
+def carries_gradients(param: Tensor) -> bool:
+    """Whether local tensors of a parameter have gradients of their own, or its registered kind keeps some."""
+    kind = kind_of(param)
+    gradients = [each.grad for each in local_tensors(param)] if kind is None else kind.gradients(param)
+    return any(gradient is not None for gradient in gradients)
+
+
 def set_gradients(param: Tensor, gradients: Sequence[Tensor]) -> None:
     """Gives a parameter these gradients of its local tensors, with their shapes and dtypes; copies nothing. Local.
 

@@ -34,8 +34,10 @@ class TensorKind:
         return [local.grad for _, local in self.pieces(tensor)]
 
     def zero_gradients(self, tensor: Any, set_to_none: bool) -> None:
-        """Drops or zeroes the tensors of `gradients`."""
-        for _, local in self.pieces(tensor):
+        """Drops or zeroes the tensors of `gradients`; here, those that are no piece's `.grad` are always zeroed."""
+        for (_, local), gradient in zip(self.pieces(tensor), self.gradients(tensor), strict=True):
+            if gradient is not None and gradient is not local.grad:
+                gradient.detach().zero_()
             if set_to_none:
                 local.grad = None
             elif local.grad is not None:

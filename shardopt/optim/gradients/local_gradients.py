@@ -14,7 +14,7 @@ from torch import Tensor
 from shardopt.errors import GradientError
 from shardopt.optim.state_dict.groups import listed
 from shardopt.runtime.torch_gradients import scale_and_look
-from shardopt.sharding.gradients import local_gradients, requires_gradient, takes_gradient
+from shardopt.sharding.gradients import has_gradient, local_gradients, requires_gradient, takes_gradient
 from shardopt.sharding.pieces import elements_overlap
 from shardopt.sharding.view import assemble, is_held, local_tensors
 
@@ -61,7 +61,7 @@ def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
         names: parameter → FQN.
     """
     trained = {param: name for param, name in names.items() if requires_gradient(param) and is_held(param)}
-    if trained and not any(map(_has_gradient, trained)):
+    if trained and not any(map(has_gradient, trained)):
         _log.warning(
             "not one of the %d parameters of an optimizer has a gradient in its first step, which moves nothing (%s). "
             "Most likely it was made before fully_shard, parallelize_module or to_empty gave the model other "
@@ -69,12 +69,6 @@ def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
             len(trained),
             listed(trained.values()),
         )
-
-
-def _has_gradient(parameter: Tensor) -> bool:
-    if takes_gradient(parameter) and parameter.grad is not None:
-        return True
-    return any(local.grad is not None for local in local_tensors(parameter))
 
 
 def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:

@@ -18,7 +18,7 @@ from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
 from shardopt.runtime.torch_gradients import ScalerStages, inverse_scale, scale_and_look
-from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.gradients import carries_gradients, takes_gradient
 from shardopt.sharding.view import local_tensors
 
 _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is stepping an optimizer", default=False)
@@ -195,12 +195,10 @@ def refuse_torchs_scaler(param_groups: Any) -> None:
 
 def _kind(param: Tensor) -> str | None:
     """Returns the kind of a parameter's gradient as torch's GradScaler sees it; None if there is none."""
-    tensors = local_tensors(param)
-    is_plain = len(tensors) == 1 and tensors[0] is param
     if takes_gradient(param) and param.grad is not None:
-        return "plain tensors" if is_plain else "DTensors"
-    carried = not is_plain and any(local.grad is not None for local in tensors)
-    return "shards with gradients of their own" if carried else None
+        tensors = local_tensors(param)
+        return "plain tensors" if len(tensors) == 1 and tensors[0] is param else "DTensors"
+    return "shards with gradients of their own" if carries_gradients(param) else None
 
 
 def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool) -> Iterator[Tensor]:
