@@ -14,6 +14,7 @@ from shardopt import checkpoint
 from shardopt.algorithms.low_precision.codes import encode, round_at_random
 from shardopt.algorithms.low_precision.noise import Noise, NoiseKey, Positions, noise_key, random_bits
 from shardopt.errors import AlgorithmError, MismatchError, StateError
+from shardopt.optim import CombinedOptimizer
 from tests.support.fake_rank import fake_rank, shard
 from tests.support.low_precision import ALGORITHMS, CASES, OPTIONS, Training, dequantized, finished
 
@@ -221,6 +222,45 @@ def test_in_backward_trains_the_same_bits(how):
     states = [optimizer.state_dict()["state"] for optimizer in (stepped, fused)]
     for name, entries in states[0].items():
         assert all(torch.equal(value, states[1][name][entry]) for entry, value in entries.items())
+
+
+def combined(net):
+    halves = [(str(i), shardopt.keyed("adamw", net[i].named_parameters(), **OPTIONS["bf16, master"][1])) for i in (0, 1)]
+    return copy.deepcopy(CombinedOptimizer(halves), {id(each): each for each in net.parameters()})
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda net: shardopt.keyed("adamw", net.named_parameters(), **OPTIONS["bf16, master"][1]),
+        lambda net: shardopt.in_backward(net, "adamw", **OPTIONS["bf16, master"][1]),
+        combined,
+    ],
+)
+def test_parameters_that_are_loaded_without_their_masters_make_these_again(made, tmp_path):
+    net = linear(BF16)
+    optimizer = made(net)
+
+    def train():
+        net(gradients(0, (8, 96)).to(BF16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    checkpoint.save(tmp_path / "c", {"model": net, "optimizer": optimizer})
+    saved = copy.deepcopy([optimizer.state[param]["master"] for param in net.parameters()])
+    train()
+    late = copy.deepcopy(optimizer.state[net[1].weight]["master"])
+    checkpoint.load(tmp_path / "c", {"model": net, "optimizer": optimizer}, select=r"^model\.0|exp_avg")
+    for param in net[0].parameters():
+        assert torch.equal(optimizer.state[param]["master"], param.float())
+    assert torch.equal(optimizer.state[net[1].weight]["master"], late)  # whose parameter was not loaded
+    checkpoint.load(tmp_path / "c", {"model": net}, strict=checkpoint.Strictness(unexpected="ignore"))
+    for param, master in zip(net.parameters(), saved, strict=True):
+        assert torch.equal(param, master.to(BF16)) and torch.equal(optimizer.state[param]["master"], param.float())
+    checkpoint.load(tmp_path / "c", {"model": net, "optimizer": optimizer})
+    for param, master in zip(net.parameters(), saved, strict=True):
+        assert torch.equal(optimizer.state[param]["master"], master)
 
 
 def test_in_backward_refuses_a_group_whose_scales_need_other_ranks_before_it_is_added():

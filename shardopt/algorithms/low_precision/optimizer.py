@@ -45,6 +45,7 @@ from shardopt.algorithms.registry import (
 from shardopt.algorithms.shared_rows import RowSharingOptimizer, cuts_of_rows
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import Ranks
+from shardopt.sharding.masters import note_masters
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
 from shardopt.state.param_groups import STORAGE_OPTIONS
@@ -76,6 +77,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
         options = {**STORAGE_OPTIONS, **as_texts(options)}
         self._inner = InnerSteps(self.algorithm, options)
         super().__init__(params, {**self._inner.defaults, **{name: options[name] for name in STORAGE_OPTIONS}})
+        note_masters(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does."""
@@ -144,6 +146,12 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
             for local, master in zip(local_tensors(parameter), local_tensors(state[MASTER]), strict=True):
                 local.copy_(master)
 
+    def stepped_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each parameter that was ever stepped, with its master, where it has one."""
+        for parameter, state in self.state.items():
+            if MASTER in state and state.get(STEP, 0) > 0:
+                yield parameter, state[MASTER]
+
     @property
     def settles_late(self) -> bool:
         """Whether the first step replaces the state that was made before it."""
@@ -199,6 +207,10 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "names": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        note_masters(self)
 
 
 @lru_cache

@@ -54,6 +54,7 @@ from shardopt.runtime.gc_pause import gc_paused
 from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.sharding.masters import MastersBeforeLoad
 from shardopt.state.flatten import flatten
 from shardopt.state.paths import join
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
@@ -359,6 +360,7 @@ def _read(
         for each in loaded
         if isinstance(each.object, Optimizer)
     }
+    masters = MastersBeforeLoad()
 
     def fill_marked() -> int:
         for each in changing.values():
@@ -368,6 +370,7 @@ def _read(
     def put_back() -> None:
         if plan.broadcast is not None:
             plan.broadcast.exchange()
+        masters.follow()
         for key, value in match.values.items():
             leaves[key].replace(value)
         for key in match.per_rank:
