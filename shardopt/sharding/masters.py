@@ -1,4 +1,4 @@
-"""Masters, which step in the place of the parameters that are made of them: loads of parameters alone reach them, too."""
+"""Masters, which step in the place of the parameters that are made of them: a load of parameters alone reaches them."""
 
 from __future__ import annotations
 

@@ -225,7 +225,8 @@ def test_in_backward_trains_the_same_bits(how):
 
 
 def combined(net):
-    halves = [(str(i), shardopt.keyed("adamw", net[i].named_parameters(), **OPTIONS["bf16, master"][1])) for i in (0, 1)]
+    options = OPTIONS["bf16, master"][1]
+    halves = [(str(i), shardopt.keyed("adamw", net[i].named_parameters(), **options)) for i in (0, 1)]
     return copy.deepcopy(CombinedOptimizer(halves), {id(each): each for each in net.parameters()})
 
 

@@ -383,7 +383,7 @@ class Averaging:
         now = by_plain_name(self._model, self._model.named_parameters())
         with torch.no_grad():
             if self._in_model is None:
-                refuse_replaced([name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)])
+                refuse_replaced(each for each in {**self._params, **now} if self._params.get(each) is not now.get(each))
                 self._in_model = AveragesInModel(self, self._params, self._whole_model(), list(self._pairs()))
                 self._in_model.put_in()
             else:
