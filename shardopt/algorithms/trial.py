@@ -6,7 +6,8 @@ differ with the number of ranks. Three steps of a matrix show it at once:
 - its state has the entries of the spec, with their shapes and dtypes;
 - state that is made early, as the spec says, leads to the same numbers as the state that the class makes;
 - rows and columns by themselves get the same numbers as within the matrix, if the spec says that the algorithm is
-  elementwise.
+  elementwise;
+- for steps in backward: parameters that step one after the other get the same numbers as in one step.
 
 Steps that draw random numbers cannot be compared. A step that raises is left to the real one, which raises again.
 """
@@ -37,7 +38,11 @@ Make = Callable[[list[Tensor]], Optimizer]
 
 
 def refuse_contradicted(
-    spec: AlgorithmSpec, optimizer: type[Optimizer], options: Mapping[str, Any], parameters: Iterable[Tensor]
+    spec: AlgorithmSpec,
+    optimizer: type[Optimizer],
+    options: Mapping[str, Any],
+    parameters: Iterable[Tensor],
+    in_backward: bool = False,
 ) -> None:
     """Raises where a class from outside does not do what its spec says. Local; leaves random states as they are.
 
@@ -46,9 +51,10 @@ def refuse_contradicted(
         optimizer: the class.
         options: arguments of its constructor.
         parameters: that it is to step, of any kind: only their dtypes are looked at.
+        in_backward: whether each of them is to step by itself.
 
     Raises:
-        AlgorithmError: the steps contradict the spec.
+        AlgorithmError: the steps contradict the spec, or parameters cannot step by themselves.
     """
     untried = not spec.tried or not spec.takes_dense or spec.needs_closure
     if untried or not spec.is_brought_in or spec.steps_on is StepsOn.PARAMETERS:
@@ -64,6 +70,10 @@ def refuse_contradicted(
             problems |= {problem.key: problem for problem in _tried(_contradictions, spec, make, dtype)}
         if spec.elementwise and not problems:
             problems = {problem.key: problem for problem in _tried(_parts_differ, spec, make, torch.float64)}
+        if in_backward and not problems:
+            alone = _tried(_parameters_differ, spec, make, torch.float64)
+            if alone:
+                raise AlgorithmError(f"{spec.name} may not step in backward", alone, code="step-in-backward")
     if problems:
         raise AlgorithmError(
             f"{optimizer.__name__} does not do what its AlgorithmSpec says",
@@ -202,6 +212,32 @@ def _parts_differ(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> list[P
             "elementwise=True only for updates that take nothing from other elements, such as a norm or a mean",
             "derive the class from CommunicatingOptimizer, or register it with elementwise=False for plain parameters; "
             "tried=False in the AlgorithmSpec is for a class that itself sums over all ranks",
+        )
+    ]
+
+
+def _parameters_differ(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> list[Problem]:
+    """Compares the steps of two parameters of a group with those of one after the other, as backward takes them."""
+    ends = []
+    for alone in (False, True):
+        parameter, gradients = _example(dtype)
+        both = [parameter.requires_grad_(), parameter.detach().mul(2).requires_grad_()]
+        optimizer = make(both)
+        (group,) = optimizer.param_groups
+        for gradient in gradients:
+            for each in both:
+                each.grad = gradient.clone()
+            for group["params"] in [[each] for each in both] if alone else [both]:
+                step_without_hooks(type(optimizer))(optimizer)
+        ends.append(torch.cat(both))
+    if torch.allclose(*ends, rtol=1e-9, atol=1e-12) or _draws(make, dtype):
+        return []
+    return [
+        Problem(
+            "algorithm",
+            f"{spec.name}, whose parameters get other numbers where they step one after the other",
+            "an algorithm that needs nothing but the gradient of the element that it updates",
+            "count steps in the state of each parameter, not in its group; or step after backward, with shardopt.keyed",
         )
     ]
 

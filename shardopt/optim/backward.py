@@ -130,6 +130,8 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         StateError: a parameter's gradients are not set on itself, as those of ShardedTensors.
     """
 
+    _in_backward = True
+
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         super().__init__(params, optim_factory)
         for group in self.param_groups:

@@ -130,7 +130,7 @@ def build(
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         given_here = {**(defaults if optimizer is main else {}), **options}
         optimizer([torch.zeros(1, 1, device="cpu")], **known_options(optimizer, given_here))
-        _try_out(optimizer, given_here, matched.values())
+        _try_out(optimizer, given_here, matched.values(), wrapper._in_backward)
         groups_of.setdefault(optimizer, []).append((position, options, members))
     built: list[Wrapper] = []
     for optimizer, grouped_own in groups_of.items():
@@ -151,7 +151,7 @@ def _made(algorithm: Any, options: Mapping[str, Any], defaults: Mapping[str, Any
     return made
 
 
-def _try_out(optimizer: Any, options: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+def _try_out(optimizer: Any, options: Mapping[str, Any], parameters: Iterable[Tensor], in_backward: bool) -> None:
     """Refuses a class from outside that does not do what its spec says."""
     if issubclass(optimizer, LowPrecisionOptimizer):
         spec = optimizer.algorithm
@@ -159,7 +159,7 @@ def _try_out(optimizer: Any, options: Mapping[str, Any], parameters: Iterable[Te
         parameters = [torch.zeros(0, dtype=torch.float32, device="cpu")]  # it computes in fp32
     else:
         spec = spec_of(optimizer)
-    refuse_contradicted(spec, optimizer, known_options(optimizer, options), parameters)
+    refuse_contradicted(spec, optimizer, known_options(optimizer, options), parameters, in_backward)
 
 
 def _class_of(algorithm: Any, less: bool = False) -> Any:

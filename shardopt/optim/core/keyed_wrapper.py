@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -46,6 +46,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         AlgorithmError: a parameter is sharded, and the algorithm is not known or may not step on shards.
         StateError: there are no parameters, or the factory took other tensors than it was given.
     """
+
+    _in_backward: ClassVar[bool] = False
+    """Whether each parameter steps by itself."""
 
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)

@@ -224,6 +224,30 @@ def test_storage_in_fewer_bits_is_tried_as_the_class_itself():
     keyed({}, state_dtype=torch.bfloat16)
 
 
+class CountsInItsGroup(Outside):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step(closure)
+
+    def update(self, group, parameter, state):
+        return state["average"] / (group["steps"] if self.used else 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}])
+def test_what_a_class_counts_in_its_group_it_may_not_count_in_backward(options):
+    for used in (True, False):
+        made = type("Counting", (CountsInItsGroup,), {"used": used})
+        register(AlgorithmSpec(made, "counting", elementwise=True, state=(AVERAGE, STEP)))
+        net = torch.nn.Linear(2, 2)
+        shardopt.keyed("counting", net.named_parameters(), **options)
+        if not used:
+            shardopt.in_backward(net, "counting", **options).stop()
+            continue
+        with pytest.raises(AlgorithmError, match=r"step in backward.*\n.*one after the other.*not in its group"):
+            shardopt.in_backward(net, "counting", **options)
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
