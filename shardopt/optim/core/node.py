@@ -22,6 +22,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
 from shardopt.errors import Problem, StateError
 from shardopt.optim.gradients.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.optim.state_dict.groups import refuse_unknown
@@ -120,10 +121,7 @@ class Node(Optimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether backward updates any parameter while it runs, instead of only `step`.
-
-        Its gradients are then gone after backward, and cannot be clipped or unscaled.
-        """
+        """Whether backward itself updates parameters, whose gradients then are gone, and not clipped or unscaled."""
         return any(child.updates_in_backward for child in self._children)
 
     def train(self, mode: bool = True) -> None:
@@ -303,9 +301,7 @@ class Node(Optimizer):
         return any(child._saves_groups for child in self._children) if self._children else self._save_param_groups
 
     def _refuse_torchs_getters(self) -> None:
-        """Raises if one of torch's functions that takes names for positions is asking; called by what those call
-        first.
-        """
+        """Raises if one of torch's functions that takes names for positions is asking; for what those call first."""
         if is_torchs_getter_asking():
             required = "positions, of which they make names"
             remedy = "pass optimizer.as_torch() in its place"
@@ -379,6 +375,8 @@ class Node(Optimizer):
     def _before_backward(self) -> None:
         """Fires the step-pre-hooks of all optimizers that this one is part of, and then its own; they may raise."""
         refuse_backward_of_partly_loaded(self)
+        if self.evaluating:
+            raise refusal_to_step(type(self).__name__)
         for owner in self._owners_of():
             owner._before_backward()
         before_step(self)

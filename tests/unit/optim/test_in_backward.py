@@ -367,6 +367,19 @@ def test_an_optimizer_torn_by_a_load_refuses_before_backward_changes_anything(ma
     assert not torch.equal(net.first.weight, before["first.weight"])
 
 
+def test_in_evaluation_mode_backward_changes_no_part_of_what_is_combined():
+    first, last = nn.Linear(3, 3), nn.Linear(3, 3)
+    averaging = shardopt.in_backward(first, "schedulefreesgd", lr=0.1)
+    parts = [("first", averaging), ("last", shardopt.in_backward(last, "sgd", lr=0.1))]
+    both = OptimizerWrapper(CombinedOptimizer(parts))
+    last(first(torch.ones(1, 3))).sum().backward()
+    both.eval()
+    before = last.weight.detach().clone()
+    with pytest.raises(StateError, match="would train the averages"):
+        last(first(torch.ones(1, 3))).sum().backward()
+    assert torch.equal(last.weight, before)
+
+
 def test_step_pre_hooks_run_before_the_first_update_of_each_backward_and_all_hooks_with_step():
     net = Net()
     fused = shardopt.in_backward(net, "sgd", lr=0.1)
