@@ -120,7 +120,7 @@ def gone_from(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of parameters that a model no longer has. Local, and cheap unless there are some."""
 
     def gone() -> list[str]:
-        now = {id(param) for param in model.parameters()}
+        now = {id(param) for _, param in model.named_parameters()}
         return [name for name, param in params.items() if id(param) not in now]
 
     if gone():
