@@ -230,7 +230,7 @@ def _parameters_differ(spec: AlgorithmSpec, make: Make, dtype: torch.dtype) -> l
             for group["params"] in [[each] for each in both] if alone else [both]:
                 step_without_hooks(type(optimizer))(optimizer)
         ends.append(torch.cat(both))
-    if torch.allclose(*ends, rtol=1e-9, atol=1e-12) or _draws(make, dtype):
+    if torch.allclose(ends[0], ends[1], rtol=1e-9, atol=1e-12) or _draws(make, dtype):
         return []
     return [
         Problem(
