@@ -360,7 +360,6 @@ def _read(
         for each in loaded
         if isinstance(each.object, Optimizer)
     }
-    masters = MastersBeforeLoad()
 
     def fill_marked() -> int:
         for each in changing.values():
@@ -381,6 +380,7 @@ def _read(
         if loaded:
             hand_back(loaded, options.strictness.lets_objects_differ)
 
+    masters = MastersBeforeLoad()
     bytes_read, _ = ranks.agree(what, work=fill_marked)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     _, (failed_steps, not_mended) = ranks.agree(
