@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from torch.optim import Optimizer
-
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.loading.growing import agreed_growth, growth_here, warn_of_gone
@@ -51,12 +49,10 @@ from shardopt.errors import Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.runtime.deferred_checks import failed_steps_remain, taking_state
 from shardopt.runtime.gc_pause import gc_paused
-from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.runtime.signals import LOADING, is_part_of, refuse_within
 from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.sharding.masters import MastersBeforeLoad
 from shardopt.state.flatten import flatten
-from shardopt.state.paths import join
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
 from shardopt.world import world
 
@@ -354,12 +350,7 @@ def _read(
 ) -> tuple[int, list[RestoreTarget]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
     match, leaves, loaded = plan.match, plan.flat.leaves, plan.match.objects(plan.flat)
-    left_out = plan.left_out_of_objects()
-    changing = {
-        join(each.path): PartialLoad(each.object, what, left_out[each.path])
-        for each in loaded
-        if isinstance(each.object, Optimizer)
-    }
+    changing = plan.changing(what)
 
     def fill_marked() -> int:
         for each in changing.values():

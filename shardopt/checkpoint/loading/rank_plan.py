@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.loading.compare import Match, compare
 from shardopt.checkpoint.loading.growing import Growing, growing_in, with_places
@@ -26,11 +27,12 @@ from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import MismatchError, OptionError, Problem, StateError
 from shardopt.ranks import Ranks
+from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import refuse_unmatched
-from shardopt.state.paths import Path, join, keys_below
+from shardopt.state.paths import join, keys_below
 from shardopt.state.state import FlatState
 
 
@@ -108,12 +110,16 @@ class RankPlan:
             self._loaded_of_objects(),
         ]
 
-    def left_out_of_objects(self) -> dict[Path, list[str]]:
-        """Returns of each object the keys of its state here that are not loaded, as they are in it."""
-        leaves, targets = self.flat.leaves, self.flat.targets
+    def changing(self, what: str) -> dict[str, PartialLoad]:
+        """Returns the optimizers that are loaded, by their keys, each with the keys of its state that are left out."""
+        leaves, loaded = self.flat.leaves, self.match.objects(self.flat)
+        optimizers = {each.path: each.object for each in loaded if isinstance(each.object, Optimizer)}
         others = (leaves.keys() - self.names.chosen) | {*self.match.missing}
-        below = keys_below({key: leaves[key].path for key in others}, [each.path for each in targets])
-        return {root: [join(leaves[key].path[len(root) :]) for key in keys] for root, keys in below.items()}
+        left_out = keys_below({key: leaves[key].path for key in others}, list(optimizers))
+        return {
+            join(path): PartialLoad(each, what, [join(leaves[key].path[len(path) :]) for key in left_out[path]])
+            for path, each in optimizers.items()
+        }
 
     def _loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.
