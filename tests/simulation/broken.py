@@ -86,6 +86,10 @@ def no_branches(patch: Callable[..., None]) -> None:
     patch(_steps, "_take_back", lambda *args: None)
 
 
+def removals_for_a_run_as_it_was(patch: Callable[..., None]) -> None:
+    patch(_of("shardopt.checkpoint.run.context").Run, "may_remove", lambda self: True)
+
+
 def failures_raised_by_each_rank_alone(patch: Callable[..., None]) -> None:
     def alone(self: Any, *args: Any) -> None:
         self._finish()

@@ -14,6 +14,14 @@ LONG = 1.6 * DEADLINE_SECONDS
 STOPPED = Schedule(3, (Job(ranks=1, saves=1, leaves_stopped=True),))
 CLEARED = replace(STOPPED, jobs=(*STOPPED.jobs, Job(ranks=1, saves=2, bad_metrics=1, leaves_stopped=True)))
 ON_A_BRANCH = (Job(saves=3), Job(back=1, saves=1), Job(misfit=True, saves=1))
+LEFT_BEHIND = Schedule(
+    1,
+    (
+        Job(ranks=1, saves=4, keep_last=2, leaves_stopped=True),
+        Job(ranks=1, back=1, saves=0),
+        Job(ranks=1, saves=1),
+    ),
+)
 FAILING = Schedule(4, (Job(stage="now", hears=(0,), saves=3),))
 INTERRUPTED = Schedule(6, (Job(saves=1), Job(saves=1)))
 
@@ -30,6 +38,10 @@ FOUND = {
     ],
     broken.branches_known_only_after_the_load: [Schedule(1, ON_A_BRANCH)],
     broken.no_branches: [Schedule(1, (Job(saves=3, keep_last=2), Job(back=1, saves=2, keep_last=2)))],
+    broken.removals_for_a_run_as_it_was: [
+        replace(LEFT_BEHIND, faults=(Fault("stop", 0, at=at, beside=beside),))
+        for at, beside in ((90, 18), (92, 20), (94, 22))
+    ],
     broken.failures_raised_by_each_rank_alone: [
         replace(FAILING, faults=(Fault("disk", 0, rank=1, at=at, detail="EIO"),)) for at in range(4, 20)
     ],

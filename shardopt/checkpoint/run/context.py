@@ -129,6 +129,7 @@ class Run:
         self.roots = (self.root,) if self.mirror is None else (self.root, Root(self.mirror.remote))
         self.due = Due(self.every, self.group)
         self.branches, self.is_agreed = Branches(), False
+        self._told: list[str] = []  # the records of branches that were told of
 
     @property
     def ranks(self) -> Ranks:
@@ -318,6 +319,24 @@ class Run:
         self.is_agreed = False  # if writing fails the record may be there all the same
         self.ranks.on_rank_0(f"taking {self.root.url} back to step {step}", add)
         self.branches, self.is_agreed = branches_of([*self.branches.values(), record]), True
+
+    def may_remove(self) -> bool:
+        """Whether the branches are those of the roots as last listed; logs once that another job began one. Local.
+
+        If not, what is to stay is not known: another job may resume from a checkpoint that is old for this one.
+        """
+        records = {name for root in self.roots for name in root.records}
+        if not self.is_agreed:  # this job may be about to begin one
+            return False
+        begun = sorted(records - {each.file_name for each in self.branches.values()})
+        if begun and begun != self._told:
+            self._told = begun
+            _log.warning(
+                "another job has taken %s back (%s), and this job goes on as it was: it removes no checkpoints any "
+                "more. End one of the two [run-root]",
+                *(self.root.url, ", ".join(begun)),
+            )
+        return not begun
 
     def newest(self, damaged: Collection[str] = ()) -> CheckpointId | None:
         """Returns the newest checkpoint under the run's root that is not known to be damaged. Collective."""

@@ -148,6 +148,8 @@ class Keeper(Task):
 
     def _unwanted(self, root: Root) -> list[CheckpointId]:
         ids, branches = root.ids(), self._run.branches
+        if not self._run.may_remove():
+            return []
         listed = {name for each in self._run.roots for name in each.names}
         for id in list(self._noted):  # what others note meanwhile stays
             if id.name not in listed:

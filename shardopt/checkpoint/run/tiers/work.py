@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import writer_of
@@ -21,7 +21,7 @@ from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.destinations import Tier
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
-from shardopt.errors import NoSpaceError
+from shardopt.errors import CheckpointError, NoSpaceError
 from shardopt.ranks import Ranks
 from shardopt.world import world
 
@@ -167,11 +167,11 @@ class TierWork:
         whole = find(ranks, hosts, id.name, what)
         tier = self._tiers[number]
 
-        _, copied = ranks.agree(
+        _, (copied, may_remove) = ranks.agree(
             what,
             work=lambda: not hosts.is_leader or fetch_copies(hosts, whole, tier.copies, tier.max_bytes_per_second),
             report=bool,
-            decide=all,
+            decide=lambda reports: [all(reports), self._may_remove()],
         )
         if copied:
             self._copied[number].add(id)
@@ -184,7 +184,7 @@ class TierWork:
         is_full = len(newest) == tier.keep_last
 
         def unwanted(other: CheckpointId) -> bool:
-            if is_full and (other.branch < id.branch or other.step < newest[0].step):
+            if is_full and (other.branch < id.branch or (other.branch == id.branch and other.step < newest[0].step)):
                 return True
             # Older ones that are not copied never will be; this one is there.
             return other.branch == id.branch and other < id and other not in (*newest, self._restored)
@@ -192,9 +192,16 @@ class TierWork:
         def has_left(other: CheckpointId) -> bool:
             return other.branch < id.branch and not self._run.branches.has(other, id.branch)
 
-        # With the new ones there are never more than `keep_last`, as a tier may have room for no more.
-        clear_shares(hosts, unwanted, has_left, tier.keep_last - len(newest))
+        if may_remove:
+            # With the new ones there are never more than `keep_last`, as a tier may have room for no more.
+            clear_shares(hosts, unwanted, has_left, tier.keep_last - len(newest))
         return whole
+
+    def _may_remove(self) -> bool:
+        """Whether no other job has taken the run back, as far as the root can be read. On rank 0."""
+        with suppress(CheckpointError):  # with its root out of reach a run goes on
+            self._root.ids()
+        return self._run.may_remove()
 
     def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, id: CheckpointId) -> None:
         """Copies a checkpoint from one tier to another; each host copies the files that its ranks wrote."""

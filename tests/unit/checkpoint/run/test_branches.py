@@ -280,18 +280,48 @@ def test_a_run_that_is_taken_back_again_and_again(tmp_path):
     assert manager.steps() == [1, 2, 3]
 
 
-def test_a_process_that_continues_the_run_as_it_was_saves_beside_it(tmp_path):
-    old = checkpoint.Manager(tmp_path, keep=1)
+def test_a_process_that_continues_the_run_as_it_was_saves_beside_it(tmp_path, caplog):
+    destinations = [checkpoint.Mirror(tmp_path / "mirror")]
+    old = checkpoint.Manager(tmp_path / "run", keep=2, destinations=destinations)
+    for step in (1, 2, 3, 4):
+        save(old, step)
+        old.wait()
+    new = checkpoint.Manager(tmp_path / "run", keep=1, destinations=destinations)
+    restored(new, step=3)
+    for step in (5, 6):
+        save(old, step)
+        old.wait()
+    # The new job has saved nothing yet: what it resumes from is the third newest of the old one.
+    assert [name for name in directories(tmp_path / "mirror") if name.endswith("3")] == ["step-00000003"]
+    assert restored(checkpoint.Manager(tmp_path / "run")) == (3, 3)
+    (line,) = [each for each in caplog.messages if "it removes no checkpoints any more" in each]
+    assert "another job has taken" in line and "branch-00001.json" in line
+    save(new, 4, -4)
+    save(old, 7)
+    assert new.steps() == [3, 4] and restored(checkpoint.Manager(tmp_path / "run")) == (4, -4)
+    assert new.abandoned_steps() == {0: [4, 5, 6, 7]}
+    restored(old)
+    save(old, 8)
+    assert old.steps() == [4, 8]  # it continues the run as it is now
+
+
+def test_a_process_that_continues_the_run_as_it_was_leaves_tiers_as_they_are(tmp_path):
+    tier = checkpoint.Tier(tmp_path / "tier", every=1, keep_last=2)
+    old, new = (checkpoint.Manager(tmp_path / "run", every=100, destinations=[tier]) for _ in range(2))
+    restored(old)
     for step in (1, 2, 3):
         save(old, step)
-    old = checkpoint.Manager(tmp_path)
-    save(old, 4)
-    new = checkpoint.Manager(tmp_path, keep=1)
-    restored(new, step=3)
-    save(new, 4, -4)
-    save(old, 5)
-    assert new.steps() == [3, 4] and restored(checkpoint.Manager(tmp_path)) == (4, -4)
-    assert new.abandoned_steps() == {0: [4, 5]}
+        old.wait()
+    restored(new, step=2)
+    for step in (4, 5):
+        save(old, step)
+        old.wait()
+    assert restored(checkpoint.Manager(tmp_path / "run", every=100, destinations=[tier])) == (2, 2)
+    save(new, 3, -3)
+    new.wait()
+    save(old, 6)
+    old.wait()
+    assert restored(checkpoint.Manager(tmp_path / "run", every=100, destinations=[tier])) == (3, -3)
 
 
 def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, caplog):
