@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import CheckpointError, CheckpointExistsError, RankError, ShardoptError
+from shardopt.checkpoint.storage import LocalStorage
+from shardopt.errors import CheckpointError, CheckpointExistsError, ShardoptError
 from tests.harness import run_ranks
 
 RANKS = 3
@@ -189,20 +190,35 @@ def test_what_one_rank_cannot_read_from_its_disk_none_takes(three, tmp_path):
     assert run_ranks(2, restore_what_one_cannot_read, str(tmp_path)) == [2] * 2
 
 
-def restore_where_one_has_another_root(root, which):
+def restore_where_one_sees_no_root(root):
     """One rank's disk is not mounted."""
-    own = root if dist.get_rank() != which else root + "-unmounted"
-    with pytest.raises((CheckpointError, RankError)) as caught:
-        checkpoint.Manager(own, options=checkpoint.SaveOptions(deadline_seconds=10)).restore(app_of(0))
-    return str(caught.value)
+    messages = []
+    for which in (0, 1):
+        names, exists = LocalStorage.names, LocalStorage.exists
+        if dist.get_rank() == which:
+            LocalStorage.names = lambda self: [] if self.url == root else names(self)
+            LocalStorage.exists = lambda self, name: not self.url.startswith(f"{root}/") and exists(self, name)
+        tier = checkpoint.Tier(f"{root}-tier-{which}-{dist.get_rank()}", every=100)
+        for destinations in (
+            [],
+            [checkpoint.Mirror(f"{root}-mirror-of-older")],
+            [checkpoint.Mirror(f"{root}-m")],
+            [tier],
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.Manager(root, every=100, destinations=destinations).restore(app_of(0), required=True)
+            messages.append((which, str(caught.value)))
+        LocalStorage.names, LocalStorage.exists = names, exists
+    return messages
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_root_that_is_not_mounted_on_one_rank(three, tmp_path, which):
-    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
-    messages = run_ranks(2, restore_where_one_has_another_root, str(tmp_path), which)
-    words = "checkpoints on rank 1, and none on rank 0" if which == 0 else "rank 1"
-    assert all(words in message for message in messages), messages
+def test_a_root_that_is_not_mounted_on_one_rank(three, tmp_path):
+    shutil.copytree(three, tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "step-00000002", tmp_path / "run-mirror-of-older" / "step-00000002")
+    messages = run_ranks(2, restore_where_one_sees_no_root, str(tmp_path / "run"))
+    assert messages[0] == messages[1] and len(messages[0]) == 8
+    for which, message in messages[0]:
+        assert f"checkpoints on rank {1 - which}, and none on rank {which}" in message
 
 
 def restore_and_look(root):

@@ -13,7 +13,7 @@ from shardopt.checkpoint.reports import LoadReport, announce
 from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, Newer, branches_of, merge_records, parse_id
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.root import Root, refuse_seen_by_some
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
 from shardopt.world import utc_text, world
@@ -240,7 +240,7 @@ class Run:
         _, ids = self.ranks.agree(
             Call(doing, f"{as_call(doing).same} the newest"),  # not the round before it, of the branches
             # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
-            work=lambda: not self.root.storage.is_remote and bool(self.root.ids()),
+            work=lambda: self.root.storage.is_remote or bool(self.root.ids()),
             report=bool,
             decide=self._committed_seen_by,
         )
@@ -251,7 +251,7 @@ class Run:
 
         Raises:
             CheckpointError: a branch has begun since this job knows the branches, which would be mixed with these. Or
-                another rank sees checkpoints where this one sees none.
+                some ranks see checkpoints, and others none.
         """
         ids = self.root.ids()
         begun = sorted(set(self.root.records) - {each.file_name for each in self.branches.values()})
@@ -262,11 +262,10 @@ class Run:
             raise CheckpointError(
                 "another job has taken this run back while it was looked at", problems, code="run-root"
             )
-        if any(ranks_see_any) and not ranks_see_any[0]:
-            seen = f"checkpoints on rank {ranks_see_any.index(True)}, and none on rank 0"
-            problem = Problem(self.root.url, seen, "the same on every rank", "check what is mounted there")
-            raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
-        return [list(id) for id in ids if self.root.is_committed(id)]
+        committed = [list(id) for id in ids if self.root.is_committed(id)]
+        if committed or not ranks_see_any[0]:  # not where a save of another process has just made the first directory
+            refuse_seen_by_some(self.root.url, ranks_see_any)
+        return committed
 
     def tell_passed_over(self, restored: Restored | None, seen: Sequence[Candidate], seen_from: int) -> None:
         """Tells which steps in the root a restore of the newest has passed over. Local; on rank 0.

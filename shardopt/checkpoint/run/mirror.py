@@ -18,6 +18,7 @@ from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.copying import copy_over_ranks
+from shardopt.checkpoint.run.root import refuse_seen_by_some
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
@@ -128,13 +129,19 @@ class MirrorCopier(Task):
         only if every rank sees it.
 
         Raises:
-            CheckpointError: one of the roots cannot be read. The newest cannot be known then.
+            CheckpointError: one of the roots cannot be read, or some ranks see checkpoints in the local one and others
+                none. The newest cannot be known then.
         """
+
+        def decide(names: list[list[str]]) -> list[list[str]]:
+            refuse_seen_by_some(self._local.url, [bool(each) for each in names])
+            return [sorted(set.intersection(*map(set, names))), _committed(self.remote)]
+
         _, (local, remote) = self._group.ranks.agree(
             f"looking for checkpoints in {self._local.url} and {self.remote.url}",
             work=lambda: _committed(self._local),
             report=lambda names: names,
-            decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self.remote)],
+            decide=decide,
         )
         both = sorted({*local, *remote}, key=by_numbers, reverse=True)
         places = ((self._local, local), (self.remote, remote))

@@ -104,6 +104,14 @@ def _record_in(storage: Storage, name: str) -> bytes | None:
             return None
 
 
+def refuse_seen_by_some(url: str, ranks_see: Sequence[bool]) -> None:
+    """Raises CheckpointError if some ranks see checkpoints under a root, and others none; on rank 0."""
+    if any(ranks_see) and not all(ranks_see):
+        seen = f"checkpoints on rank {ranks_see.index(True)}, and none on rank {ranks_see.index(False)}"
+        problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
+        raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
+
+
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
 """Those of this process, by URL: a root that is still empty is of neither kind to see."""
 

@@ -238,7 +238,11 @@ def test_a_local_copy_counts_only_where_every_rank_sees_it(tmp_path):
         mirror.upload(save(local, 1))
         mirror.wait()
         save(local, 2)
-    assert run_ranks(2, seen_by_all, local, remote) == [[("step-00000001", f"{remote}/step-00000001")]] * 2
+    save(local + "-other", 1)
+    found = [
+        [("step-00000001", f"{each}/step-00000001") for each in (own, remote)] for own in (local, local + "-other")
+    ]
+    assert run_ranks(2, seen_by_all, local, remote) == found
 
 
 def flip_first(path):
