@@ -107,3 +107,23 @@ def test_a_rewind_leaves_steps_that_lack_files_behind_at_once(root):
     begun, branch, warnings, _ = run_ranks(2, rewind, str(root), "bd")[0]
     assert (begun, branch, warnings) == (1, 1, []) and shares(root, "b") == []
     assert run_ranks(3, start, str(root), "abc")[0][:2] == (1, 1)
+
+
+def save_or_delete(root, hosts):
+    tier = Tier(f"{root}/host-{hosts[dist.get_rank()]}", every=1, keep_last=3)
+    app = app_of(0)
+    with checkpoint.Manager(f"{root}/root", every=1, destinations=[tier]) as manager:
+        begin = manager.restore(app)
+        if begin:
+            manager.delete(2)
+        for step in range(begin + 1, 3 if begin == 0 else 0):
+            manager.save(step, app | app_of(step))
+            manager.wait()
+        return begin
+
+
+def test_a_step_that_was_deleted_while_a_host_was_away_does_not_return_with_it(tmp_path):
+    assert run_ranks(2, save_or_delete, str(tmp_path), "ab") == [0, 0]
+    assert run_ranks(1, save_or_delete, str(tmp_path), "a") == [2]
+    assert shares(tmp_path, "a") == ["step-00000001"] and len(shares(tmp_path, "b")) == 2
+    assert run_ranks(2, start, str(tmp_path), "ab")[0][0] == 1

@@ -192,19 +192,14 @@ def test_what_one_rank_cannot_read_from_its_disk_none_takes(three, tmp_path):
 
 def restore_where_one_sees_no_root(root):
     """One rank's disk is not mounted."""
-    messages = []
+    messages, names, exists = [], LocalStorage.names, LocalStorage.exists
     for which in (0, 1):
-        names, exists = LocalStorage.names, LocalStorage.exists
         if dist.get_rank() == which:
             LocalStorage.names = lambda self: [] if self.url == root else names(self)
             LocalStorage.exists = lambda self, name: not self.url.startswith(f"{root}/") and exists(self, name)
+        mirrors = [checkpoint.Mirror(f"{root}-{name}") for name in ("mirror-of-older", "empty-mirror")]
         tier = checkpoint.Tier(f"{root}-tier-{which}-{dist.get_rank()}", every=100)
-        for destinations in (
-            [],
-            [checkpoint.Mirror(f"{root}-mirror-of-older")],
-            [checkpoint.Mirror(f"{root}-m")],
-            [tier],
-        ):
+        for destinations in ([], *([each] for each in (*mirrors, tier))):
             with pytest.raises(CheckpointError) as caught:
                 checkpoint.Manager(root, every=100, destinations=destinations).restore(app_of(0), required=True)
             messages.append((which, str(caught.value)))

@@ -217,7 +217,7 @@ class AfterCommit:
                 raise self._run.not_found(id)
 
         self._run.ranks.on_rank_0(f"removing step {id.step} of {self._run.root.url}", delete)
-        if self.tiers is not None and on_tiers:
+        if self.tiers is not None:  # also where hosts that are away have the rest of it
             self.tiers.delete(id)
         self._keeper.forget(id)
         self._known.pop(id, None)

@@ -239,10 +239,9 @@ def test_a_local_copy_counts_only_where_every_rank_sees_it(tmp_path):
         mirror.wait()
         save(local, 2)
     save(local + "-other", 1)
-    found = [
-        [("step-00000001", f"{each}/step-00000001") for each in (own, remote)] for own in (local, local + "-other")
-    ]
-    assert run_ranks(2, seen_by_all, local, remote) == found
+    found = [("step-00000001", f"{remote}/step-00000001")]
+    for own, seen in zip((local, local + "-other"), run_ranks(2, seen_by_all, local, remote), strict=True):
+        assert seen == [("step-00000001", f"{own}/step-00000001"), *found]
 
 
 def flip_first(path):
