@@ -46,6 +46,7 @@ class Tiers(Task):
         self._run, self._tiers = run, tuple(tiers)
         self.paths = tuple(tier.path for tier in tiers)
         self.lacking: Mapping[CheckpointId, ShardoptError] = {}
+        self._copied: list[list[Candidate]] = [[] for _ in tiers]  # that had their copies at the last look, by tier
         self._side = SideRanks("the tiers of a run")
         self._alone: Ranks | None = None
         self._work = TierWork(run, self._tiers)
@@ -154,8 +155,12 @@ class Tiers(Task):
         self.prepare()
         found: list[tuple[Hosts, CheckpointId, int]] = []
         lacking: dict[CheckpointId, ShardoptError] = {}
-        for hosts in self._hosts():
+        self._copied = []
+        for tier, hosts in zip(self._tiers, self._hosts(), strict=True):
             whole_here, lacking_here = whole_on(self._ranks, hosts)
+            others = min(tier.copies, hosts.count) - 1
+            copied = {name: parse_id(name) for name, survives in whole_here.items() if survives >= others}
+            self._copied.append([Candidate(id, hosts.url(name)) for name, id in copied.items() if id is not None])
             found += [(hosts, id, survives) for name, survives in whole_here.items() if (id := parse_id(name))]
             lacking |= {id: error for name, error in lacking_here.items() if (id := parse_id(name))}
         whole = {id for _, id, _ in found}
@@ -191,7 +196,12 @@ class Tiers(Task):
             self._claim()
         self._clear(f"clearing what is newer than step {max(step, 0)}", unwanted, spares=True)
         self.failures.take()  # of what came to nothing before, and was logged
-        self._work.begin_from(None if restored is None else restored.id)
+        damaged = frozenset() if restored is None else restored.damaged
+        copied = [
+            [id for id, url in each if id.step <= step and branches.has(id) and url not in damaged]
+            for each in self._copied
+        ]
+        self._work.begin_from(None if restored is None else restored.id, copied)
         if restored is not None and self._number_of(restored.url) is not None:
             self.begin(restored.id, restored.url, to_root, then, is_restored=True)
 

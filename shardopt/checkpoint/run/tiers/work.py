@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -105,12 +105,15 @@ class TierWork:
 
     def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
         self._tiers, self._run, self._root = tiers, run, run.root
-        self.begin_from(None)
+        self.begin_from(None, [()] * len(tiers))
 
-    def begin_from(self, restored: CheckpointId | None) -> None:
-        """Forgets which checkpoints are copied, as the run continues from another. No task is running then. Local."""
+    def begin_from(self, restored: CheckpointId | None, copied: Sequence[Iterable[CheckpointId]]) -> None:
+        """Notes from what the run continues, and which checkpoints of each tier have their copies then. Local.
+
+        No task is running then.
+        """
         self._restored = restored
-        self._copied: dict[int, set[CheckpointId]] = {number: set() for number in range(len(self._tiers))}
+        self._copied = {number: set(ids) for number, ids in enumerate(copied)}
 
     def do(self, job: Job, is_newest: Callable[[], bool]) -> None:
         """Does the work for a checkpoint. Collective, on the job's ranks.

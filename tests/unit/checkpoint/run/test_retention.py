@@ -134,6 +134,28 @@ def test_a_checkpoint_is_as_old_as_its_save_however_late_it_leaves_its_tier(tmp_
         assert manager.steps() == [2, 3]
 
 
+def test_tiers_keep_as_many_after_a_start_as_before(tmp_path):
+    tiers = [checkpoint.Tier(tmp_path / name, every=every, keep_last=3) for name, every in (("mem", 1), ("disk", 2))]
+    memory, disk = (tier.path for tier in tiers)
+
+    def steps_on(manager):
+        manager.wait()
+        found = manager.where()
+        return [[step for step in found if path in found[step]] for path in (memory, disk)]
+
+    for steps, after_restore, then in (
+        (range(1, 9), [[], []], [[6, 7, 8], [4, 6, 8]]),
+        (range(9, 11), [[6, 7, 8], [4, 6, 8]], [[8, 9, 10], [6, 8, 10]]),
+    ):
+        with checkpoint.Manager(tmp_path / "root", every=1000, destinations=tiers) as manager:
+            manager.restore({"step": 0})
+            assert steps_on(manager) == after_restore
+            for step in steps:
+                manager.save(step, {"step": step})
+                manager.wait()
+            assert steps_on(manager) == then
+
+
 def test_metrics_that_come_later_take_no_age_away(tmp_path, clock):
     save(checkpoint.Manager(tmp_path), clock, range(1, 4))
     manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=1000))
