@@ -73,7 +73,7 @@ class AfterCommit:
         """Clears a directory to save to, and checks that copies can be made. Collective.
 
         Args:
-            in_turn: as for `committed`.
+            in_turn: whether tiers make room; else, as a job that stops saves to the root, they are left alone.
         """
         if self._mirror is not None:
             self._mirror.prepare()
@@ -82,12 +82,13 @@ class AfterCommit:
         if self.tiers is not None and in_turn:
             self.tiers.make_room()
 
-    def committed(self, id: CheckpointId, report: SaveReport, metrics: Mapping[str, float], in_turn: bool) -> None:
+    def committed(self, id: CheckpointId, report: SaveReport, metrics: Mapping[str, float]) -> None:
         """Begins the tasks that follow a commit; no save is running then.
+
+        Where there are tiers they begin after what tiers have begun, by whose thread: in one order on all ranks.
 
         Args:
             metrics: of the checkpoint.
-            in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
         """
         url = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
         with self._committing:
@@ -95,7 +96,7 @@ class AfterCommit:
             for oldest in list(self._known)[:-_MOST_KNOWN]:  # in the order of commits: the same on all ranks
                 del self._known[oldest]
         noted = Noted(world().wall_clock(), metrics, report.save_id)  # here, as it may come to the root much later
-        if self.tiers is None or not (in_turn or is_on_hosts(report.url)):
+        if self.tiers is None or not self.tiers.are_connected:  # as where a job stops at its first save
             self._committed_at_root(id, report.seconds, noted)
             return
         then = partial(self._committed_at_root, id, report.seconds, noted)

@@ -108,7 +108,7 @@ class Steps:
         if self._tiers is not None and not at_root:
             urls = [*self._tiers.urls(id), *urls]
         if self._stage is None:
-            return self._save_now(id, urls, app, metrics, self._terms, in_turn=True)
+            return self._save_now(id, urls, app, metrics, self._terms, raise_earlier=True)
         return self._save_in_background(id, urls, app, metrics, self._stage)
 
     def save_and_leave(
@@ -127,7 +127,7 @@ class Steps:
                 self._after.prepare(id, in_turn=False)
                 seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
                 terms = replace(self._terms, deadline_seconds=seconds)
-                self._save_now(id, [self._run.root.checkpoint(id).url], app, metrics, terms, in_turn=False)
+                self._save_now(id, [self._run.root.checkpoint(id).url], app, metrics, terms, raise_earlier=False)
         finally:
             for failure in filter(None, earlier):
                 _log.error("failed before the stop was requested: %s", failure)
@@ -190,7 +190,7 @@ class Steps:
             self._terms_with(self._terms, urls),
             stage=stage,
             metrics=metrics,
-            afterwards=lambda report: self._after.committed(id, report, numbers, in_turn=True),
+            afterwards=lambda report: self._after.committed(id, report, numbers),
         )
         self._last = id, pending
         return pending
@@ -202,15 +202,15 @@ class Steps:
         app: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
         terms: SaveTerms,
-        in_turn: bool,
+        raise_earlier: bool,
     ) -> SaveReport:
         numbers = _numbers_or_none(metrics) if metrics else {}
         if self._incremental or len(urls) > 1:
             terms = self._terms_with(terms, urls)
         if self._incremental:
             terms = replace(terms, prints=self._prints)
-        report = save_now(urls[0], app, terms, metrics, raise_earlier=in_turn)
-        self._after.committed(id, report, numbers, in_turn)
+        report = save_now(urls[0], app, terms, metrics, raise_earlier=raise_earlier)
+        self._after.committed(id, report, numbers)
         self._last = id, report
         return report
 

@@ -78,6 +78,11 @@ class Tiers(Task):
             self._met = hosts_now
             self._led = [each.directory.path for each in hosts_now if each.is_leader]
 
+    @property
+    def are_connected(self) -> bool:
+        """Whether `prepare` has connected the hosts of the ranks that there are now; the same on all of them. Local."""
+        return bool(self._met) and self._side.are_beside(self._ranks)
+
     def _claim(self) -> None:
         """Marks the hosts' directories as the run's, once, before anything is written. Collective."""
         if self._met != self._own:

@@ -1,12 +1,16 @@
 """What follows a commit: begun in the order of docs/architecture.md, and not entered where there is none of it."""
 
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run import after_commit
+from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.mirror import MirrorCopier
@@ -39,6 +43,29 @@ def test_tasks_are_begun_in_one_order(tmp_path, monkeypatch):
             manager.wait()
     at_root = ["tiers", "mirror", "export", "retention"]
     assert begun == [("tiers", 1), *((task, 2) for task in at_root), *((task, 3) for task in at_root)]
+
+
+def test_a_stop_keeps_the_order_with_a_promotion_that_is_under_way(tmp_path, monkeypatch):
+    begun, let_go, at_root = [], threading.Event(), AfterCommit._committed_at_root
+
+    def late(self, id, *args):
+        begun.append(id.step)
+        assert let_go.wait(20)
+        at_root(self, id, *args)
+
+    tier, mirror = checkpoint.Tier(tmp_path / "tier", every=1), checkpoint.Mirror(tmp_path / "copies")
+    stop = SimpleNamespace(grace_seconds=60.0, leave=sys.exit)
+    manager = checkpoint.Manager(tmp_path / "root", destinations=[tier, mirror])
+    monkeypatch.setattr(AfterCommit, "_committed_at_root", late)
+    manager.save(1, app_of(1))
+    with pytest.raises(SystemExit):
+        manager._steps.save_and_leave(2, app_of(2), None, stop)
+    let_go.set()
+    manager.close()
+    assert begun == [1, 2] and sorted(path.name for path in (tmp_path / "copies").glob("step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 def test_what_is_known_of_checkpoints_does_not_grow_with_those_that_are_gone(tmp_path, monkeypatch):
