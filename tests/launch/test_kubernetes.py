@@ -109,6 +109,7 @@ def test_the_parts_fit_together():
     at_least, at_most = map(int, environment["NODES"].split(":"))
     assert at_least <= at_most == job["parallelism"] == job["completions"]
     assert environment["RANKS_PER_NODE"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    # Of an eviction. Where a pod joins, torchrun gives 30 seconds whatever is set.
     stop_seconds = int(re.search(r"stop_seconds=(\d+)", " ".join(container["args"]))[1])
     assert stop_seconds < int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
