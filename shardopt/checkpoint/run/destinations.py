@@ -36,7 +36,8 @@ class Tier:
     max_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", os.path.abspath(self.path))  # whatever directory the process changes to
+        path = os.path.abspath(os.path.expanduser(self.path))  # whatever directory the process changes to
+        object.__setattr__(self, "path", path)
 
 
 @dataclass(frozen=True, slots=True)
