@@ -111,9 +111,12 @@ class RankPlan:
         ]
 
     def changing(self, what: str) -> dict[str, PartialLoad]:
-        """Returns the optimizers that are loaded, by their keys, each with the keys of its state that are left out."""
-        leaves, loaded = self.flat.leaves, self.match.objects(self.flat)
-        optimizers = {each.path: each.object for each in loaded if isinstance(each.object, Optimizer)}
+        """Returns the app's optimizers by their keys, each with the keys of its state that are left out.
+
+        Also those of which nothing is selected: parameters of theirs may be.
+        """
+        leaves = self.flat.leaves
+        optimizers = {each.path: each.object for each in self.flat.targets if isinstance(each.object, Optimizer)}
         others = (leaves.keys() - self.names.chosen) | {*self.match.missing}
         left_out = keys_below({key: leaves[key].path for key in others}, list(optimizers))
         return {

@@ -257,6 +257,25 @@ def test_a_torn_optimizer_steps_again_after_a_whole_load(tmp_path):
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["torch", "keyed"])
+def test_a_torn_model_keeps_its_optimizer_from_stepping_though_that_was_not_selected(tmp_path, kind):
+    model, optimizer = optimizer_of(kind, True)
+    app = {"m": model, "o": optimizer}
+    checkpoint.save(tmp_path / "c", app)
+    (file,) = tmp_path.glob("c/*.safetensors")
+    sound = file.read_bytes()
+    at = checkpoint.open(tmp_path / "c").source.open_file(0).entries["m.weight"].begin
+    file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+    for refused_as_well in (optimizer.step, lambda: checkpoint.save(tmp_path / "d", app)):
+        with pytest.raises(CorruptionError, match="optimizers in it refuse to step"):
+            checkpoint.load(tmp_path / "c", app, select=r"^m\.")
+        with pytest.raises(PartialLoadError):
+            refused_as_well()
+    file.write_bytes(sound)
+    checkpoint.load(tmp_path / "c", app, select=r"^m\.")
+    optimizer.step()
+
+
 def renamed_model(name, count=30):
     return torch.nn.ModuleDict({f"{name}{i:02}": torch.nn.Linear(2, 2) for i in range(count)})
 
