@@ -91,7 +91,7 @@ class MirrorCopier(Task):
         saves, but never further and further. A checkpoint that is there already is left out, too. Another checkpoint of
         that name is never written over: then the upload fails with CheckpointExistsError.
 
-        Files that stand beside those of the checkpoint are copied too, directories are not.
+        Files that stand beside those of the checkpoint are copied too; directories and names with a dot first are not.
 
         Args:
             name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
