@@ -133,15 +133,14 @@ def is_epoch_over(trainer: Trainer) -> bool:
 
 
 def draws_seed_in_each_epoch(trainer: Trainer) -> bool:
-    """Whether an epoch draws one seed for its loader, in a fit that resumes at an epoch's end as in another.
+    """Whether an epoch draws one seed for its loader.
 
     Workers that stay over epochs have theirs from the first one. A StatefulDataLoader that resumes at its end is opened
-    twice, and draws two; so does any loader that Lightning makes anew for each epoch.
+    twice, and draws two, unless Lightning makes it anew.
     """
-    if trainer.reload_dataloaders_every_n_epochs == 1:
-        return False
+    twice = trainer.reload_dataloaders_every_n_epochs == 0
     return not any(
-        getattr(each, "persistent_workers", False) or _is_stateful(each)
+        getattr(each, "persistent_workers", False) or (twice and _is_stateful(each))
         for each in CombinedLoader(trainer.train_dataloader).flattened
     )
 

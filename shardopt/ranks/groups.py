@@ -153,6 +153,7 @@ def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.Process
         group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
     finally:
         job.bound_device_id = device
+    group.bound_device_id = device
     return group
 
 

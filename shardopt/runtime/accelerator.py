@@ -40,8 +40,12 @@ def wait_for_reads(tensors: Iterable[Tensor]) -> None:
 
     `fully_shard` with a CPUOffloadPolicy queues copies of its weights in each forward, and waits for none of them.
     """
-    if _initialized_module() is not None and any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
-        torch.accelerator.synchronize()
+    module = _initialized_module()
+    if module is not None and any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+        has_memory = getattr(module, "memory_reserved", lambda device: True)  # MPS has no such question, and one device
+        for device in range(module.device_count()):
+            if has_memory(device):  # others would get a context
+                torch.accelerator.synchronize(device)
 
 
 def _initialized_module() -> Any:

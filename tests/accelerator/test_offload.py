@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.errors import AlgorithmError
 from shardopt.ranks import Ranks
+from shardopt.runtime.accelerator import wait_for_reads
 from tests.accelerator.support import needs_standin, on_accelerator
 
 pytestmark = needs_standin
@@ -22,7 +25,7 @@ GATHERING = ("muon", "soap", "shampoo")
 def on_one_rank(standin):
     return {
         each.__name__: each(standin)
-        for each in (unscaled, updated_by_a_rate_of_the_device, on_two_devices, read_before_changes)
+        for each in (unscaled, updated_by_a_rate_of_the_device, on_two_devices, read_before_changes, read_elsewhere)
     }
 
 
@@ -114,10 +117,35 @@ def read_before_changes(standin):
     return found
 
 
+def read_elsewhere(standin):
+    """Returns what a device that is not the current one got of weights that were changed after it had been asked to."""
+    weight, there = torch.ones(100).pin_memory(), torch.zeros(100, device=f"{standin.KIND}:1")
+    torch.accelerator.synchronize(1)
+    there.copy_(weight, non_blocking=True)
+    wait_for_reads([weight])
+    weight.fill_(7.0)
+    return there.cpu()[0].item()
+
+
+def rate_elsewhere(standin):
+    """Steps weights on the host by fused kernels and a rate on the device."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = shardopt.keyed("adamw", {"w": weight}, lr=torch.tensor(0.5).to(standin.KIND))
+    weight.grad = torch.ones(4)
+    with pytest.raises(AlgorithmError, match="a rate would be read before it is there"):
+        optimizer.step()
+    return weight.tolist(), optimizer.state_dict()["state"]
+
+
+def test_a_rate_on_a_device_is_refused_for_fused_kernels_on_the_host():
+    assert on_accelerator(1, rate_elsewhere) == [([1.0] * 4, {})]
+
+
 def test_each_parameter_is_changed_in_order_where_it_is():
     (found,) = on_accelerator(1, on_one_rank)
     assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True, "on_two_devices": []} | {
-        "read_before_changes": {"a swap": 2.0, "its end": 0.0, "a load": 5.0, "eval": 5.0}
+        "read_before_changes": {"a swap": 2.0, "its end": 0.0, "a load": 5.0, "eval": 5.0},
+        "read_elsewhere": 1.0,
     }
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardopt.errors import RankError
 from shardopt.ranks import Ranks, ranks_among, ranks_of
+from shardopt.ranks.groups import process_group_among
 from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
 TALK = ["shardopt.ranks.channel:pack", "shardopt.ranks.channel:unpack"]
@@ -210,6 +211,7 @@ def apart_from_a_bound_device():
     with mock.patch.object(dist.distributed_c10d, "_get_split_source", lambda group: split.append(group)):
         if dist.get_rank() < 2:
             number = ranks_among((0, 1)).all_reduce_sum(torch.ones(1)).item()
+            assert process_group_among((0, 1), ()).bound_device_id == job.bound_device_id
     device, job.bound_device_id = job.bound_device_id, None
     return number, bool(split), str(device)
 

@@ -89,6 +89,7 @@ module.__dict__.update(
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     empty_cache=lambda: None,
     memory_allocated=lambda which=None: C.allocated()[0],
+    memory_reserved=lambda which=None: C.allocated()[0],
     max_memory_allocated=lambda which=None: C.allocated()[1],
     get_rng_state=lambda which=None: torch.get_rng_state(),
     set_rng_state=lambda state, which=None: torch.set_rng_state(state),

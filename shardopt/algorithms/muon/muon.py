@@ -86,7 +86,8 @@ class _MuonStep(GatheredStep):
         scale = adjustment(self.group["adjust_lr_fn"], *self.parts[number].sizes[-2:])
         weight.mul_(1 - lr * self.group["weight_decay"])
         if isinstance(lr, Tensor) and not lr.is_cpu:
-            weight.sub_(result * (lr * scale))  # `alpha` is a number of the host, which would wait for the device
+            # `alpha` is a number of the host, which would wait for the device. In 16 bits the product would be rounded.
+            weight.sub_(result.to(weight.dtype) * (lr * scale))
         else:
             weight.add_(result, alpha=-(lr * scale))
 

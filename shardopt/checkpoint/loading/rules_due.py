@@ -7,6 +7,7 @@ earlier versions, and of a plain save, tell nothing: whether their names are old
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -93,7 +94,8 @@ def _fits(
     try:
         names = names_in_app(reader, flat, select, rename, skip)
     except MismatchError as error:
-        return error.code == "bad-rules"  # the load then says which keys get one name
+        # The load then says which keys get one name; unless they are new ones, which lack what some rules would change.
+        return error.code == "bad-rules" and rename is not None and _all_match(reader, rename)
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
     absent = []
     for key in names.chosen:
@@ -104,6 +106,17 @@ def _fits(
         elif key not in others:
             absent.append(key)
     return may_grow(flat, names, select, absent)
+
+
+def _all_match(reader: CheckpointReader, rename: Mapping[str, str]) -> bool:
+    """Whether each of these rules, applied in turn, changes some key of a checkpoint."""
+    left = dict(rename)
+    for key in (*reader.manifest.tensors, *reader.manifest.values):
+        for pattern, into in rename.items():
+            key, changes = re.subn(pattern, into, key)
+            if changes:
+                left.pop(pattern, None)
+    return not left
 
 
 def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.averages.swapping import AveragesInModel, Swapped, gone_from, refuse_replaced, reshard
+from shardopt.optim.averages.swapping import AveragesInModel, Places, Swapped, refuse_replaced, reshard
 from shardopt.optim.averages.tensors import (
     Pair,
     buckets,
@@ -107,6 +107,7 @@ class Averaging:
         reshard(model)
         self._params = by_plain_name(model, model.named_parameters())
         refuse_flattened(self._params)
+        self._places = Places(model, self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses a tensor that could not be saved
         self._averages = {
@@ -352,6 +353,7 @@ class Averaging:
         return {STATE: state}
 
     def _state(self) -> dict[str, Any]:
+        refuse_replaced(self._places.replaced(also_modules=True))
         list(self._pairs())  # averages follow their weights
         tensors = self._tensors()
         state = {name: {self._entry: assemble(tensors[name], each)} for name, each in self._averages.items()}
@@ -366,7 +368,7 @@ class Averaging:
 
     def _pairs(self) -> Iterator[Pair]:
         """Yields each average with its local tensor. Averages follow weights that moved to another device."""
-        refuse_replaced(gone_from(self._model, self._params))
+        refuse_replaced(self._places.replaced())
         tensors = self._tensors()
         for name, averages in self._averages.items():
             weights = local_tensors(tensors[name]) if name in tensors else ()

@@ -116,17 +116,28 @@ class Swapped:
             self._put_back(kind is not None)
 
 
-def gone_from(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of parameters that a model no longer has. Local, and cheap unless there are some."""
+class Places:
+    """The places where the modules of a model have parameters, in which a step looks for those that were replaced."""
 
-    def gone() -> list[str]:
-        now = {id(param) for _, param in model.named_parameters()}
-        return [name for name, param in params.items() if id(param) not in now]
+    def __init__(self, model: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self._model, self._params = model, params
+        places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+        self._seen = [(of_module, name, of_module[name]) for of_module, name in places if of_module[name] is not None]
 
-    if gone():
-        reshard(model)  # after a forward unsharded parameters may stand in their place
-        return gone()
-    return []
+    def replaced(self, also_modules: bool = False) -> list[str]:
+        """Returns the names of parameters that are no longer in their places. Local.
+
+        Args:
+            also_modules: whether to find those of modules that were replaced: a walk over all.
+        """
+        if self._are_as_seen() and not also_modules:
+            return []
+        reshard(self._model)  # after a forward unsharded parameters may stand in their place
+        now = {id(param) for param in self._model.parameters()}
+        return [name for name, param in self._params.items() if id(param) not in now]
+
+    def _are_as_seen(self) -> bool:
+        return all(of_module.get(name) is param for of_module, name, param in self._seen)
 
 
 def refuse_replaced(names: Iterable[str]) -> None:

@@ -69,6 +69,7 @@ def settle_fused(
         shards.in_order = None
         if not step.group.get("fused") and not step.chosen:
             continue
+        _refuse_rate_elsewhere(spec, step)
         if known is not None and step.lists is not None:
             # In a step that repeats, gradients in order, the local tensors alone may lie otherwise.
             repeats = step.repeats and step.gradients_in_order
@@ -103,6 +104,15 @@ def settle_fused(
             step.split(optimizer, [(tensors, True if fused else instead) for (fused, _), tensors in parts.items()])
         else:
             step.group["fused"] = True if all(fused for fused, _ in parts) else instead
+
+
+def _refuse_rate_elsewhere(spec: AlgorithmSpec, step: GroupStep) -> None:
+    """Raises for a rate on an accelerator and tensors on the CPU, whose fused kernels read it before it is copied."""
+    lr = step.group.get("lr")
+    if isinstance(lr, Tensor) and not lr.is_cpu and any(local.is_cpu for local in step.shards.local_tensors):
+        required = "a number, or a tensor on the CPU, for parameters there"
+        problem = Problem(f"{spec.name}.lr", f"a tensor on {lr.device}", required, "pass lr as one")
+        raise AlgorithmError("a rate would be read before it is there; no step was taken", [problem])
 
 
 def place_counters(steps: Iterable[GroupStep], state: States) -> None:

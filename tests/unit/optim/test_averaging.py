@@ -403,6 +403,9 @@ def test_changes_of_the_model_are_noticed():
         with pytest.raises(StateError, match=r"2\.weight: found another parameter"):
             call()
     assert not ema.swapped and ema.n_averaged == 0
+    other[2] = torch.nn.Linear(3, 7)  # a step does not walk through all modules; a save does
+    with pytest.raises(StateError, match=r"2\.bias: found another parameter"):
+        ema.state_dict()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="moves a model to a GPU")

@@ -107,6 +107,16 @@ def test_a_rule_that_gives_a_name_that_is_taken_is_refused_also_where_all_fits_a
         assert next(app["model"].parameters()).flatten()[0] == 2
 
 
+def test_rules_that_shift_names_stay_in_a_script_without_a_record(tmp_path):
+    rules = {r"^x\.b": "x.c", r"^x\.a": "x.b"}
+    checkpoint.save(tmp_path / "0", {"x": {"a": torch.ones(2), "b": torch.full((2,), 2.0)}})
+    for start in range(3):
+        app = {"x": {"b": torch.zeros(2), "c": torch.zeros(2)}}
+        checkpoint.load(tmp_path / str(start), app, rename=rules)
+        assert app["x"]["b"][0] == 1 and app["x"]["c"][0] == 2
+        checkpoint.save(tmp_path / str(start + 1), app)
+
+
 def test_a_rule_that_fits_neither_way_is_refused(tmp_path):
     checkpoint.save(tmp_path / "old", app_of("first", "second"))
     with pytest.raises(MismatchError, match="nothing in the checkpoint"):
