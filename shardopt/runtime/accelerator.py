@@ -109,6 +109,7 @@ def copy_stream(device: torch.device) -> Any:
     """Returns the stream for all copies of this process between an accelerator and the host.
 
     torch has 32 for each device, and hands them out in turn: one for each save would soon be another library's, too.
+    So copies of two saves, or of a save and a load at one time, wait for each other.
     """
     stream = _copy_streams.get(device)
     return stream or _copy_streams.setdefault(device, torch.get_device_module(device).Stream(device))
