@@ -20,7 +20,7 @@ from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.metrics import Noted, add_to, noted_of, save_id_of
+from shardopt.checkpoint.run.metrics import Noted, add_to, added_to, noted_of, save_id_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
@@ -118,8 +118,7 @@ class AfterCommit:
             if self._stop_seconds is not None:
                 self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
             self.base = checkpoint.url
-            if self._mirror is not None:
-                self._mirror.begin(id.name, lambda _: self._keeper.tidy_copies(id))
+            self._begin_copy(id)
             if self._exporter is not None:
                 self._exporter.begin(id, noted, is_own)
             self._keeper.begin(id, noted)
@@ -160,7 +159,22 @@ class AfterCommit:
         if self._mirror is not None:
             newest = self._run.newest(damaged)
             if newest is not None:
-                self._mirror.begin(newest.name, lambda _: self._keeper.tidy_copies(newest))
+                self._begin_copy(newest)
+
+    def _begin_copy(self, id: CheckpointId) -> None:
+        """Begins to copy a checkpoint to the mirror, if there is one, with the metrics that were added to it."""
+        if self._mirror is None:
+            return
+        root, mirror = (storage.child(id.name) for storage in (self._run.root.storage, self._mirror.remote))
+
+        def copy_metrics(save_id: str) -> None:
+            # From here on `add_metrics` writes to both, as the copy is being made. Before, it may have found none.
+            with self._committing, wrap_os_errors(f"copy the metrics of {root.url} to {mirror.url}"):
+                added = added_to(root, save_id)
+                if added:
+                    add_to(mirror, save_id, added)
+
+        self._mirror.begin(id.name, copy_metrics, lambda _: self._keeper.tidy_copies(id))
 
     def remove_newer(self) -> None:
         """Removes the checkpoints newer than the step that the run was taken back to. Collective."""

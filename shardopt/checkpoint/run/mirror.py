@@ -48,10 +48,11 @@ class UploadReport(OfUrl):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Upload:
-    """A checkpoint to be copied, by the name of its directory, and the callback after the copy."""
+    """A checkpoint to be copied, by the name of its directory, and the callbacks before and after the copy."""
 
     ranks: Ranks  # of the side channel
     name: str
+    beforehand: Callable[[str], None]
     afterwards: Callable[[Storage], None]
 
 
@@ -102,14 +103,18 @@ class MirrorCopier(Task):
             ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
         """
         earlier = self.failures.take()
-        self.begin(name, afterwards)
+        self.begin(name, lambda save_id: None, afterwards)
         if earlier is not None:
             raise earlier
 
-    def begin(self, name: str, afterwards: Callable[[Storage], None]) -> None:
-        """Begins a copy as `upload` does, but keeps an earlier failure to be taken. Collective; does not wait."""
+    def begin(self, name: str, beforehand: Callable[[str], None], afterwards: Callable[[Storage], None]) -> None:
+        """Begins a copy as `upload` does, but keeps an earlier failure to be taken. Collective; does not wait.
+
+        Args:
+            beforehand: called by rank 0's thread with the id of the save, before a copy is made; if it raises, none is.
+        """
         ranks = self._side.of(self._group.ranks)
-        self._turns.begin(_Upload(ranks, name, afterwards))
+        self._turns.begin(_Upload(ranks, name, beforehand, afterwards))
 
     def uploading(self) -> frozenset[str]:
         """Returns the names of checkpoints that are being or will be copied, and must not be removed. Local."""
@@ -168,6 +173,8 @@ class MirrorCopier(Task):
         def read() -> tuple[Manifest, bytes]:
             manifest, data = read_manifest(source)
             self._referred = frozenset(file.directory for file in manifest.referred_files if file.directory)
+            if ranks.rank == 0:
+                upload.beforehand(manifest.save_id)
             return manifest, data
 
         with ranks.beating():

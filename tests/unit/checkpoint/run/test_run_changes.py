@@ -214,3 +214,17 @@ def test_metrics_of_a_copy_that_waits_go_with_it(tmp_path, monkeypatch):
     copied = ["step-00000001", "step-00000003"]
     assert names == sorted([*copied, *(f"{name}.metrics.json" for name in copied)])
     assert len(list((tmp_path / "root").glob("*.metrics.json"))) == 3
+
+
+def test_metrics_added_while_a_copy_is_missing_come_to_the_mirror_with_it(tmp_path, monkeypatch):
+    root, copies = tmp_path / "root", tmp_path / "copies"
+    fault = OSError(5, "the store is away")
+    with monkeypatch.context() as patch, checkpoint.Manager(root, destinations=[checkpoint.Mirror(copies)]) as manager:
+        patch.setattr(copying, "upload_files", lambda *args: (_ for _ in ()).throw(fault))
+        manager.save(1, app_of(1))
+        with pytest.raises(OSError, match="the store is away"):
+            manager.wait()
+        manager.add_metrics(1, {"loss": 0.5})
+    with checkpoint.Manager(root, destinations=[checkpoint.Mirror(copies)]) as manager:
+        manager.restore(app_of())
+    assert checkpoint.Manager(copies).metrics(1) == {"loss": 0.5}
