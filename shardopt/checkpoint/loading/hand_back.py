@@ -37,12 +37,18 @@ def damage_told(state: str) -> Iterator[None]:
 
 
 @contextmanager
-def earlier_told(changed_by: Sequence[str]) -> Iterator[None]:
-    """Adds to errors that the app may be loaded in part by loads before, which failed: of these URLs."""
+def earlier_told(changed_by: list[str], url: str | None = None) -> Iterator[None]:
+    """Adds to errors that the app may be loaded in part by loads before, which failed: of these URLs.
+
+    Args:
+        url: of what is loaded now; it is added to the others if its own error says so.
+    """
     try:
         yield
     except ShardoptError as error:
-        if changed_by and MAY_HAVE_CHANGED not in error.message:
+        if MAY_HAVE_CHANGED in error.message:
+            changed_by += [] if url is None else [url]
+        elif changed_by:
             said = error.message.replace("nothing was changed", CHANGED_NOTHING)
             error.message = f"{said}; the load of {changed_by[-1]} before it failed: {MAY_HAVE_CHANGED}"
             error.args = (error.message,)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.loading.hand_back import MAY_HAVE_CHANGED, earlier_told
+from shardopt.checkpoint.loading.hand_back import earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
@@ -361,10 +361,9 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
                     raise failure
                 return None
         try:
-            with earlier_told(changed_by):
+            with earlier_told(changed_by, candidate.url):
                 report = load(candidate.url)
         except (CorruptionError, CheckpointNotFoundError) as error:
-            changed_by += [candidate.url] if MAY_HAVE_CHANGED in error.message else []
             if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
                 tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
                 _log.warning("%s: trying again", error)

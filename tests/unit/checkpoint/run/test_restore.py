@@ -113,6 +113,16 @@ def test_what_is_raised_says_that_a_load_before_may_have_changed_the_app(tmp_pat
     assert ("this load changed nothing; the load of" in str(raised.value)) == (older != "none")
 
 
+def test_of_several_loads_that_failed_the_one_that_may_have_changed_the_app_is_named(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    (data,) = tmp_path.glob("step-00000003/*.safetensors")
+    flip(data, place_of(data, "w")[0])
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("x")
+    with pytest.raises(CorruptionError, match="the load of .*step-00000003 before it failed: the app may be loaded"):
+        checkpoint.Manager(tmp_path).restore(app_of())
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ETIMEDOUT, errno.ENOTCONN])
 def test_what_says_nothing_of_the_bytes_is_no_damage(tmp_path, monkeypatch, number):
     manager = saved(tmp_path, 1, 2)
