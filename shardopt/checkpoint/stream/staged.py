@@ -191,19 +191,22 @@ class Staged:
     def _read_changes(self, part: Part) -> list[tuple[OpenFile, ReadRequest]]:
         """Reads the deltas of a part, if there is room; returns the read of all of it if it is needed instead."""
         made: list[Scatter] = []
-        room = self._room
-        try:
-            for each in scatters(part.request, part.links or ()):
-                made.append(each)
-                self._room -= each.nbytes
-                if self._room < 0:
-                    self._room = room
-                    self._late.append(part)
-                    return []
-        except CheckpointError as error:
-            self._room = room
-            self._read_all_for(error)
-            return self._whole_read(part)
+        room, links = self._room, part.links or []
+        for link in links:
+            try:
+                for each in scatters(part.request, [link]):
+                    made.append(each)
+                    self._room -= each.nbytes
+                    if self._room < 0:
+                        self._room = room
+                        self._late.append(part)
+                        return []
+            except CheckpointError as error:
+                if link is links[-1]:
+                    raise  # after it no step has another number there
+                self._room = room
+                self._read_all_for(error)
+                return self._whole_read(part._replace(links=None))
         self._scatters += made
         return []
 

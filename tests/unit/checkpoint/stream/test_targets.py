@@ -115,13 +115,14 @@ def test_a_number_that_only_a_step_in_between_had_is_no_reason_to_refuse(tmp_pat
             weights["x"][3] = number
             publisher.publish(step, weights).result()
             if step != 2:
-                assert follower.update().step == step and app["x"][3] == number
+                report = follower.update()
+                assert report.step == step and report.whole == 1 and app["x"][3] == number
 
 
-@pytest.mark.parametrize("is_delta", [True, False])
-def test_a_number_that_the_apps_dtype_cannot_hold_is_refused_before_anything_changes(tmp_path, is_delta):
+@pytest.mark.parametrize(("is_delta", "memory_bytes"), [(True, 1 << 30), (False, 1 << 30), (True, 1000)])
+def test_a_number_that_the_apps_dtype_cannot_hold_is_refused_before_anything_changes(tmp_path, is_delta, memory_bytes):
     weights, app = {"x": torch.ones(50_000)}, {"x": torch.zeros(50_000, dtype=torch.bfloat16)}
-    follower = checkpoint.Follower(tmp_path, app, strict=checkpoint.Strictness(dtype="cast"))
+    follower = checkpoint.Follower(tmp_path, app, strict=checkpoint.Strictness(dtype="cast"), memory_bytes=memory_bytes)
     with checkpoint.Publisher(tmp_path, durable=False) as publisher:
         publisher.publish(1, weights).result()
         follower.update()
