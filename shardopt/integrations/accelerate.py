@@ -28,13 +28,13 @@ from torch import nn
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.saving.removal import remove_checkpoint
+from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
 from shardopt.integrations.optimizers import add_objects, make_keyed, require_keyed
-from shardopt.integrations.run import FrameworkState, of_rank_0
+from shardopt.integrations.run import FrameworkState, of_rank_0, removal_told
 from shardopt.ranks import ranks_of
 
 __all__ = ["Accelerator"]
@@ -209,12 +209,14 @@ class Accelerator(accelerate.Accelerator):
         return sorted(names, key=_number_of)
 
     def _remove_old(self, saved: list[str], limit: int) -> None:
-        """Removes all but the last `limit` states. Collective."""
+        """Removes all but the last `limit` states. Collective. Of those that cannot be removed one is told of."""
         folder = self._folder(None, "")
+        old = [storage_of(os.path.join(folder, name)) for name in saved[:-limit]]
 
         def remove() -> None:
-            for name in saved[:-limit]:
-                remove_checkpoint(storage_of(os.path.join(folder, name)))
+            with removal_told(f"a state in {folder}"):  # the new one is saved
+                for error in remove_checkpoints(old).values():
+                    raise error
 
         if len(saved) > limit:
             ranks_of(None).on_rank_0(f"removing old states in {folder}", remove)

@@ -223,10 +223,13 @@ def save_states(folder, sharded, times):
 
 
 def save_states_after(folder):
-    """Saves in a directory with states of another program, of which one cannot be removed; returns what is left."""
+    """Saves in a directory with states of another program, at first beside one that hides what it needs.
+
+    Returns the names of the states after both saves.
+    """
     from accelerate.utils import ProjectConfiguration
 
-    from shardopt.errors import RankError
+    from shardopt.checkpoint.storage import LocalStorage
     from shardopt.integrations import accelerate
 
     def program(path=None):
@@ -237,21 +240,22 @@ def save_states_after(folder):
             accelerator.load_state(path)
         return accelerator
 
-    def fail(storage):
-        raise OSError("cannot be removed")
+    def refuse(self, name, *args):
+        if self.url.endswith("theirs"):
+            raise PermissionError(13, "Permission denied")
+        return read(self, name, *args)
 
     be_quiet()
     first = program()
     paths = [first.save_state() for _ in range(3)]
-    second, remove, refused = program(paths[-1]), accelerate.remove_checkpoint, False
-    accelerate.remove_checkpoint = fail
-    try:
-        second.save_state()
-    except RankError:
-        refused = True
-    accelerate.remove_checkpoint = remove
-    path = second.save_state()
-    return refused, os.path.basename(path), second._saved()
+    second, read = program(paths[-1]), LocalStorage.read
+    second.save_state(os.path.join(folder, "checkpoints", "theirs"))
+    LocalStorage.read = refuse
+    second.save_state()
+    beside = second._saved()
+    LocalStorage.read = read
+    second.save_state()
+    return beside, second._saved()
 
 
 def schedule_by_ranks(folder):
