@@ -28,6 +28,7 @@ class MixtureSampler(ResumableSampler):
         weights: of the sources: the ratio of the samples that they give. Positive.
         epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`. With `drop_last`, the default,
             rounded down to full batches, so that no sample is passed over, unless `batch_size` changes within an epoch.
+            Where a source would give nothing then, it is not rounded, and the last samples are left out.
         batch_size: as for `ResumableSampler`.
         options: `seed`, `drop_last`, `rank` and `ranks`, as for `ResumableSampler`; and `shuffle`: whether sources, and
             the samples of each, are in a random order. If not, a source's samples are spread evenly.
@@ -54,12 +55,13 @@ class MixtureSampler(ResumableSampler):
             raise ValueError(f"weights: found {found}; required one of each source, none of which is empty; add it")
         self._epoch_size = sum(sizes) if epoch_size is None else epoch_size
         super().__init__(self._epoch_size, batch_size=batch_size, **options)
-        self.size -= self._left_out()
         self.sizes, self._weights = [*sizes], [*weights]
+        self.size = self._rounded()
         self.shares = _divide(self.size, weights)
         if min(self.shares) == 0:
             found = f"shares {self.shares} of an epoch of {self.size} samples"
             raise ValueError(f"epoch_size: found {found}; required one sample of each source; raise it")
+        self._warn_if_left_out()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns sizes and shares of the sources beside what a `ResumableSampler` does; the same on every rank."""
@@ -76,15 +78,24 @@ class MixtureSampler(ResumableSampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.size, self.shares = state_dict["size"], [*state_dict["shares"]]
-        if self._left_out():
+        self._warn_if_left_out()
+
+    def _warn_if_left_out(self) -> None:
+        left = self._left_out_of(self.size)
+        if left:
+            anew = "" if self._left_out_of(self._rounded()) else ", and so does a run that begins anew"
             self._warn_once(
-                f"epochs have {self.size} samples, as those of the checkpoint, and the last {self._left_out()} of each "
-                "are left out: a source gives some samples again before all others. A batch_size that divides "
-                f"{self.size} leaves none out, and so does a run that begins anew"
+                f"epochs have {self.size} samples, and the last {left} of each are left out: a source gives some "
+                f"samples again before all others. A batch_size that divides {self.size} leaves none out{anew}"
             )
 
-    def _left_out(self) -> int:
-        return self.size % self.batch_size if self.drop_last else 0
+    def _rounded(self) -> int:
+        """Returns the size of epochs in full batches; as it was given where a source would have no share of these."""
+        rounded = self._epoch_size - self._left_out_of(self._epoch_size)
+        return rounded if min(_divide(rounded, self._weights)) else self._epoch_size
+
+    def _left_out_of(self, size: int) -> int:
+        return size % self.batch_size if self.drop_last else 0
 
     def _order_is_of(self) -> dict[str, Any]:
         # Where a source stands follows from its share of epochs.

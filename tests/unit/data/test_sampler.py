@@ -205,6 +205,19 @@ def test_a_mixture_resumes_in_the_epochs_of_its_checkpoint(caplog):
                 mixture(each, **other)
 
 
+def test_epochs_of_a_mixture_are_not_rounded_to_batches_where_a_source_would_give_nothing(caplog):
+    options = {"weights": [0.94, 0.06], "epoch_size": 12, "batch_size": 8}
+    new = mixture(**options)
+    assert new.shares == [11, 1] and len(new) == 1
+    assert "the last 4 of each are left out" in caplog.text and "begins anew" not in caplog.text
+    rest(new, 1)
+    state = new.state_dict()
+    earlier = {name: each for name, each in state.items() if name != "epoch_size"}
+    assert rest(mixture(state, **options), 2) == rest(mixture(earlier, **options), 2) == rest(new, 2)
+    with pytest.raises(ValueError, match=r"shares \[8, 0\] of an epoch of 8 samples"):
+        mixture(**options | {"epoch_size": 8})
+
+
 @pytest.mark.parametrize("wrong", [{"weights": [1]}, {"weights": [1, 0]}, {"weights": [1000, 1]}], ids=str)
 def test_wrong_mixtures(wrong):
     with pytest.raises(ValueError, match=r"found .*; required .*; "):

@@ -119,7 +119,7 @@ def test_of_several_loads_that_failed_the_one_that_may_have_changed_the_app_is_n
     flip(data, place_of(data, "w")[0])
     for step in (1, 2):
         (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("x")
-    with pytest.raises(CorruptionError, match="the load of .*step-00000003 before it failed: the app may be loaded"):
+    with pytest.raises(CorruptionError, match=r"the load of .*step-00000003 before it failed: the app may be loaded"):
         checkpoint.Manager(tmp_path).restore(app_of())
 
 
