@@ -147,7 +147,7 @@ class KeyedOptimizer(Node):
         self.plan_load(plan, state_dict)
         plan.check()
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
-        with loading_alone(self, (*chain.from_iterable(plan.unmatched), *plan.algorithms)):
+        with loading_alone(self, (*plan.unmatched.missing_keys, *plan.algorithms)):
             plan.apply()
             noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew
             if noted and self._shared_group.ranks.rank == 0:
