@@ -1,4 +1,4 @@
-"""Masters, which step in the place of the parameters that are made of them: a load of parameters alone reaches them."""
+"""Masters, which step in the place of the parameters that are made of them: a load of parameters alone is lost."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class MastersBeforeLoad:
             for param, master in holder.stepped_masters()
         ]
 
-    @torch.no_grad()
-    def follow(self) -> None:
-        """Makes the masters again of parameters that were written since, and are no longer made of theirs.
+    def undo(self) -> bool:
+        """Whether the next step undoes what was loaded since: into parameters that their masters do not make.
 
-        Not of those whose master was written as well: a load of both is whole.
+        Not where the master was loaded as well. Changes nothing: who looks at another checkpoint puts the parameters
+        back, and steps on from the masters.
         """
-        for param, versions, master, versions_of_master in self._seen:
-            if versions_of(param) == versions or versions_of(master) != versions_of_master:
-                continue
-            for local, into in zip(local_tensors(param), local_tensors(master), strict=True):
-                if not torch.equal(local, into.to(local.dtype)):
-                    into.copy_(local)
+        return any(
+            not torch.equal(local, made_of.to(local.device, local.dtype))
+            for param, versions, master, versions_of_master in self._seen
+            if versions_of(param) != versions and versions_of(master) == versions_of_master
+            for local, made_of in zip(local_tensors(param), local_tensors(master), strict=True)
+        )

@@ -238,7 +238,7 @@ def combined(net):
         combined,
     ],
 )
-def test_parameters_that_are_loaded_without_their_masters_make_these_again(made, tmp_path):
+def test_a_load_of_parameters_without_their_masters_changes_no_master_and_warns(made, tmp_path, caplog):
     net = linear(BF16)
     optimizer = made(net)
 
@@ -251,17 +251,26 @@ def test_parameters_that_are_loaded_without_their_masters_make_these_again(made,
     checkpoint.save(tmp_path / "c", {"model": net, "optimizer": optimizer})
     saved = copy.deepcopy([optimizer.state[param]["master"] for param in net.parameters()])
     train()
-    late = copy.deepcopy(optimizer.state[net[1].weight]["master"])
-    checkpoint.load(tmp_path / "c", {"model": net, "optimizer": optimizer}, select=r"^model\.0|exp_avg")
-    for param in net[0].parameters():
-        assert torch.equal(optimizer.state[param]["master"], param.float())
-    assert torch.equal(optimizer.state[net[1].weight]["master"], late)  # whose parameter was not loaded
-    checkpoint.load(tmp_path / "c", {"model": net}, strict=checkpoint.Strictness(unexpected="ignore"))
-    for param, master in zip(net.parameters(), saved, strict=True):
-        assert torch.equal(param, master.to(BF16)) and torch.equal(optimizer.state[param]["master"], param.float())
+    own = copy.deepcopy([(param.detach(), optimizer.state[param]["master"]) for param in net.parameters()])
+    app, warning = {"model": net, "optimizer": optimizer}, "parameters were loaded without their fp32 masters"
+    for part, options in (
+        ({"model": net}, {"strict": checkpoint.Strictness(unexpected="ignore")}),
+        (app, {"select": r"^model"}),
+        (app, {"select": r"^model|exp_avg"}),  # of which the hand-back makes the parameters of their masters
+    ):
+        caplog.clear()
+        checkpoint.load(tmp_path / "c", part, **options)
+        assert warning in caplog.text
+        for param, (value, master) in zip(net.parameters(), own, strict=True):
+            assert torch.equal(optimizer.state[param]["master"], master)
+            with torch.no_grad():
+                param.copy_(value)
+    caplog.clear()
     checkpoint.load(tmp_path / "c", {"model": net, "optimizer": optimizer})
     for param, master in zip(net.parameters(), saved, strict=True):
         assert torch.equal(optimizer.state[param]["master"], master)
+    checkpoint.load(tmp_path / "c", app, select=r"^model")  # what the masters make
+    assert warning not in caplog.text
 
 
 def test_in_backward_refuses_a_group_whose_scales_need_other_ranks_before_it_is_added():

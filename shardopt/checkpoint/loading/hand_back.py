@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptE
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.version import WRITER
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 CHANGED_NOTHING = "this load changed nothing"
 MAY_HAVE_CHANGED = "the app may be loaded in part, and optimizers in it refuse to step until a load is whole"
@@ -100,3 +103,12 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
             raise CheckpointError(
                 f"an object refused the state that was saved; {come}", [problem], code="object-refused"
             ) from error
+
+
+def warn_of_masters(what: str) -> None:
+    """Warns that the next step undoes a load of parameters."""
+    _log.warning(
+        "%s: parameters were loaded without their fp32 masters. The next step, or load of the optimizer, makes them of "
+        "these again. To train on from them, load the optimizer too, or make a new one [optimizer-state]",
+        what,
+    )

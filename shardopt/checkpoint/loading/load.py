@@ -22,6 +22,7 @@ from shardopt.checkpoint.loading.hand_back import (
     MAY_HAVE_CHANGED,
     damage_told,
     hand_back,
+    warn_of_masters,
     writer_told,
 )
 from shardopt.checkpoint.loading.init_state import init_unstepped
@@ -357,10 +358,10 @@ def _read(
             each.begin()  # in the round, as an optimizer may refuse
         return fill(plan.requests, options.progress)
 
-    def put_back() -> None:
+    def put_back() -> bool:
         if plan.broadcast is not None:
             plan.broadcast.exchange()
-        masters.follow()
+        is_lost = masters.undo()  # before a hand-back makes parameters of their masters
         for key, value in match.values.items():
             leaves[key].replace(value)
         for key in match.per_rank:
@@ -370,19 +371,22 @@ def _read(
             each.put()
         if loaded:
             hand_back(loaded, options.strictness.lets_objects_differ)
+        return is_lost
 
     masters = MastersBeforeLoad()
     bytes_read, _ = ranks.agree(what, work=fill_marked)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    _, (failed_steps, not_mended) = ranks.agree(
+    _, (failed_steps, is_lost, not_mended) = ranks.agree(
         what,
         work=put_back,
-        report=lambda _: [failed_steps_remain(), [key for key, each in changing.items() if not each.mends]],
-        decide=lambda reports: [any(each[0] for each in reports), [key for each in reports for key in each[1]]],
+        report=lambda lost: [failed_steps_remain(), lost, [key for key, each in changing.items() if not each.mends]],
+        decide=lambda each: [*map(any, list(zip(*each, strict=True))[:2]), [key for *_, keys in each for key in keys]],
     )
     unless_read.pop_all()  # first: an interrupt behind this leaves loaded state, perhaps with its mark
     for key, each in changing.items():
         each.end(mends=key not in not_mended)
     if not failed_steps:
         drop_failed_steps()
+    if is_lost and ranks.rank == 0:
+        warn_of_masters(what)
     return bytes_read, loaded
