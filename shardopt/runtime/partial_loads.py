@@ -1,14 +1,14 @@
 """Optimizers that are half changed, by a load or an outer step that did not end well.
 
-One is marked, with all of its parts, as soon as something of it may be changed and the rest not, until a load that
-leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a view of them, or
-within a composite.
+One is marked, with all of its parts, as soon as something of it, or of its app, may be changed and the rest not, until
+a load that leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a view
+of them, or within a composite.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +32,17 @@ class _Mark:
         what: did not end well.
         is_of_app: whether it was of more than optimizers, so that only another load of that kind mends it.
         left_out: the keys that it cannot have changed, as the next load names them.
+        rest_left_out: the same of what else the app has, besides optimizers.
     """
 
     what: str
     is_of_app: bool = False
     left_out: frozenset[str] = frozenset()
+    rest_left_out: frozenset[str] = frozenset()
+
+    def is_mended_by(self, load: _Mark) -> bool:
+        """Whether a load replaces all that may be changed."""
+        return load.left_out <= self.left_out and (not self.is_of_app or load.rest_left_out <= self.rest_left_out)
 
 
 _marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -49,20 +55,34 @@ class PartialLoad:
     Args:
         optimizer: is loaded, or what it is a view of.
         what: the load, in errors.
-        left_out: the keys of this optimizer's state that it leaves out, on this rank.
+        left_out: the keys that it leaves out, on this rank: of this optimizer's state, and of what else the app has,
+            besides optimizers.
+        late: those, of both, that it changes only once all is read.
     """
 
-    def __init__(self, optimizer: Optimizer, what: str, left_out: Iterable[str] = ()) -> None:
-        self._mark = _Mark(what, True, frozenset(left_out))
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        what: str,
+        left_out: Sequence[Iterable[str]] = ((), ()),
+        late: Sequence[Iterable[str]] = ((), ()),
+    ) -> None:
+        self._mark = _Mark(what, True, *map(frozenset, left_out))
+        self._while_reading = _Mark(what, True, *map(frozenset.union, map(frozenset, left_out), late))
         self._before = {node: _mark_of(node) for node in _nodes(optimizer)}
 
     @property
     def mends(self) -> bool:
         """Whether it replaces all that earlier ones may have changed; local to the rank."""
-        return all(mark is None or self._mark.left_out <= mark.left_out for mark in self._before.values())
+        return all(mark is None or mark.is_mended_by(self._mark) for mark in self._before.values())
 
     def begin(self) -> None:
-        """Marks the optimizer, which may refuse the hook that this takes."""
+        """Marks the optimizer, which may refuse the hook that this takes, as tensors are read into the app."""
+        for node in self._before:
+            _put(node, self._while_reading)
+
+    def begin_late(self) -> None:
+        """Notes that what is changed only once all is read may be changed, too."""
         for node in self._before:
             _put(node, self._mark)
 
@@ -160,7 +180,8 @@ def _put(node: Optimizer, mark: _Mark) -> None:
         return
     if earlier.is_of_app and not mark.is_of_app:
         mark, earlier = earlier, mark
-    _marks[node] = _Mark(mark.what, mark.is_of_app, mark.left_out & earlier.left_out), _marks[node][1]
+    rest = mark.rest_left_out & earlier.rest_left_out if earlier.is_of_app else mark.rest_left_out
+    _marks[node] = _Mark(mark.what, mark.is_of_app, mark.left_out & earlier.left_out, rest), _marks[node][1]
 
 
 def _unmark(node: Optimizer) -> None:

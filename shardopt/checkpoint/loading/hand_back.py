@@ -105,10 +105,24 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
             ) from error
 
 
-def warn_of_masters(what: str) -> None:
-    """Warns that the next step undoes a load of parameters."""
-    _log.warning(
-        "%s: parameters were loaded without their fp32 masters. The next step, or load of the optimizer, makes them of "
-        "these again. To train on from them, load the optimizer too, or make a new one [optimizer-state]",
-        what,
-    )
+def warn_of_what_is_left(what: str, is_undone: bool, marked: Sequence[str]) -> None:
+    """Warns of what a load that has ended well has left out.
+
+    Args:
+        what: the load.
+        is_undone: whether the next step undoes it, by masters.
+        marked: the keys of optimizers that may still be half changed by what came before.
+    """
+    if is_undone:
+        _log.warning(
+            "%s: parameters were loaded without their fp32 masters. The next step, or load of the optimizer, makes "
+            "them of these again. To train on from them, load the optimizer too, or make a new one [optimizer-state]",
+            what,
+        )
+    if marked:
+        _log.warning(
+            "%s: an earlier load or outer step did not end well, and this load leaves out some of what that may have "
+            "changed. So %s will raise PartialLoadError when stepped or saved. Load all of it; or start again, with "
+            "transactional=True, by which a load of damaged data changes nothing [partial-load]",
+            *(what, ", ".join(dict.fromkeys(marked)) or "the optimizer"),
+        )

@@ -22,7 +22,7 @@ from shardopt.checkpoint.loading.hand_back import (
     MAY_HAVE_CHANGED,
     damage_told,
     hand_back,
-    warn_of_masters,
+    warn_of_what_is_left,
     writer_told,
 )
 from shardopt.checkpoint.loading.init_state import init_unstepped
@@ -350,8 +350,7 @@ def _read(
     ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions, unless_read: ExitStack
 ) -> tuple[int, list[RestoreTarget]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
-    match, leaves, loaded = plan.match, plan.flat.leaves, plan.match.objects(plan.flat)
-    changing = plan.changing(what)
+    loaded, changing = plan.match.objects(plan.flat), plan.changing(what)
 
     def fill_marked() -> int:
         for each in changing.values():
@@ -362,13 +361,9 @@ def _read(
         if plan.broadcast is not None:
             plan.broadcast.exchange()
         is_lost = masters.undo()  # before a hand-back makes parameters of their masters
-        for key, value in match.values.items():
-            leaves[key].replace(value)
-        for key in match.per_rank:
-            stored = plan.per_rank[plan.names.renamed.get(key, key)]
-            leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
-        for each in plan.growing:
-            each.put()
+        for marked in changing.values():
+            marked.begin_late()
+        _put_values(plan)
         if loaded:
             hand_back(loaded, options.strictness.lets_objects_differ)
         return is_lost
@@ -387,6 +382,17 @@ def _read(
         each.end(mends=key not in not_mended)
     if not failed_steps:
         drop_failed_steps()
-    if is_lost and ranks.rank == 0:
-        warn_of_masters(what)
+    if ranks.rank == 0:
+        warn_of_what_is_left(what, is_lost, not_mended)
     return bytes_read, loaded
+
+
+def _put_values(plan: RankPlan) -> None:
+    leaves = plan.flat.leaves
+    for key, value in plan.match.values.items():
+        leaves[key].replace(value)
+    for key in plan.match.per_rank:
+        stored = plan.per_rank[plan.names.renamed.get(key, key)]
+        leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
+    for each in plan.growing:
+        each.put()

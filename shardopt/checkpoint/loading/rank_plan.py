@@ -32,7 +32,7 @@ from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import refuse_unmatched
-from shardopt.state.paths import join, keys_below
+from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState
 
 
@@ -111,18 +111,22 @@ class RankPlan:
         ]
 
     def changing(self, what: str) -> dict[str, PartialLoad]:
-        """Returns the app's optimizers by their keys, each with the keys of its state that are left out.
+        """Returns the app's optimizers by their keys, each with what the load leaves out, or changes late.
 
         Also those of which nothing is selected: parameters of theirs may be.
         """
-        leaves = self.flat.leaves
+        leaves, match = self.flat.leaves, self.match
         optimizers = {each.path: each.object for each in self.flat.targets if isinstance(each.object, Optimizer)}
-        others = (leaves.keys() - self.names.chosen) | {*self.match.missing}
-        left_out = keys_below({key: leaves[key].path for key in others}, list(optimizers))
-        return {
-            join(path): PartialLoad(each, what, [join(leaves[key].path[len(path) :]) for key in left_out[path]])
-            for path, each in optimizers.items()
-        }
+
+        def by_optimizer(keys: Iterable[str]) -> dict[Path, tuple[list[str], set[str]]]:
+            paths = {key: leaves[key].path for key in keys}
+            own = keys_below(paths, list(optimizers))
+            rest = paths.keys() - {*chain.from_iterable(own.values())}
+            return {at: ([join(paths[key][len(at) :]) for key in below], rest) for at, below in own.items()}
+
+        left_out = by_optimizer((leaves.keys() - self.names.chosen) | {*match.missing})
+        late = by_optimizer((*match.values, *match.per_rank))
+        return {join(at): PartialLoad(each, what, left_out[at], late[at]) for at, each in optimizers.items()}
 
     def _loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.

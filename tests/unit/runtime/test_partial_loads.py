@@ -6,7 +6,7 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import MismatchError, PartialLoadError
+from shardopt.errors import MismatchError, PartialLoadError, ShardoptError
 from shardopt.optim import CombinedOptimizer
 from shardopt.runtime.partial_loads import PartialLoad
 
@@ -147,6 +147,50 @@ def test_loads_that_leave_something_out_mend_nothing_unless_what_failed_left_out
     unexpected = {**only_first["state"], "a.gone": {"exp_avg": torch.zeros(2)}}
     whole.load_state_dict({"state": unexpected}, strict=False)
     whole.step()
+
+
+def test_what_a_load_changes_last_is_whole_where_it_ended_before_that(tmp_path):
+    class Refuses(dict):
+        def load_state_dict(self, state):
+            raise ValueError
+
+        def state_dict(self):
+            return {"value": 1}
+
+    model, optimizer = stepped()
+    app = {"first": Refuses(), "model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "c", app)
+    interrupted_load(tmp_path / "c", app)
+    checkpoint.load(tmp_path / "c", app, select=r"^model|^optimizer\.state")
+    optimizer.step()
+    with pytest.raises(ShardoptError):
+        checkpoint.load(tmp_path / "c", app)
+    checkpoint.load(tmp_path / "c", app, select=r"^model|^optimizer\.state")
+    refuses(optimizer.step)
+
+
+def test_a_load_of_less_of_the_model_than_an_interrupted_one_mends_no_optimizer_and_says_so(tmp_path, caplog):
+    def with_(layers):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
+        optimizer = shardopt.keyed("adamw", model.named_parameters())
+        return {"model": model, "optimizer": optimizer}
+
+    older, app = with_(1), with_(2)
+    for each in (older, app):
+        each["model"](torch.ones(1, 2)).sum().backward()
+        each["optimizer"].step()
+    checkpoint.save(tmp_path / "older", older)
+    checkpoint.save(tmp_path / "newer", app)
+    again = with_(2)
+    interrupted_load(tmp_path / "newer", again, init_state=True)
+    warning = "So optimizer will raise PartialLoadError"
+    checkpoint.load(tmp_path / "older", again, init_state=True, strict=checkpoint.Strictness(missing="ignore"))
+    assert warning in caplog.text  # what it leaves of the model may be half that of the newer one
+    refuses(again["optimizer"].step)
+    caplog.clear()
+    checkpoint.load(tmp_path / "newer", again, init_state=True)
+    again["optimizer"].step()
+    assert warning not in caplog.text
 
 
 def test_marks_go_to_all_parts_and_their_composites_before_any_part_steps(monkeypatch, tmp_path):
