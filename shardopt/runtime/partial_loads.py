@@ -8,7 +8,7 @@ of them, or within a composite.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +32,22 @@ class _Mark:
         what: did not end well.
         is_of_app: whether it was of more than optimizers, so that only another load of that kind mends it.
         left_out: the keys that it cannot have changed, as the next load names them.
-        rest_left_out: the same of what else the app has, besides optimizers.
+        rest: the keys of what else its app has, besides optimizers, that it may have changed.
     """
 
     what: str
     is_of_app: bool = False
     left_out: frozenset[str] = frozenset()
-    rest_left_out: frozenset[str] = frozenset()
+    rest: frozenset[str] = frozenset()
 
-    def is_mended_by(self, load: _Mark) -> bool:
-        """Whether a load replaces all that may be changed."""
-        return load.left_out <= self.left_out and (not self.is_of_app or load.rest_left_out <= self.rest_left_out)
+
+@dataclass(frozen=True)
+class LoadedKeys:
+    """Keys that are left out by a load, filled as it reads, and changed once all is read; on one rank."""
+
+    left_out: Collection[str] = ()
+    read: Collection[str] = ()
+    late: Collection[str] = ()
 
 
 _marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -55,26 +60,25 @@ class PartialLoad:
     Args:
         optimizer: is loaded, or what it is a view of.
         what: the load, in errors.
-        left_out: the keys that it leaves out, on this rank: of this optimizer's state, and of what else the app has,
-            besides optimizers.
-        late: those, of both, that it changes only once all is read.
+        own: the keys of this optimizer's state; those that are read are not looked at.
+        rest: the keys of what else the app has, besides optimizers.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        what: str,
-        left_out: Sequence[Iterable[str]] = ((), ()),
-        late: Sequence[Iterable[str]] = ((), ()),
+        self, optimizer: Optimizer, what: str, own: LoadedKeys = LoadedKeys(), rest: LoadedKeys = LoadedKeys()
     ) -> None:
-        self._mark = _Mark(what, True, *map(frozenset, left_out))
-        self._while_reading = _Mark(what, True, *map(frozenset.union, map(frozenset, left_out), late))
+        self._rest = rest
+        self._mark = _Mark(what, True, frozenset(own.left_out), frozenset((*rest.read, *rest.late)))
+        self._while_reading = _Mark(what, True, frozenset((*own.left_out, *own.late)), frozenset(rest.read))
         self._before = {node: _mark_of(node) for node in _nodes(optimizer)}
 
     @property
     def mends(self) -> bool:
         """Whether it replaces all that earlier ones may have changed; local to the rank."""
-        return all(mark is None or mark.is_mended_by(self._mark) for mark in self._before.values())
+        return all(
+            mark is None or (self._mark.left_out <= mark.left_out and mark.rest.isdisjoint(self._rest.left_out))
+            for mark in self._before.values()
+        )
 
     def begin(self) -> None:
         """Marks the optimizer, which may refuse the hook that this takes, as tensors are read into the app."""
@@ -180,8 +184,8 @@ def _put(node: Optimizer, mark: _Mark) -> None:
         return
     if earlier.is_of_app and not mark.is_of_app:
         mark, earlier = earlier, mark
-    rest = mark.rest_left_out & earlier.rest_left_out if earlier.is_of_app else mark.rest_left_out
-    _marks[node] = _Mark(mark.what, mark.is_of_app, mark.left_out & earlier.left_out, rest), _marks[node][1]
+    left_out, rest = mark.left_out & earlier.left_out, mark.rest | earlier.rest
+    _marks[node] = _Mark(mark.what, mark.is_of_app, left_out, rest), _marks[node][1]
 
 
 def _unmark(node: Optimizer) -> None:

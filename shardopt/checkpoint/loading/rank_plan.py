@@ -27,7 +27,7 @@ from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import MismatchError, OptionError, Problem, StateError
 from shardopt.ranks import Ranks
-from shardopt.runtime.partial_loads import PartialLoad
+from shardopt.runtime.partial_loads import LoadedKeys, PartialLoad
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
@@ -118,15 +118,20 @@ class RankPlan:
         leaves, match = self.flat.leaves, self.match
         optimizers = {each.path: each.object for each in self.flat.targets if isinstance(each.object, Optimizer)}
 
-        def by_optimizer(keys: Iterable[str]) -> dict[Path, tuple[list[str], set[str]]]:
-            paths = {key: leaves[key].path for key in keys}
-            own = keys_below(paths, list(optimizers))
-            rest = paths.keys() - {*chain.from_iterable(own.values())}
-            return {at: ([join(paths[key][len(at) :]) for key in below], rest) for at, below in own.items()}
+        left_out = (leaves.keys() - self.names.chosen) | {*match.missing}
+        sets = left_out, {*match.tensors}, {*match.values, *match.per_rank}
+        own = [keys_below({key: leaves[key].path for key in keys}, list(optimizers)) for keys in sets]
+        rest = LoadedKeys(*(keys.difference(*below.values()) for keys, below in zip(sets, own, strict=True)))
 
-        left_out = by_optimizer((leaves.keys() - self.names.chosen) | {*match.missing})
-        late = by_optimizer((*match.values, *match.per_rank))
-        return {join(at): PartialLoad(each, what, left_out[at], late[at]) for at, each in optimizers.items()}
+        def own_at(path: Path, below: Mapping[Path, Sequence[str]]) -> list[str]:
+            return [join(leaves[key].path[len(path) :]) for key in below[path]]
+
+        return {
+            join(path): PartialLoad(
+                each, what, LoadedKeys(left_out=own_at(path, own[0]), late=own_at(path, own[2])), rest
+            )
+            for path, each in optimizers.items()
+        }
 
     def _loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.
