@@ -10,6 +10,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
@@ -215,3 +216,33 @@ def test_what_differs_between_islands_is_refused_on_all_ranks(tmp_path):
             assert "islands: found 2 islands" in first and "as_island" in first, number
             assert "steps: found 1 local steps" in between, between
             assert_close(anchors, wanted)
+
+
+def syncs_after_a_validation():
+    """Trains, validates and syncs with `fully_shard` and without; returns whether all losses are the same."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("across", "island"))
+    inputs, seen = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)), torch.ones(8, 4)
+    losses = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        for module in (model[0], model) if sharded else ():
+            fully_shard(module, mesh=mesh["island"])
+        inner = shardopt.keyed("adamw", model.named_parameters(), lr=0.1, process_group=mesh["island"])
+        optimizer = shardopt.optim.SemiSync(inner, every=4, process_group=mesh["across"])
+        losses.append([])
+        for step in range(3):
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses[-1] += [loss.item(), model(seen).square().mean().item()]
+                if step == 1:
+                    optimizer.sync()
+                    losses[-1].append(model(seen).square().mean().item())
+    return losses[0] == pytest.approx(losses[1])
+
+
+def test_a_sync_after_a_validation_reaches_the_next_forward():
+    assert run_ranks(2, syncs_after_a_validation) == [True, True]

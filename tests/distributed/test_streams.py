@@ -280,3 +280,35 @@ def test_a_publisher_that_was_killed_leaves_whole_steps_and_goes_on(tmp_path, sh
     run_ranks(3, publish, root, "columns", [last, last + 1, last + 2] if last else [1, 2])
     assert follower.update().step == last + 2
     assert_same(app, values(last + 2))
+
+
+def into_named_tensors_after_a_forward(root):
+    """Loads, and follows, tensors by name after a forward; returns whether the next forward has them."""
+    mesh, inputs = init_device_mesh("cpu", (2,)), torch.ones(8, 4)
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+        return model, dict(model.named_parameters())
+
+    with torch.no_grad():
+        source, named = made(1)
+        wanted, found = source(inputs), []
+        checkpoint.save(f"{root}/saved", {"model": named})
+        with checkpoint.Publisher(f"{root}/published") as publisher:
+            publisher.publish(1, named).result()
+        for reads in ("load", "follow"):
+            model, named = made(2)
+            model(inputs)
+            if reads == "load":
+                checkpoint.load(f"{root}/saved", {"model": named})
+            else:
+                checkpoint.Follower(f"{root}/published", named).update()
+            found.append(torch.allclose(model(inputs), wanted))
+    return found
+
+
+def test_tensors_by_name_reach_the_next_forward_of_a_sharded_model(tmp_path):
+    assert run_ranks(2, into_named_tensors_after_a_forward, str(tmp_path)) == [[True, True]] * 2

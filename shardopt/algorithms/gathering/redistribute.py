@@ -70,7 +70,7 @@ class MatrixRedistributor:
         header = len(flags)
         sent = self._buffer(here.send_to_owner, header)
         if header:
-            own = torch.tensor(flags, dtype=self._dtype).to(self._device, non_blocking=True)
+            own = torch.tensor(flags, dtype=self._dtype, device="cpu").to(self._device, non_blocking=True)
             torch._foreach_copy_(_headers(here.send_to_owner, sent, header), [own] * len(here.send_to_owner.counts))
         for number, segments in _by_matrix(here.send_to_owner, sent, header):
             step, part = parts[number]

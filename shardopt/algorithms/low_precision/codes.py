@@ -139,7 +139,7 @@ def _first_code(signed: bool) -> int:
 def _table(signed: bool, device: torch.device) -> Tensor:
     """Returns the number that each of 256 codes stands for, fp32."""
     least = 2.0 ** -_BINADES[signed]
-    magnitudes = torch.arange(_SIGN if signed else 256, dtype=torch.int32)
+    magnitudes = torch.arange(_SIGN if signed else 256, dtype=torch.int32, device="cpu")
     bits = (magnitudes.clamp(max=8 * _BINADES[signed]) + _first_code(signed)) << _LOST
     values = (bits.view(torch.float32).double() - least) / (1 - least)
     values = torch.cat([values, -values]) if signed else values

@@ -24,6 +24,7 @@ from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_sca
 from shardopt.errors import CheckpointError, MismatchError
 from shardopt.runtime.accelerator import has_streams, on_stream, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
+from shardopt.runtime.torch_gradients import free_unsharded_parameters
 from shardopt.sharding.pieces import View
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -133,6 +134,7 @@ class Staged:
         wait_for_copies()  # a save in the background may still be copying what this changes
         targets = [part.request.target for part in self.parts]
         wait_for_reads(targets)
+        free_unsharded_parameters()  # which the next forward would take in place of what is changed here
         increment_version(targets)
         with torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext():
             for target, memory in self._copies:
