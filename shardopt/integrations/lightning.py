@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationSchedule
 
 from shardopt.checkpoint import Manager
 from shardopt.data.random_state import RandomState
+from shardopt.errors import OptionError, Problem
 from shardopt.integrations.lightning_state import (
     METRICS,
     LoaderStates,
@@ -84,6 +85,16 @@ class ShardoptCheckpoint(Checkpoint):
         self._metrics = framework.value.get(METRICS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts back what Lightning has changed since the restore.
+
+        Raises:
+            OptionError: Lightning has loaded a `ckpt_path` over what was restored.
+        """
+        if self.restored and trainer.ckpt_path is not None:
+            found = f"{trainer.ckpt_path}, and step {self.restored} in the callback's root"
+            remedy = "leave ckpt_path out to resume that step, or give ShardoptCheckpoint another root"
+            problem = Problem("ckpt_path", found, "one checkpoint to resume from", remedy)
+            raise OptionError("a fit would mix two checkpoints", [problem], code="framework")
         # Lightning has put in a handler since, in which the rank that got the signal alone begins a collective.
         self._run.take_signal_back()
         self._loaders.load_positions(trainer.train_dataloader)

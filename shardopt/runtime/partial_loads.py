@@ -1,14 +1,14 @@
 """Optimizers that are half changed, by a load or an outer step that did not end well.
 
-One is marked, with all of its parts, as soon as something of it, or of its app, may be changed and the rest not, until
-a load that leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a view
-of them, or within a composite.
+One is marked, with all of its parts, as soon as something of it, or of its parameters, may be changed and the rest not,
+until a load that leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a
+view of them, or within a composite.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,22 +32,13 @@ class _Mark:
         what: did not end well.
         is_of_app: whether it was of more than optimizers, so that only another load of that kind mends it.
         left_out: the keys that it cannot have changed, as the next load names them.
-        rest: the keys of what else its app has, besides optimizers, that it may have changed.
+        params: the ids of parameters that it may have changed, which their optimizer keeps.
     """
 
     what: str
     is_of_app: bool = False
     left_out: frozenset[str] = frozenset()
-    rest: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class LoadedKeys:
-    """Keys that are left out by a load, filled as it reads, and changed once all is read; on one rank."""
-
-    left_out: Collection[str] = ()
-    read: Collection[str] = ()
-    late: Collection[str] = ()
+    params: frozenset[int] = frozenset()
 
 
 _marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -60,23 +51,28 @@ class PartialLoad:
     Args:
         optimizer: is loaded, or what it is a view of.
         what: the load, in errors.
-        own: the keys of this optimizer's state; those that are read are not looked at.
-        rest: the keys of what else the app has, besides optimizers.
+        left_out, late: the keys of this optimizer's state, on this rank, that it leaves out, and that it changes once
+            all is read.
+        params: the ids of this optimizer's parameters that it reads.
     """
 
     def __init__(
-        self, optimizer: Optimizer, what: str, own: LoadedKeys = LoadedKeys(), rest: LoadedKeys = LoadedKeys()
+        self,
+        optimizer: Optimizer,
+        what: str,
+        left_out: Iterable[str] = (),
+        late: Iterable[str] = (),
+        params: Iterable[int] = (),
     ) -> None:
-        self._rest = rest
-        self._mark = _Mark(what, True, frozenset(own.left_out), frozenset((*rest.read, *rest.late)))
-        self._while_reading = _Mark(what, True, frozenset((*own.left_out, *own.late)), frozenset(rest.read))
+        self._mark = _Mark(what, True, frozenset(left_out), frozenset(params))
+        self._while_reading = _Mark(what, True, self._mark.left_out.union(late), self._mark.params)
         self._before = {node: _mark_of(node) for node in _nodes(optimizer)}
 
     @property
     def mends(self) -> bool:
         """Whether it replaces all that earlier ones may have changed; local to the rank."""
         return all(
-            mark is None or (self._mark.left_out <= mark.left_out and mark.rest.isdisjoint(self._rest.left_out))
+            mark is None or (self._mark.left_out <= mark.left_out and mark.params <= self._mark.params)
             for mark in self._before.values()
         )
 
@@ -184,8 +180,8 @@ def _put(node: Optimizer, mark: _Mark) -> None:
         return
     if earlier.is_of_app and not mark.is_of_app:
         mark, earlier = earlier, mark
-    left_out, rest = mark.left_out & earlier.left_out, mark.rest | earlier.rest
-    _marks[node] = _Mark(mark.what, mark.is_of_app, left_out, rest), _marks[node][1]
+    left_out, params = mark.left_out & earlier.left_out, mark.params | earlier.params
+    _marks[node] = _Mark(mark.what, mark.is_of_app, left_out, params), _marks[node][1]
 
 
 def _unmark(node: Optimizer) -> None:

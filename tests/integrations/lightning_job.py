@@ -6,6 +6,7 @@ import signal
 import warnings
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -234,6 +235,7 @@ def fit_and_evaluate(folder, saved_by):
 
     import shardopt
     from shardopt import checkpoint
+    from shardopt.errors import OptionError
     from shardopt.integrations.lightning import ShardoptCheckpoint
     from shardopt.integrations.lightning_strategy import ShardoptMixin
 
@@ -271,6 +273,9 @@ def fit_and_evaluate(folder, saved_by):
     fitting.fit(trained, batches)
     path = saving.best_model_path if saved_by == "strategy" else checkpoint.Manager(folder).path(4)
     found = {}
+    if saved_by == "callback":
+        with pytest.raises(OptionError, match="a fit would mix two checkpoints"):
+            trainer(ShardoptCheckpoint(folder)).fit(Module(), batches, ckpt_path=path)
     for verb in ("validate", "test", "predict"):
         module = Module()
         evaluating = trainer()

@@ -115,8 +115,9 @@ def warn_of_what_is_left(what: str, is_undone: bool, marked: Sequence[str]) -> N
     """
     if is_undone:
         _log.warning(
-            "%s: parameters were loaded without their fp32 masters. The next step, or load of the optimizer, makes "
-            "them of these again. To train on from them, load the optimizer too, or make a new one [optimizer-state]",
+            "%s: parameters were loaded without their fp32 masters. The next step makes them of the masters that are "
+            "here. To train on from what was loaded, load the optimizer of that checkpoint too, or make a new one "
+            "[optimizer-state]",
             what,
         )
     if marked:

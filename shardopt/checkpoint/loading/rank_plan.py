@@ -27,11 +27,11 @@ from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import MismatchError, OptionError, Problem, StateError
 from shardopt.ranks import Ranks
-from shardopt.runtime.partial_loads import LoadedKeys, PartialLoad
+from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
-from shardopt.state.param_groups import refuse_unmatched
+from shardopt.state.param_groups import PARAMS, refuse_unmatched
 from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState
 
@@ -118,18 +118,18 @@ class RankPlan:
         leaves, match = self.flat.leaves, self.match
         optimizers = {each.path: each.object for each in self.flat.targets if isinstance(each.object, Optimizer)}
 
-        left_out = (leaves.keys() - self.names.chosen) | {*match.missing}
-        sets = left_out, {*match.tensors}, {*match.values, *match.per_rank}
-        own = [keys_below({key: leaves[key].path for key in keys}, list(optimizers)) for keys in sets]
-        rest = LoadedKeys(*(keys.difference(*below.values()) for keys, below in zip(sets, own, strict=True)))
+        if not optimizers:
+            return {}
+        read = {id(leaves[key].value) for key in match.tensors}
 
-        def own_at(path: Path, below: Mapping[Path, Sequence[str]]) -> list[str]:
-            return [join(leaves[key].path[len(path) :]) for key in below[path]]
+        def own_keys(keys: Iterable[str]) -> dict[Path, list[str]]:
+            below = keys_below({key: leaves[key].path for key in keys}, list(optimizers))
+            return {path: [join(leaves[key].path[len(path) :]) for key in own] for path, own in below.items()}
 
+        left_out = own_keys((leaves.keys() - self.names.chosen) | {*match.missing})
+        late = own_keys((*match.values, *match.per_rank))
         return {
-            join(path): PartialLoad(
-                each, what, LoadedKeys(left_out=own_at(path, own[0]), late=own_at(path, own[2])), rest
-            )
+            join(path): PartialLoad(each, what, left_out[path], late[path], read.intersection(_ids_of_params(each)))
             for path, each in optimizers.items()
         }
 
@@ -148,6 +148,10 @@ class RankPlan:
         return {
             join(path): [_hash(sorted(keys)), _hash(sorted(loaded.intersection(keys)))] for path, keys in own.items()
         }
+
+
+def _ids_of_params(optimizer: Optimizer) -> Iterable[int]:
+    return (id(param) for group in optimizer.param_groups for param in group[PARAMS])
 
 
 def _hash(keys: Sequence[str]) -> str:

@@ -94,8 +94,8 @@ def _fits(
     try:
         names = names_in_app(reader, flat, select, rename, skip)
     except MismatchError as error:
-        # The load then says which keys get one name; unless they are new ones, which lack what some rules would change.
-        return error.code == "bad-rules" and rename is not None and _all_match(reader, rename)
+        # The load then says which keys get one name; unless these are the new names.
+        return error.code == "bad-rules" and rename is not None and not _may_be_new(reader, flat, rename)
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
     absent = []
     for key in names.chosen:
@@ -108,15 +108,21 @@ def _fits(
     return may_grow(flat, names, select, absent)
 
 
-def _all_match(reader: CheckpointReader, rename: Mapping[str, str]) -> bool:
-    """Whether each of these rules, applied in turn, changes some key of a checkpoint."""
-    left = dict(rename)
-    for key in (*reader.manifest.tensors, *reader.manifest.values):
+def _may_be_new(reader: CheckpointReader, flat: FlatState, rename: Mapping[str, str]) -> bool:
+    """Whether a checkpoint may have the names that these rules give: they change keys of the app's, and not each does.
+
+    As where rules shift names: that of the first name finds none any more.
+    """
+    manifest, idle = reader.manifest, dict(rename)
+    for key in (*manifest.tensors, *manifest.values, *manifest.per_rank):
+        renamed = key
         for pattern, into in rename.items():
-            key, changes = re.subn(pattern, into, key)
+            renamed, changes = re.subn(pattern, into, renamed)
             if changes:
-                left.pop(pattern, None)
-    return not left
+                idle.pop(pattern, None)
+        if renamed != key and key not in flat.leaves:
+            return False
+    return bool(idle)
 
 
 def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:

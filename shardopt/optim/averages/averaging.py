@@ -368,7 +368,7 @@ class Averaging:
 
     def _pairs(self) -> Iterator[Pair]:
         """Yields each average with its local tensor. Averages follow weights that moved to another device."""
-        refuse_replaced(self._places.replaced())
+        refuse_replaced(self._places.replaced(also_modules=self.n_averaged == 0))
         tensors = self._tensors()
         for name, averages in self._averages.items():
             weights = local_tensors(tensors[name]) if name in tensors else ()

@@ -169,6 +169,18 @@ def test_what_a_load_changes_last_is_whole_where_it_ended_before_that(tmp_path):
     refuses(optimizer.step)
 
 
+def test_a_load_mends_an_optimizer_once_it_replaces_its_parameters_too_and_nothing_else_counts(tmp_path):
+    model, optimizer = stepped()
+    app = {"model": model, "optimizer": optimizer, "other": torch.zeros(3)}
+    checkpoint.save(tmp_path / "c", app)
+    interrupted_load(tmp_path / "c", app)
+    ignoring = checkpoint.Strictness(unexpected="ignore")
+    checkpoint.load(tmp_path / "c", {"optimizer": optimizer}, strict=ignoring)
+    refuses(optimizer.step)
+    checkpoint.load(tmp_path / "c", app, select=r"^(model|optimizer)")
+    optimizer.step()
+
+
 def test_a_load_of_less_of_the_model_than_an_interrupted_one_mends_no_optimizer_and_says_so(tmp_path, caplog):
     def with_(layers):
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))

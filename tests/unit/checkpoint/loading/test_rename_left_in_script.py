@@ -102,6 +102,9 @@ def test_a_rule_that_gives_a_name_that_is_taken_is_refused_also_where_all_fits_a
         app = {"model": app_of("first", "second")["model"]}
         with pytest.raises(MismatchError, match="one name"):
             checkpoint.load(url, app, select=r"^model\.", rename={r"^model\.second": "model.first"})
+        with pytest.raises(MismatchError, match="one name"):  # also beside a rule that finds nothing
+            idle = {r"^model\.second": "model.first", r"^model\.third": "model.second"}
+            checkpoint.load(url, {"model": Pair("first")}, select=r"^model\.", rename=idle)
         averages = {r"^model\.first": "own", r"^model\.second": "model.first"}
         checkpoint.load(url, app, select=r"^model\.first", rename=averages)
         assert next(app["model"].parameters()).flatten()[0] == 2
