@@ -36,6 +36,7 @@ TEXTS = {
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
     "To go on from those of the groups, make it again": "tests/unit/optim/test_schedule_rates.py follows it",
     "to the rate of the schedule, and call save_param": "tests/unit/optim/test_schedule_rates.py follows it",
+    "an earlier load or outer step did not end well": "tests/unit/runtime/test_partial_loads.py follows it",
     "call update() once before the load": "tests/unit/optim/test_averaging.py follows it",
     "where it is cut give each rank two rows": "tests/unit/sharding/test_traceable.py",
     "resumes from what was saved since, and begins": "tests/unit/checkpoint/run/test_restore.py follows it",
