@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
+from shardopt.checkpoint.run.root import record_in
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, UnreadableError
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -66,7 +67,7 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     root, name = beside
     where = f"{root.url}/{record_name(name)}"
     try:
-        data = _read(root, record_name(name))
+        data = record_in(root, record_name(name))
         if data is None:
             return {}
         record = load_json(data, where)
@@ -103,18 +104,9 @@ def record_name(name: str) -> str:
     return f"{name}.{METRICS_NAME}"
 
 
-def _read(storage: Storage, name: str) -> bytes | None:
-    """Returns the bytes of a record; None if there is none. Raises CheckpointError, with its URL."""
-    with wrap_os_errors(f"read {storage.url}/{name}"):
-        try:
-            return storage.read_record(name)
-        except FileNotFoundError:
-            return None
-
-
 def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:
     """Reads the metrics of an old checkpoint, which had a file for them instead of its manifest."""
-    data = _read(checkpoint, METRICS_NAME)
+    data = record_in(checkpoint, METRICS_NAME)
     where = f"{checkpoint.url}/{METRICS_NAME}"
     try:
         return {} if data is None else {name: float(value) for name, value in load_json(data, where).items()}

@@ -91,13 +91,13 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> RunIdentity | None:
     Raises:
         CheckpointError: it cannot be read. CorruptionError: it is damaged.
     """
-    data = _record_in(storage, name)
+    data = record_in(storage, name)
     return None if data is None else decode_run(data, f"{storage.url}/{name}")
 
 
-def _record_in(storage: Storage, name: str) -> bytes | None:
-    """Returns the bytes of a record; None if it is not there. Raises CheckpointError and CorruptionError."""
-    with wrap_os_errors(f"look into {storage.url}"):
+def record_in(storage: Storage, name: str) -> bytes | None:
+    """Returns the bytes of a record; None if it is not there. Raises CheckpointError with its URL."""
+    with wrap_os_errors(f"read {storage.url}/{name}"):
         try:
             return storage.read_record(name)
         except FileNotFoundError:
@@ -188,7 +188,7 @@ class Root:
 
     def _stream(self) -> str | None:
         """Returns the identity of the stream; None without a record. Raises CheckpointError and CorruptionError."""
-        data = _record_in(self.storage, STREAM_NAME)
+        data = record_in(self.storage, STREAM_NAME)
         if data is None:
             return None
         wire = unpack_record(data, f"{self.url}/{STREAM_NAME}")

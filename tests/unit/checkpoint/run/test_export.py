@@ -55,9 +55,9 @@ def test_the_best_one_stays_also_in_the_next_process(tmp_path):
     assert exported(tmp_path / "hf") == ("step-00000006", 6.0)
 
 
-def test_a_checkpoint_that_waits_for_its_export_is_not_removed(tmp_path, monkeypatch):
-    """Exports are slower than saves here: those in between are left out, and the last is whole."""
-    go_on, began, convert_on = threading.Event(), threading.Event(), module.convert_on
+def exports_that_wait(monkeypatch):
+    """Has exports wait in their middle; returns an event that one has begun, and one for all to go on."""
+    began, go_on, convert_on = threading.Event(), threading.Event(), module.convert_on
 
     def slowly(*args):
         began.set()
@@ -65,6 +65,12 @@ def test_a_checkpoint_that_waits_for_its_export_is_not_removed(tmp_path, monkeyp
         return convert_on(*args)
 
     monkeypatch.setattr(module, "convert_on", slowly)
+    return began, go_on
+
+
+def test_a_checkpoint_that_waits_for_its_export_is_not_removed(tmp_path, monkeypatch):
+    """Exports are slower than saves here: those in between are left out, and the last is whole."""
+    began, go_on = exports_that_wait(monkeypatch)
     export = checkpoint.Export(tmp_path / "hf", rename={r"^model\.": ""})
     manager = checkpoint.Manager(tmp_path / "run", keep=1, export=export)
     manager.save(1, app(1))
@@ -334,14 +340,7 @@ def test_an_export_that_does_not_fit_what_gets_metrics_after_its_save(tmp_path, 
 
 
 def test_what_was_noted_last_of_a_step_that_waits_counts(tmp_path, monkeypatch):
-    go_on, began, convert_on = threading.Event(), threading.Event(), module.convert_on
-
-    def slowly(*args):
-        began.set()
-        assert go_on.wait(30)
-        return convert_on(*args)
-
-    monkeypatch.setattr(module, "convert_on", slowly)
+    began, go_on = exports_that_wait(monkeypatch)
     with manager_at(tmp_path, ("loss", "min")) as manager:
         manager.save(1, app(1), metrics={"loss": 0.5})
         assert began.wait(30)
@@ -396,14 +395,7 @@ def test_an_export_stays_while_the_next_one_fails(tmp_path, monkeypatch, of):
 
 
 def test_delete_waits_for_an_export_of_the_step(tmp_path, monkeypatch):
-    began, go_on, convert_on = threading.Event(), threading.Event(), module.convert_on
-
-    def slowly(*args):
-        began.set()
-        assert go_on.wait(30)
-        return convert_on(*args)
-
-    monkeypatch.setattr(module, "convert_on", slowly)
+    began, go_on = exports_that_wait(monkeypatch)
     with manager_at(tmp_path) as manager:
         manager.save(1, app(1))
         assert began.wait(30)
