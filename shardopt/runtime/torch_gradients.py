@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
@@ -96,14 +96,19 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-def free_unsharded_parameters() -> None:
-    """Makes all `fully_shard` modules in this process use their sharded parameters. Local.
+def free_unsharded_parameters(modules: Iterable[nn.Module] | None = None) -> None:
+    """Makes `fully_shard` modules use their sharded parameters. Local.
 
-    A forward without a backward leaves unsharded copies (the root's always), which the next forward would take although
-    the shards have changed since. Parameters do not know their modules; torch has a list of all.
+    A forward without a backward leaves unsharded copies (the root's always), and `unshard(async_op=True)` those that it
+    is gathering still. The next forward would take them although the shards have changed since.
+
+    Args:
+        modules: None are all in this process: parameters do not know their modules, but torch has a list.
     """
-    for module in list(_module_state_mapping):
+    for module in list(_module_state_mapping) if modules is None else modules:
         if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group.wait_for_unshard()  # `reshard` frees no gather under way; a no-op without one
             module.reshard()
 
 

@@ -81,6 +81,7 @@ def average_and_swap(kind):
         net(batch(50))  # leaves the root's unsharded weights behind
         averaging.state_dict()  # does not take these for other parameters
         expected, own = theirs(batch(51)), net(batch(51))
+    net[0].unshard(async_op=True)  # nor does what is gathered meanwhile, of the weights
     memory = [parameter.to_local().data_ptr() for parameter in optimizer.params.values()]
     with averaging.swap(), torch.no_grad():
         swapped, actual = weights(net), net(batch(51))

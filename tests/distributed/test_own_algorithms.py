@@ -254,6 +254,8 @@ def with_fully_shard(folder):
             optimizer.eval()
             with torch.no_grad():
                 evaluated = model(batch)
+            if model is net:
+                net[0].unshard(async_op=True)  # of the averages, while the weights take their place
             optimizer.train()
         pairs.append((optimizer, evaluated))
     (sharded, one), (alone, other) = pairs

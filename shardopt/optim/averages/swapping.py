@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.averages.tensors import Pair, refuse_other_shapes
 from shardopt.runtime.accelerator import wait_for_reads
+from shardopt.runtime.torch_gradients import free_unsharded_parameters
 from shardopt.sharding.swapped import note_swapped, note_swapped_back
 from shardopt.sharding.view import local_tensors
 
@@ -132,7 +132,7 @@ class Places:
         """
         if self._are_as_seen() and not also_modules:
             return []
-        reshard(self._model)  # after a forward unsharded parameters may stand in their place
+        free_unsharded_parameters(self._model.modules())  # which may stand in their place
         now = {id(param) for param in self._model.parameters()}
         return [name for name, param in self._params.items() if id(param) not in now]
 
@@ -146,14 +146,3 @@ def refuse_replaced(names: Iterable[str]) -> None:
     problems = [Problem(name, *texts) for name in names]
     if problems:
         raise StateError("a model has changed", problems, code="averages")
-
-
-def reshard(model: nn.Module) -> None:
-    """Makes `fully_shard`'s modules use their sharded parameters. Local.
-
-    A forward without a backward leaves unsharded copies (the root's always), which the next forward would take
-    although the shards have changed since.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

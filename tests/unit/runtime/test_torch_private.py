@@ -322,6 +322,19 @@ def test_modules_of_fully_shard_are_listed_also_where_they_are_frozen():
         assert isinstance(module.weight, DTensor)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gather_of_fully_shard_that_is_under_way_is_freed(ranks):
+    with fake_rank(0, ranks):
+        module = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (ranks,)))
+        module.unshard(async_op=True)
+        free_unsharded_parameters()
+        assert isinstance(module.weight, DTensor)
+        with torch.no_grad():
+            module.weight.to_local().fill_(7)
+            module(torch.ones(1, 2))
+        assert not isinstance(module.weight, DTensor) and (module.weight[0] == 7).all()  # this rank's row
+
+
 def test_modes_of_a_program_are_seen():
     assert not has_modes()
     for mode in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta")):
