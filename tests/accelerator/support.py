@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
 from tests.standin import build
@@ -20,6 +21,28 @@ each_kind = pytest.mark.parametrize(
     "kind", [pytest.param("standin", marks=needs_standin), pytest.param("cuda", marks=needs_gpu)]
 )
 """Runs a test with `kind` on the stand-in, and on a GPU where there is one."""
+
+
+class CopiesToHost(TorchDispatchMode):
+    """Counts what this thread copies from accelerators to the host.
+
+    Attributes:
+        sizes: the bytes of each copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name, pairs = func.__name__.split(".")[0], []
+        if name == "_to_copy":
+            pairs = [(made, args[0])]
+        elif name in ("copy_", "_foreach_copy_"):
+            pairs = [(args[0], args[1])] if name == "copy_" else [*zip(*args[:2], strict=True)]
+        self.sizes += [to.nbytes for to, source in pairs if to.is_cpu and not source.is_cpu]
+        return made
 
 
 def on_accelerator(

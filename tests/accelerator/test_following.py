@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
-from tests.accelerator.support import each_kind, on_accelerator
+from tests.accelerator.support import CopiesToHost, each_kind, on_accelerator
 from tests.support.in_bits import by_hand
 
 SHAPES = {"wide": (700, 300), "deep": (3, 90, 110), "small": (12,), "table": (90_000, 2)}
@@ -67,6 +67,46 @@ def followed(accelerator):
 @each_kind
 def test_weights_of_a_device_are_published_and_followed(kind):
     assert on_accelerator(1, followed, kind=kind) == [[]]
+
+
+def copied_by_updates(accelerator):
+    """Updates weights, one of which somebody else has changed; returns what is copied to the host, by app and step."""
+    device = torch.device(accelerator.KIND, 0)
+    folder, found = tempfile.mkdtemp(), {}
+    weights = {name: torch.randn(900, 600).bfloat16().to(device) for name in ("a", "b")}
+    apps = {
+        "same": {name: torch.zeros_like(each) for name, each in weights.items()},
+        "fp32": {name: torch.zeros(each.shape, device=device) for name, each in weights.items()},
+        "columns": {name: torch.zeros(900, 1200, dtype=each.dtype, device=device) for name, each in weights.items()},
+    }
+    apps["columns"] = {name: each[:, ::2] for name, each in apps["columns"].items()}
+    strict = checkpoint.Strictness(dtype="cast")
+    followers = {name: checkpoint.Follower(folder, app, strict=strict) for name, app in apps.items()}
+    try:
+        with checkpoint.Publisher(folder, durable=False) as publisher:
+            for step in range(3):
+                for each in weights.values():
+                    each[step::50] *= 2
+                publisher.publish(step, weights).result()
+                for name, follower in followers.items():
+                    apps[name]["b"][7, -1] += step == 2
+                    with CopiesToHost() as copies:
+                        report = follower.update()
+                    right = all(torch.equal(apps[name][key], weights[key].to(apps[name][key].dtype)) for key in weights)
+                    found[name, step] = (right, report.whole, len(copies.sizes), sum(copies.sizes))
+        return found
+    finally:
+        shutil.rmtree(folder)
+
+
+@each_kind
+def test_weights_are_known_again_without_a_copy_of_them(kind):
+    (found,) = on_accelerator(1, copied_by_updates, kind=kind)
+    hashed_after, hashed_before_too = (2, 16), (4, 32)  # of two weights, 8 bytes for each 8 MiB
+    for name in ("same", "fp32", "columns"):
+        assert found[name, 0] == (True, 2, *hashed_after)
+        assert found[name, 1] == (True, 0, *hashed_before_too)
+        assert found[name, 2] == (True, 1, *hashed_before_too)
 
 
 RULES = [

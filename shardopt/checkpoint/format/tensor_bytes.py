@@ -77,6 +77,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor in C order, uint8, on its device: a view if it is contiguous, else of a copy."""
+    tensor = tensor.detach().contiguous()
+    # Not by `view(-1)`: any stride of one element is contiguous, and stays.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 # Not `ctypes.memmove`, which releases the interpreter's lock: threads that copy a few bytes would wait for one another.
 move_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
 """Copies bytes: destination address, source address, number of bytes. The caller guarantees both addresses."""

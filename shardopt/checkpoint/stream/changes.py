@@ -12,27 +12,54 @@ import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
-from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, flat_bytes, is_plain_memory, torch_dtype
 from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.saving.writing.device_stream import to_host
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.checkpoint.sources.reading.read_plan import position_of
 from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import WINDOW_SEGMENTS, Link, box_of
+from shardopt.runtime.accelerator import has_streams
+from shardopt.sharding.box import cut_in_order, whole
+from shardopt.sharding.pieces import narrowed
 
 _WINDOW_BYTES = WINDOW_SEGMENTS * SEGMENT_BYTES
 _HASHED_BYTES = 8 << 20  # of an accelerator's memory at a time
+_LEAST_BYTES = 1 << 20  # that an accelerator hashes; fewer are sooner copied than its kernels are launched
+
+# Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014), as numbers with signs.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIXING = (30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)
 
 
 def digest_of_memory(tensor: Tensor) -> bytes:
-    """Returns a hash of a tensor's elements, by which it is known again."""
-    running = xxhash.xxh3_64()
-    pieces: Sequence[Tensor] = [tensor]
+    """Returns a hash of a tensor's elements, by which it is known again.
+
+    An accelerator computes it of large memory: 8 bytes for each 8 MiB are copied to the host, in one wait for it.
+    """
+    running, pieces = xxhash.xxh3_64(), [tensor.detach()]
     if tensor.dim() and not is_plain_memory(tensor):
-        pieces = torch.split(tensor.detach(), max(_HASHED_BYTES // max(tensor[:1].nbytes, 1), 1))
+        boxes = cut_in_order(whole(tensor.shape), _HASHED_BYTES // tensor.itemsize)
+        pieces = [narrowed(pieces[0], box) for box in boxes]
+        if tensor.nbytes >= _LEAST_BYTES and has_streams(tensor.device):
+            pieces = [torch.stack([*map(print_of, pieces)])]
     for piece in pieces:
         running.update(bytes_of(piece if is_plain_memory(piece) else to_host(piece)))
     return running.digest()
+
+
+def print_of(piece: Tensor) -> Tensor:
+    """Returns 64 bits of a tensor of any dtype, int64 on its device: the sum of its words of 8 bytes, each mixed.
+
+    SplitMix64 mixes a word with its place. That is one to one: another word at a place gives another sum.
+    """
+    flat = flat_bytes(piece)
+    words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+    words = words + torch.arange(len(words), device=words.device) * _GOLDEN
+    for shift, factor in _MIXING:
+        words ^= (words >> shift) & ((1 << 64 - shift) - 1)  # torch shifts the sign in
+        words *= factor
+    return words.sum()
 
 
 class Scatter(NamedTuple):

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.assign import Member
-from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, flat_bytes, is_plain_memory
 from shardopt.sharding.box import Box, cut_in_order, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, narrowed
@@ -138,7 +138,7 @@ def is_shared(layout: Layout, box: Box) -> bool:
 def sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the "sampled" parts of a tensor, at most 64 KiB, as flat byte tensors on its device."""
     for piece in _sampled_pieces(_as_integers(tensor)):
-        yield piece.reshape(-1).view(torch.uint8)
+        yield flat_bytes(piece)
 
 
 def hash_of(sample: Tensor) -> str:
@@ -179,7 +179,7 @@ def _hashes_from_device(
     running = {i: xxhash.xxh3_64() for i in numbers}
     with torch.no_grad():
         for batch in _batches((i, piece) for i in numbers for piece in pieces_of(_as_integers(tensors[i]))):
-            flat = [piece.reshape(-1).view(torch.uint8) for _, piece in batch]
+            flat = [flat_bytes(piece) for _, piece in batch]
             together = bytes_of(torch.cat(flat).cpu())
             for (i, _), piece in zip(batch, flat, strict=True):
                 running[i].update(together[: piece.numel()])
