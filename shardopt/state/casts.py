@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import floor, inf, log2
 
@@ -29,32 +30,56 @@ def has_fewer_exponents(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def lost_in_cast(source: Tensor, target: torch.dtype) -> float | None:
-    """Returns a number of a tensor that a dtype cannot hold; None if there is none.
+    """Returns a number of a tensor that a dtype cannot hold; None if there is none. See `lost_in_casts`."""
+    return lost_in_casts([(source, target)])[0]
 
-    What is rounded to the largest number is not lost, and neither is an infinity or NaN that stays one. Waits for the
-    device that the tensor is on.
+
+def lost_in_casts(casts: Sequence[tuple[Tensor, torch.dtype]]) -> list[float | None]:
+    """Returns for each tensor a number that a dtype cannot hold; None if there is none.
+
+    What is rounded to the largest number is not lost, and neither is an infinity or NaN that stays one. Waits once for
+    each device; more often where there are numbers above the largest one.
 
     Args:
-        source: of a floating-point or complex dtype.
-        target: a floating-point or complex dtype.
+        casts: tensors and dtypes, both floating-point or complex.
     """
-    if not may_lose(source.dtype, target):
-        return None
-    target = _real(target)
-    for run in (torch.view_as_real(source) if source.is_complex() else source).reshape(-1).split(_RUN):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        wide = run.to(torch.promote_types(run.dtype, torch.float32) if run.itemsize > 1 else torch.float32)
-        if not wide.numel():
-            continue
-        least, greatest = torch.aminmax(wide)  # in one pass, without a copy
-        if bool(torch.maximum(-least, greatest) <= torch.finfo(target).max):  # NaN is not
-            continue
-        back = run.to(target).to(wide.dtype)
-        # A conversion may stop at the largest number; torch's to float8_e4m3fn does, for infinities too.
-        beyond = ~back.isfinite() | (wide.abs() > _limit(target))
-        lost = wide[torch.where(wide.isfinite(), beyond, wide.isinf() & ~back.isinf())]
-        if lost.numel():
-            return float(lost[0])
-    return None
+    fits: dict[torch.device, list[Tensor]] = {}
+    for source, target in casts:
+        fits.setdefault(source.device, []).extend(_fits(run, target) for run in _runs(source, target))
+    fitting = {device: iter(torch.stack(each).tolist() if each else ()) for device, each in fits.items()}
+    found: list[float | None] = []
+    for source, target in casts:
+        doubtful = [run for run in _runs(source, target) if not next(fitting[source.device])]
+        found.append(next((each for run in doubtful if (each := _lost_in_run(run, target)) is not None), None))
+    return found
+
+
+def _runs(source: Tensor, target: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns the numbers of a tensor in runs, which bound the memory that it takes to look at them."""
+    if not source.numel() or not may_lose(source.dtype, target):
+        return ()
+    real = torch.view_as_real(source) if source.is_complex() else source
+    runs: tuple[Tensor, ...] = real.reshape(-1).split(_RUN)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return runs
+
+
+def _wide(run: Tensor) -> Tensor:
+    return run.to(torch.promote_types(run.dtype, torch.float32) if run.itemsize > 1 else torch.float32)
+
+
+def _fits(run: Tensor, target: torch.dtype) -> Tensor:
+    """Returns whether no number is above a dtype's largest one: a bool on the device, false if one is NaN."""
+    least, greatest = torch.aminmax(_wide(run))  # in one pass, without a copy
+    return torch.maximum(-least, greatest) <= torch.finfo(_real(target)).max
+
+
+def _lost_in_run(run: Tensor, target: torch.dtype) -> float | None:
+    wide, target = _wide(run), _real(target)
+    back = run.to(target).to(wide.dtype)
+    # A conversion may stop at the largest number; torch's to float8_e4m3fn does, for infinities too.
+    beyond = ~back.isfinite() | (wide.abs() > _limit(target))
+    lost = wide[torch.where(wide.isfinite(), beyond, wide.isinf() & ~back.isinf())]
+    return float(lost[0]) if lost.numel() else None
 
 
 def _limit(dtype: torch.dtype) -> float:

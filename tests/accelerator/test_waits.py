@@ -10,6 +10,7 @@ import shardopt
 from shardopt.checkpoint.saving.planning.replica_check import sampled_pieces
 from shardopt.nn import ShardedEmbeddingBag, Table, route
 from shardopt.ranks import ranks_of
+from shardopt.state.casts import lost_in_casts
 from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 OWN = ("lion", "ademamix", "adafactor", "lamb", "lars", "muon", "soap", "rowwiseadam", "rowwiseadagrad")
@@ -59,6 +60,27 @@ def samples(standin):
 def test_samples_of_views_are_taken_without_a_wait(kind):
     ((there, here),) = on_accelerator(1, samples, kind=kind)
     assert all(torch.equal(*pair) for pair in zip(there, here, strict=True))
+
+
+def casts(standin):
+    """Returns how often the host waits to look at tensors of several runs each, and what is found."""
+    small, large = torch.randn(8), torch.randn(5 << 19)
+    found = []
+    for spoilt in ([], [(1, 3 << 19, 1e9)]):
+        tensors = [small.double(), large.clone(), large.mul(1j)]
+        for which, place, value in spoilt:
+            tensors[which][place] = value
+        there = [(tensor.to(standin.KIND), torch.float16) for tensor in tensors]
+        standin.C.reset()
+        found.append((lost_in_casts(there), sum(standin.waits().values())))
+    return found
+
+
+@needs_standin
+def test_casts_are_looked_at_in_one_wait():
+    (((nothing, waits), (lost, more)),) = on_accelerator(1, casts)
+    assert nothing == [None] * 3 and waits == 1
+    assert lost == [None, 1e9, None] and more <= 4  # one run is looked at again
 
 
 def sums(standin):

@@ -26,7 +26,7 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.view import assemble, device_of, empty_local_tensor, local_tensors
-from shardopt.state.casts import lost_in_cast
+from shardopt.state.casts import lost_in_casts
 
 _CALL = "casting what is published"
 _REFUSED = "weights cannot be published in the dtypes of dtype=; nothing was published"
@@ -206,16 +206,20 @@ def _no_table(name: str, view: View, weights: Mapping[str, Tensor]) -> Iterator[
 
 def _lost(weights: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Iterator[Problem]:
     """Yields the weights that have a number which their dtype cannot hold; NaN and infinity stay what they are."""
-    for name, form in forms.items():
-        tensor = weights[name]
-        dtype = _dtype_of(tensor)
-        if dtype is None or not isinstance(form, torch.dtype):
-            continue
-        lost = next((each for local in local_tensors(tensor) if (each := lost_in_cast(local.detach(), form))), None)
-        if lost is not None:
-            problem = lost_problem(name, lost, dtype, form)
+    casts = [
+        (name, local.detach(), form)
+        for name, form in forms.items()
+        if isinstance(form, torch.dtype)
+        for local in local_tensors(weights[name])
+    ]
+    problems: dict[str, Problem] = {}
+    lost = lost_in_casts([(local, form) for _, local, form in casts])  # of all at once, for one wait
+    for (name, local, form), number in zip(casts, lost, strict=True):
+        if number is not None:
+            problem = lost_problem(name, number, local.dtype, form)
             remedy = "give it a wider dtype, by its name: dtype={regex: dtype, ...}"
-            yield Problem(name, problem.found, problem.required, remedy)
+            problems.setdefault(name, Problem(name, problem.found, problem.required, remedy))
+    yield from problems.values()
 
 
 def _too_large(views: Mapping[str, View], extremes: Mapping[str, list[Tensor]]) -> Iterator[Problem]:
