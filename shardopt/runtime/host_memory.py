@@ -26,7 +26,7 @@ from shardopt.errors import CheckpointError
 from shardopt.runtime.accelerator import await_copies, copies_from_pinned, pin, unpin
 
 LARGE_BYTES = 16 * mmap.PAGESIZE  # from here on a tensor is worth having the place within a page that it has in a file
-_ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 64  # of tensors, so that each may be viewed in its dtype
 _MOST_SPARE_BYTES = 64 << 20  # that are kept beside what is used, and as much as that
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _DONT_NEED = 4
@@ -74,7 +74,7 @@ class HostMemory:
             devices: dict[bool, torch.device] = {}
             for (dtype, shape, device), offset in zip(wanted, offsets or [None] * len(wanted), strict=True):
                 nbytes, pinned = shape.numel() * dtype.itemsize, copies_from_pinned(device)
-                begin = -(-totals[pinned] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                begin = -(-totals[pinned] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
                 if offset is not None and offset % dtype.itemsize == 0:  # else it was of another dtype
                     begin += (offset - begin) % mmap.PAGESIZE
                 elif offsets is not None and nbytes >= LARGE_BYTES:

@@ -238,7 +238,7 @@ def gathered(standin):
     whole = torch.randn(256, 1024)
     there = whole.to(standin.KIND).T
     before = standin.C.allocated()[0]
-    with mock.patch.object(device_stream, "BUFFER_BYTES", 1 << 16):
+    with mock.patch.multiple(device_stream, BUFFER_BYTES=1 << 16, _SMALL_BYTES=0):
         right = torch.equal(device_stream.to_host(there), whole.T)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.async_save(folder, {"x": there}).result(60)
@@ -252,3 +252,69 @@ def gathered(standin):
 def test_a_large_view_is_gathered_in_pieces():
     ((right, most),) = on_accelerator(1, gathered)
     assert right and most <= 4 << 16
+
+
+SMALL = [(), (3,), (0,), (17, 2), (1,), (64,), (4, 1, 5)] * 12
+DTYPES = "float32", "bfloat16", "uint8", "complex128", "bool", "float8_e4m3fn", "uint16", "float64", "complex64"
+
+
+def of_any_bits(shape, dtype):
+    """Returns a tensor of bits at random, NaN of all kinds among them."""
+    dtype = getattr(torch, dtype)
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(high, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def small_ones(standin):
+    """Saves tensors of many dtypes and sizes, which change right after; returns whether their bits are stored, and how
+    many copies each save took.
+    """
+    found = {}
+    for late, stage in itertools.product([False, True], ["save", "now", "lazy"]):
+        standin.C.late(late)
+        folder = tempfile.mkdtemp()
+        shapes = [*SMALL, (300, 300), *SMALL[:30]]
+        there = {str(i): of_any_bits(shape, DTYPES[i % len(DTYPES)]).to(standin.KIND) for i, shape in enumerate(shapes)}
+        there["view"] = torch.randn(40, 50).to(standin.KIND).t()[::2]
+        weights = {str(i): nn.Parameter(torch.randn(i, 5).to(standin.KIND)) for i in range(1, 10)}
+        optimizer = shardopt.keyed("sgd", weights, lr=0.5)
+        app = {"v": there, "w": weights, "optimizer": optimizer}
+        expected = [{name: each.detach().cpu() for name, each in tensors.items()} for tensors in (there, weights)]
+        counts = getattr(standin.C, "counts", dict)  # of the stand-in
+        before = counts().get("D2H beside", 0)
+        if stage == "save":
+            checkpoint.save(folder, app)
+        else:
+            pending = checkpoint.async_save(folder, app, stage=stage)
+            for value in there.values():
+                value.zero_()
+            for weight in weights.values():
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            pending.result(60)
+        copies = counts().get("D2H beside", 0) - before
+        stored = [{name: torch.zeros_like(each) for name, each in tensors.items()} for tensors in expected]
+        checkpoint.load(folder, {"v": stored[0], "w": stored[1]}, strict=False)
+        wrong = [
+            name
+            for got, wanted in zip(stored, expected, strict=True)
+            for name in wanted
+            if bits(got[name]) != bits(wanted[name])
+        ]
+        found[late, stage] = wrong, copies
+        shutil.rmtree(folder)
+    standin.C.late(False)
+    return found
+
+
+@each_kind
+def test_small_tensors_are_copied_together(kind):
+    with mock.patch("os.fsync"):
+        (found,) = on_accelerator(1, small_ones, kind=kind)
+    # A run, a large tensor, a run; a save begins its second buffer, and what is copied lazily has memory of its own.
+    copies = {"save": 4, "now": 3, "lazy": 4} if kind == "standin" else dict.fromkeys(["save", "now", "lazy"], 0)
+    assert found == {(late, stage): ([], copies[stage]) for late in (False, True) for stage in copies}

@@ -141,6 +141,15 @@ def sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield flat_bytes(piece)
 
 
+def sampled_copies(samples: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the places and the `sampled_pieces` of tensors, each given with the memory for all of its pieces."""
+    for memory, tensor in samples:
+        begin = 0
+        for piece in sampled_pieces(tensor):
+            yield memory[begin : begin + len(piece)], piece
+            begin += len(piece)
+
+
 def hash_of(sample: Tensor) -> str:
     """Returns the hash of the parts that `sampled_pieces` yielded, concatenated in host memory."""
     return xxhash.xxh3_64_hexdigest(bytes_of(sample))

@@ -3,11 +3,15 @@
     window      tensors whose bytes fill a buffer; those of the host among them stand for themselves
 
 Memory of the host and bytes in flight are bounded by the two buffers. They begin at pages, of 4 KiB or more.
+
+A copy to the host takes the caller microseconds, however small. So small tensors are first joined on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
 
@@ -18,13 +22,17 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.storage import FLUSH
 from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
-from shardopt.runtime.host_memory import HostMemory
+from shardopt.runtime.host_memory import ALIGNMENT_BYTES, HostMemory
 from shardopt.sharding.box import cut_in_order, whole
 from shardopt.sharding.pieces import narrowed
 
 BUFFER_BYTES = 64 * SEGMENT_BYTES
-_ALIGNMENT_BYTES = 64  # of tensors in a buffer, so that each may be viewed in its dtype
+_SMALL_BYTES = 64 << 10  # up to here a tensor is joined with its neighbours
+_JOINED_BYTES = 1 << 20  # of the device for them: what torch's allocator takes from its pool of small blocks
 _PAGE_BYTES = 4096
+_COPIED_EXACTLY = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+"""What lists of CUDA copy as it is: others by way of fp32, which changes bits of NaN, or not at all."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _MOST_MEMBERS = 4096  # of a window, which tensors of the host do not fill
 
 
@@ -74,6 +82,73 @@ def pieces_to_host(host: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tenso
         yield narrowed(host, box), narrowed(source, box)
 
 
+Pair = tuple[Tensor, Tensor]
+"""Contiguous host memory, and what is to be copied there: a tensor of its dtype and shape on an accelerator."""
+
+
+def begin_copies(device: torch.device, pairs: Sequence[Pair]) -> None:
+    """Begins copies from one device, on its stream for copies; where it has none, waits for them.
+
+    Args:
+        pairs: where neighbours in memory follow one another, small ones are copied together.
+    """
+    streams = has_streams(device)
+    with torch.no_grad(), on_stream(copy_stream(device)) if streams else nullcontext():
+        alone: list[Pair] = []
+        for run in _neighbours(pairs) if streams else [pairs]:
+            if streams and len(run) > 1:
+                _copy_together(device, run)
+            else:
+                alone += run
+        if alone:
+            hosts, sources = zip(*alone, strict=True)
+            torch._foreach_copy_(hosts, sources, non_blocking=streams)
+
+
+def _neighbours(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """Yields runs of small tensors between whose places there is nothing; any other tensor by itself."""
+    run: list[Pair] = []
+    first = place = 0  # of the run, and of what would be next in it
+    for pair in pairs:
+        begin, nbytes = pair[0].data_ptr(), pair[0].nbytes
+        is_small = nbytes <= _SMALL_BYTES and begin % ALIGNMENT_BYTES == 0
+        if run and not (is_small and begin == place and begin + nbytes <= first + _JOINED_BYTES):
+            yield run
+            run = []
+        if not run:
+            first = begin
+        run.append(pair)
+        place = -(-(begin + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if is_small else 0
+    if run:
+        yield run
+
+
+def _copy_together(device: torch.device, run: Sequence[Pair]) -> None:
+    """Begins one copy for neighbours, on the current stream, by way of memory of the device with the same distances."""
+    first = run[0][0].data_ptr()
+    nbytes = run[-1][0].data_ptr() + run[-1][0].nbytes - first
+    joined = torch.empty(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    by_dtype: dict[torch.dtype, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
+    for host, source in run:
+        dtype = host.dtype
+        if dtype not in _COPIED_EXACTLY:
+            dtype = _INTEGERS[dtype.itemsize]
+            source = source.view(dtype)
+        of_dtype = by_dtype.get(dtype)
+        if of_dtype is None:  # of one dtype a list takes few launches
+            of_dtype = by_dtype[dtype] = joined.view(dtype), [], []
+        memory, places, sources = of_dtype
+        places.append(memory.as_strided(host.shape, host.stride(), (host.data_ptr() - first) // dtype.itemsize))
+        sources.append(source)
+    for _, places, sources in by_dtype.values():
+        torch._foreach_copy_(places, sources)
+    storage = run[0][0].untyped_storage()
+    together = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        storage, first - storage.data_ptr(), (nbytes,), (1,)
+    )
+    together.copy_(joined[:nbytes], non_blocking=True)
+
+
 class _Window:
     """Tensors in order, each with its place in the buffer, or none if it is not streamed."""
 
@@ -92,21 +167,19 @@ class _Window:
         if streams:
             end = self._used + tensor.nbytes
             host = self._buffer[self._used : end].view(tensor.dtype).view(tensor.shape)
-            self._used = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._used = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._members.append((tensor, host))
 
     def begin(self) -> None:
         """Begins the copies, each on its device's stream. Does not wait."""
-        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        by_device: defaultdict[torch.device, list[Pair]] = defaultdict(list)
         for tensor, host in self._members:
             if host is not None:
-                hosts, sources = by_device.setdefault(tensor.device, ([], []))
-                hosts.append(host)
-                sources.append(tensor.detach())
-        for device, (hosts, sources) in by_device.items():
+                by_device[tensor.device].append((host, tensor.detach()))
+        for device, pairs in by_device.items():
+            begin_copies(device, pairs)
             stream = copy_stream(device)
-            with torch.no_grad(), on_stream(stream):
-                torch._foreach_copy_(hosts, sources, non_blocking=True)
+            with on_stream(stream):
                 event = torch.get_device_module(device).Event()
                 event.record(stream)
             self._copied.append((stream, event))

@@ -28,10 +28,10 @@ from shardopt.checkpoint.saving.planning.replica_check import (
     contents_of,
     hash_of,
     is_shared,
-    sampled_pieces,
+    sampled_copies,
 )
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
-from shardopt.checkpoint.saving.writing.device_stream import pieces_to_host
+from shardopt.checkpoint.saving.writing.device_stream import begin_copies, pieces_to_host
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
@@ -44,6 +44,7 @@ from shardopt.state.flatten import flatten
 from shardopt.state.state import FlatState, Tied
 
 LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
+_SAMPLED_TOGETHER = 64  # tensors, whose samples take up to 4 MiB of the device
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
 
 
@@ -267,14 +268,14 @@ class Staging:
         )
         memory.populate()
         samples: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        by_device: defaultdict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for (key, box, tensor), host in zip(places, hosts, strict=True):
             samples[key][box] = host
-            streams = has_streams(tensor.device)
-            with torch.no_grad(), on_stream(copy_stream(tensor.device)) if streams else nullcontext():
-                begin = 0
-                for piece in sampled_pieces(tensor):
-                    host[begin : begin + piece.numel()].copy_(piece, non_blocking=streams)
-                    begin += piece.numel()
+            by_device[tensor.device].append((host, tensor))
+        for device, pairs in by_device.items():
+            with torch.no_grad(), on_stream(copy_stream(device)) if has_streams(device) else nullcontext():
+                for at in range(0, len(pairs), _SAMPLED_TOGETHER):
+                    begin_copies(device, [*sampled_copies(pairs[at : at + _SAMPLED_TOGETHER])])
         self._samples = samples
 
     def _hosts_of(self, views: Mapping[str, View], later: Collection[str]) -> dict[bool, Iterator[Tensor]]:
@@ -378,11 +379,7 @@ def _copy_all(copies: Sequence[Copy]) -> None:
             for copy in group:
                 copy_on_host(copy.host, copy.source)
         else:
-            streams = has_streams(device)  # else the device has one queue, which the copies wait for
-            with torch.no_grad(), on_stream(copy_stream(device)) if streams else nullcontext():
-                pairs = [pair for copy in group for pair in pieces_to_host(copy.host, copy.source)]
-                hosts, sources = zip(*pairs, strict=True)
-                torch._foreach_copy_(hosts, sources, non_blocking=streams)
+            begin_copies(device, [pair for copy in group for pair in pieces_to_host(copy.host, copy.source)])
 
 
 def copy_on_host(host: Tensor, source: Tensor) -> None:
