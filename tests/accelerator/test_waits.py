@@ -1,5 +1,9 @@
 """What is to run without a wait of the host for the device, beside steps with rates that are numbers; and where."""
 
+import tempfile
+import threading
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
+from shardopt import checkpoint
 from shardopt.checkpoint.saving.planning.replica_check import sampled_pieces
+from shardopt.checkpoint.saving.writing.staging import Staging
 from shardopt.nn import ShardedEmbeddingBag, Table, route
 from shardopt.ranks import ranks_of
 from shardopt.state.casts import lost_in_casts
@@ -46,6 +52,37 @@ def test_steps_with_a_rate_on_the_device_wait_where_it_is_listed(kind):
     ((waiting, differing),) = on_accelerator(1, steps_with_rates_there, kind=kind)
     assert waiting == WAIT_FOR_A_RATE
     assert max(differing.values()) < 1e-4 and differing["muon"] < 1e-6, differing
+
+
+def calls_of_async_save(standin):
+    """Returns how often the host waits within the call, by stage and by where rates are."""
+    called, finish, found = threading.Event(), Staging.finish, {}
+
+    def after_the_call(staging, writes=None):
+        assert called.wait(30)
+        finish(staging, writes)
+
+    weights = {str(i): nn.Parameter(torch.randn(8, 8).to(standin.KIND)) for i in range(3)}
+    for place, rate in (("host", torch.tensor(0.5)), ("device", torch.tensor(0.5).to(standin.KIND))):
+        optimizer = shardopt.keyed("adamw", weights, lr=rate)
+        for weight in weights.values():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        for stage in ("now", "lazy"):
+            called.clear()
+            with tempfile.TemporaryDirectory() as folder, mock.patch.object(Staging, "finish", after_the_call):
+                standin.C.reset()
+                pending = checkpoint.async_save(folder, {"w": weights, "optimizer": optimizer}, stage=stage)
+                found[place, stage] = sum(standin.waits().values())
+                called.set()
+                pending.result(60)
+    return found
+
+
+@needs_standin
+def test_the_call_of_async_save_waits_for_rates_on_the_device_alone():
+    (found,) = on_accelerator(1, calls_of_async_save)
+    assert found == {("host", "now"): 0, ("host", "lazy"): 0, ("device", "now"): 1, ("device", "lazy"): 1}
 
 
 def samples(standin):
