@@ -102,7 +102,7 @@ def copied_by_updates(accelerator):
 @each_kind
 def test_weights_are_known_again_without_a_copy_of_them(kind):
     (found,) = on_accelerator(1, copied_by_updates, kind=kind)
-    hashed_after, hashed_before_too = (2, 16), (4, 32)  # of two weights, 8 bytes for each 8 MiB
+    hashed_after, hashed_before_too = (2, 16), (4, 32)  # of two weights, 8 bytes for each 4 MiB
     for name in ("same", "fp32", "columns"):
         assert found[name, 0] == (True, 2, *hashed_after)
         assert found[name, 1] == (True, 0, *hashed_before_too)

@@ -318,3 +318,27 @@ def test_small_tensors_are_copied_together(kind):
     # A run, a large tensor, a run; a save begins its second buffer, and what is copied lazily has memory of its own.
     copies = {"save": 4, "now": 3, "lazy": 4} if kind == "standin" else dict.fromkeys(["save", "now", "lazy"], 0)
     assert found == {(late, stage): ([], copies[stage]) for late in (False, True) for stage in copies}
+
+
+def on_a_full_device(standin):
+    """Saves small tensors where the device has no memory left; returns whether they are stored, and the copies."""
+    there = {str(i): torch.full((i,), float(i)).to(standin.KIND) for i in range(1, 9)}
+    empty = torch.empty
+
+    def none_left(*args, device=None, **kwargs):
+        if device is not None and torch.device(device).type == standin.KIND:
+            raise torch.OutOfMemoryError("no memory left")
+        return empty(*args, device=device, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(torch, "empty", none_left):
+        standin.C.reset()
+        checkpoint.async_save(folder, there).result(60)
+        copies = standin.C.counts()["D2H beside"]
+        stored = {name: torch.zeros(len(value), device="cpu") for name, value in there.items()}
+        checkpoint.load(folder, stored)
+    return all(torch.equal(stored[name], value.cpu()) for name, value in there.items()), copies
+
+
+@needs_standin
+def test_small_tensors_are_copied_alone_where_the_device_is_full():
+    assert on_accelerator(1, on_a_full_device) == [(True, 8)]

@@ -24,7 +24,7 @@ from shardopt.sharding.box import cut_in_order, whole
 from shardopt.sharding.pieces import narrowed
 
 _WINDOW_BYTES = WINDOW_SEGMENTS * SEGMENT_BYTES
-_HASHED_BYTES = 8 << 20  # of an accelerator's memory at a time
+_HASHED_BYTES = 4 << 20  # of an accelerator's memory at a time
 _LEAST_BYTES = 1 << 20  # that an accelerator hashes; fewer are sooner copied than its kernels are launched
 
 # Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014), as numbers with signs.
@@ -35,7 +35,7 @@ _MIXING = (30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 
 def digest_of_memory(tensor: Tensor) -> bytes:
     """Returns a hash of a tensor's elements, by which it is known again.
 
-    An accelerator computes it of large memory: 8 bytes for each 8 MiB are copied to the host, in one wait for it.
+    An accelerator computes it of large memory, in some MiB of its own: 8 bytes for each 4 MiB are copied to the host.
     """
     running, pieces = xxhash.xxh3_64(), [tensor.detach()]
     if tensor.dim() and not is_plain_memory(tensor):
@@ -54,10 +54,13 @@ def print_of(piece: Tensor) -> Tensor:
     SplitMix64 mixes a word with its place. That is one to one: another word at a place gives another sum.
     """
     flat = flat_bytes(piece)
-    words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
-    words = words + torch.arange(len(words), device=words.device) * _GOLDEN
+    words = torch.zeros(-(-len(flat) // 8), dtype=torch.int64, device=piece.device)
+    words.view(torch.uint8)[: len(flat)].copy_(flat)
+    other = torch.arange(len(words), device=piece.device)
+    words += other.mul_(_GOLDEN)
     for shift, factor in _MIXING:
-        words ^= (words >> shift) & ((1 << 64 - shift) - 1)  # torch shifts the sign in
+        torch.bitwise_right_shift(words, shift, out=other)  # which shifts the sign in
+        words ^= other.bitwise_and_((1 << 64 - shift) - 1)
         words *= factor
     return words.sum()
 

@@ -96,9 +96,7 @@ def begin_copies(device: torch.device, pairs: Sequence[Pair]) -> None:
     with torch.no_grad(), on_stream(copy_stream(device)) if streams else nullcontext():
         alone: list[Pair] = []
         for run in _neighbours(pairs) if streams else [pairs]:
-            if streams and len(run) > 1:
-                _copy_together(device, run)
-            else:
+            if not (streams and len(run) > 1 and _are_copied_together(device, run)):
                 alone += run
         if alone:
             hosts, sources = zip(*alone, strict=True)
@@ -123,11 +121,17 @@ def _neighbours(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
         yield run
 
 
-def _copy_together(device: torch.device, run: Sequence[Pair]) -> None:
-    """Begins one copy for neighbours, on the current stream, by way of memory of the device with the same distances."""
+def _are_copied_together(device: torch.device, run: Sequence[Pair]) -> bool:
+    """Begins one copy for neighbours, on the current stream, by way of memory of the device with the same distances.
+
+    Returns whether the device had that memory.
+    """
     first = run[0][0].data_ptr()
     nbytes = run[-1][0].data_ptr() + run[-1][0].nbytes - first
-    joined = torch.empty(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    try:
+        joined = torch.empty(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return False
     by_dtype: dict[torch.dtype, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
     for host, source in run:
         dtype = host.dtype
@@ -147,6 +151,7 @@ def _copy_together(device: torch.device, run: Sequence[Pair]) -> None:
         storage, first - storage.data_ptr(), (nbytes,), (1,)
     )
     together.copy_(joined[:nbytes], non_blocking=True)
+    return True
 
 
 class _Window:
