@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import compress, islice
 from math import floor, inf, log2
+from operator import not_
 
 import torch
 from torch import Tensor
@@ -44,12 +46,16 @@ def lost_in_casts(casts: Sequence[tuple[Tensor, torch.dtype]]) -> list[float | N
         casts: tensors and dtypes, both floating-point or complex.
     """
     fits: dict[torch.device, list[Tensor]] = {}
+    counts = []
     for source, target in casts:
-        fits.setdefault(source.device, []).extend(_fits(run, target) for run in _runs(source, target))
+        of_runs = [_fits(run, target) for run in _runs(source, target)]
+        fits.setdefault(source.device, []).extend(of_runs)
+        counts.append(len(of_runs))
     fitting = {device: iter(torch.stack(each).tolist() if each else ()) for device, each in fits.items()}
     found: list[float | None] = []
-    for source, target in casts:
-        doubtful = [run for run in _runs(source, target) if not next(fitting[source.device])]
+    for (source, target), count in zip(casts, counts, strict=True):
+        fit = [*islice(fitting[source.device], count)]
+        doubtful = () if all(fit) else compress(_runs(source, target), map(not_, fit))
         found.append(next((each for run in doubtful if (each := _lost_in_run(run, target)) is not None), None))
     return found
 
