@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -166,7 +167,7 @@ class DeferredChecks:
         """
         taking = tuple(_taking)
         for each in taking:
-            each.add(self)
+            each.owners.append(self)
         if not taking:
             _run_all(self.waiting)
             self._drop_if_replaced()
@@ -207,24 +208,24 @@ NO_CHECKS = DeferredChecks()
 """The checks of steps that leave nothing to check later."""
 
 
+@dataclass(slots=True, eq=False)
 class StateChecks:
-    """The checks that the process had pending when state was taken, and the failures of its optimizers."""
+    """The checks that the process had pending when state was taken, and the failures of its optimizers.
 
-    def __init__(self) -> None:
-        self._owners: list[DeferredChecks] = []
-        self._waiting: list[_Check] = []
-        self._failures: list[Exception] = []
+    Args:
+        owners: the checks of the optimizers whose state is taken.
+    """
 
-    def add(self, owner: DeferredChecks) -> None:
-        """Adds the checks of an optimizer whose state is taken."""
-        self._owners.append(owner)
+    owners: list[DeferredChecks] = field(default_factory=list)
+    _waiting: list[_Check] = field(default_factory=list)
+    _failures: list[Exception] = field(default_factory=list)
 
     def end(self) -> None:
         """Fixes the set of checks; those of later steps are not about this state.
 
         Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
         """
-        self._failures = _failures(self._owners)
+        self._failures = _failures(self.owners)
         with _lock:
             self._waiting = [check for owner in _with_waiting for check in owner.waiting]
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from operator import setitem
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ from shardopt.state.state import (
     RestoreTarget,
     Stateful,
     Tied,
+    is_stateful,
+    like,
     refuse_chains,
     takes_any_state,
 )
@@ -104,7 +106,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
             _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
     elif isinstance(node, np.ndarray):
         _add(flat, path, _as_tensor(node, path), replace)
-    elif _is_stateful(node):
+    elif is_stateful(node):
         _descend_stateful(node, path, flat)
     else:
         _descend_container(node, path, replace, within, flat)
@@ -142,7 +144,7 @@ def _set_in_tuple(
 ) -> None:
     # A tuple cannot be changed: each of its leaves that is replaced puts a new tuple in its place.
     current[i] = value
-    replace(_like_tuple(node, current))
+    replace(like(node, current))
 
 
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
@@ -165,7 +167,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         state = state if numbered is None else numbered.named(state)
     target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
 
-    is_partial = target.held_names() is not None
+    is_partial = target.held_names is not None
     takes_any = takes_any_state(node, target.state)
     groups = target.state.get(PARAM_GROUPS)
     if are_named(groups) and (is_partial or any(group[PARAMS] for group in groups)):
@@ -239,7 +241,7 @@ def _plain_option(value: Any) -> Any:
         return {name: _plain_option(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple) and holds_tensors(value):
         items = [*map(_plain_option, value)]
-        return _like_tuple(value, items) if isinstance(value, tuple) else items
+        return like(value, items) if isinstance(value, tuple) else items
     return value
 
 
@@ -276,16 +278,12 @@ def _shallow(node: Any, seen: set[int]) -> Any:
     if isinstance(node, set):
         return copy.copy(node)
     if isinstance(node, tuple) and (type(node) is tuple or holds_tensors(node)):
-        return _like_tuple(node, [_shallow(child, seen) for child in node])
+        return like(node, [_shallow(child, seen) for child in node])
     if type(node) is torch.Tensor and node.ndim == 0:
         if id(node) in seen:
             return node.clone()
         seen.add(id(node))
     return node
-
-
-def _like_tuple(node: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
-    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
 
 
 def holds_tensors(node: Any) -> bool:
@@ -296,16 +294,7 @@ def holds_tensors(node: Any) -> bool:
         return any(map(holds_tensors, node.values()))
     if isinstance(node, list | tuple):
         return any(map(holds_tensors, node))
-    return _is_stateful(node)
-
-
-def _is_stateful(node: Any) -> TypeGuard[Stateful]:
-    """Whether it is a Stateful, and no class; faster than isinstance, which takes microseconds for a plain value.
-
-    Of a dict its class says so: attributes of the dict itself may be its entries.
-    """
-    owner = type(node) if isinstance(node, dict) else node
-    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict") and not isinstance(node, type)
+    return is_stateful(node)
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:

@@ -136,7 +136,8 @@ def _match_objects(
             match.problems.append(unnamed)
             reported.add(path)
             continue
-        state = StateOfObject(target, flat, names, stored, here[path], there[path])
+        own = {key: flat.leaves[key] for key in here[path]}
+        state = StateOfObject(target, flat, names, stored, own, there[path])
         one_sided = state.one_sided()
         # Another algorithm may have saved nothing that this one has: then it is the difference, or passes.
         if one_sided is not None and not of_other_algorithms(target, names.manifest, flat.tied):

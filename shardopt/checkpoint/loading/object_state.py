@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,43 +26,39 @@ from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import CheckedStateful, FlatState, GroupedStateful, Leaf, PartialStateful, RestoreTarget
 
 
+@dataclass(frozen=True, slots=True)
 class StateOfObject:
     """One object of the app, and what is stored for it.
 
     Args:
         stored: the path of each key of the checkpoint, under the app's names.
-        here, there: the keys of the object in the app, and in the checkpoint.
+        own: the leaves of the object in the app.
+        there: the keys of the object in the checkpoint.
     """
 
-    def __init__(
-        self,
-        target: RestoreTarget,
-        flat: FlatState,
-        names: Names,
-        stored: Mapping[str, Path],
-        here: Sequence[str],
-        there: Sequence[str],
-    ) -> None:
-        self._target, self._flat, self._names, self._stored = target, flat, names, stored
-        self._manifest, self._own, self.there = names.manifest, {key: flat.leaves[key] for key in here}, there
-        self._is_chosen = names.chosen.issuperset(here)
+    target: RestoreTarget
+    flat: FlatState
+    names: Names
+    stored: Mapping[str, Path]
+    own: Mapping[str, Leaf]
+    there: Sequence[str]
 
     def one_sided(self) -> Problem | None:
         """Returns the problem of an optimizer with state in the checkpoint and none in the app, or the reverse.
 
         Where another algorithm has saved it, that is the problem: no way to initialize it would help.
         """
-        target, chosen = self._target, self._names.chosen
+        target, chosen = self.target, self.names.chosen
         if not isinstance(target.object, torch.optim.Optimizer):
             return None
-        if chosen.isdisjoint(self._own) or not self.there:
+        if chosen.isdisjoint(self.own) or not self.there:
             return None  # the whole object is on one side only, which is another matter
         prefix = f"{target.state_key}."
         live = any(
             key.startswith(prefix) and key in chosen and isinstance(leaf.value, torch.Tensor)
-            for key, leaf in self._own.items()
+            for key, leaf in self.own.items()
         )
-        saved = [key for key in self.there if key.startswith(prefix) and key in self._manifest.tensors]
+        saved = [key for key in self.there if key.startswith(prefix) and key in self.names.manifest.tensors]
         if live == bool(saved if live else self._belonging(saved)):
             return None
         another = self._another_algorithm()
@@ -84,8 +80,8 @@ class StateOfObject:
 
     def _another_algorithm(self) -> Problem | None:
         """Returns the problem of the first stored options that another algorithm than the app's has saved."""
-        section, values = (*self._target.path, PARAM_GROUPS), self._manifest.values
-        for key, leaf in self._own.items():
+        section, values = (*self.target.path, PARAM_GROUPS), self.names.manifest.values
+        for key, leaf in self.own.items():
             stored = values[key][1] if key in values and leaf.path[:-1] == section else None
             if not isinstance(stored, Mapping) or not isinstance(leaf.value, Mapping):
                 continue
@@ -101,10 +97,15 @@ class StateOfObject:
 
     def refused(self, strictness: Strictness) -> Iterator[Problem]:
         """Yields the problems that the object's `check_state_dict` reports for the stored state."""
-        target, own, checked = self._target, self._own, self._target.object
+        target, own, checked = self.target, self.own, self.target.object
         assert isinstance(checked, CheckedStateful)
         if isinstance(checked, GroupedStateful):
-            target.elsewhere = self._options_elsewhere()
+            section, values, tied = (*target.path, PARAM_GROUPS), self.names.manifest.values, self.flat.tied
+            target.elsewhere = {  # the stored options of parameters that only other ranks have
+                tied.get(str(path[-1]), str(path[-1])): value
+                for key, (path, value) in ((key, values[key]) for key in self.there if key in values)
+                if path[:-1] == section and key not in self.flat.leaves and isinstance(value, Mapping)
+            }
         if own.keys().isdisjoint(self.there) and not target.elsewhere:
             return  # nothing of it is loaded; its keys are reported one by one
         choices = {"strict": False} if strictness.lets_objects_differ and isinstance(checked, PartialStateful) else {}
@@ -117,11 +118,11 @@ class StateOfObject:
 
     def _described(self, strictness: Strictness) -> Any:
         """Returns the stored state for `check_state_dict`: tensors on the meta device, values as they are."""
-        target, own, root = self._target, self._own, len(self._target.path)
+        target, own, root = self.target, self.own, len(self.target.path)
         keys = [key for key in self.there if key in own]
         if strictness.unexpected == "raise" and len(keys) < len(self.there):
             keys += self._belonging([key for key in self.there if key not in own])
-        may_lack = strictness.missing != "raise" or not self._is_chosen
+        may_lack = strictness.missing != "raise" or not self.names.chosen.issuperset(own)
         described: dict[Path, Any] = {}
         if may_lack:
             described |= {at[root:]: leaf.value for leaf in own.values() for at in leaf.paths_here}
@@ -141,9 +142,9 @@ class StateOfObject:
         return state
 
     def _description(self, key: str, leaf: Leaf | None, strictness: Strictness) -> Any:
-        tensor = self._manifest.tensors.get(key)
+        tensor = self.names.manifest.tensors.get(key)
         if tensor is None:
-            return self._manifest.values[key][1] if key in self._manifest.values else None
+            return self.names.manifest.values[key][1] if key in self.names.manifest.values else None
         dtype = TORCH_DTYPES[tensor.dtype.name]
         if strictness.dtype == "cast" and leaf is not None and isinstance(leaf.value, torch.Tensor):
             dtype = leaf.value.dtype if can_cast(dtype, leaf.value.dtype) else dtype
@@ -155,10 +156,10 @@ class StateOfObject:
         Args:
             may_lack: whether parameters for which no options are stored may go with others.
         """
-        section, values = (*self._target.path, PARAM_GROUPS), self._manifest.values
+        section, values = (*self.target.path, PARAM_GROUPS), self.names.manifest.values
         options = {
             str(at[-1]): values[key][1]
-            for key, leaf in self._own.items()
+            for key, leaf in self.own.items()
             if key in values
             for at in leaf.names_here or (leaf.path,)
             if at[:-1] == section
@@ -166,24 +167,16 @@ class StateOfObject:
         malformed = [each for each in options.values() if not isinstance(each, Mapping)]
         if malformed:
             return malformed
-        elsewhere = groups_elsewhere(self._target.elsewhere) if self._target.elsewhere else []
+        elsewhere = groups_elsewhere(self.target.elsewhere) if self.target.elsewhere else []
         if may_lack or not any(group[PARAMS] for group in groups):
             return with_options(groups, options) + elsewhere if options or elsewhere else groups
         return groups_of(options) + elsewhere if options else None
 
-    def _options_elsewhere(self) -> dict[str, Mapping[str, Any]]:
-        """Returns the stored options of the object's parameters that only other ranks have."""
-        section, values, tied = (*self._target.path, PARAM_GROUPS), self._manifest.values, self._flat.tied
-        return {
-            tied.get(str(path[-1]), str(path[-1])): value
-            for key, (path, value) in ((key, values[key]) for key in self.there if key in values)
-            if path[:-1] == section and key not in self._flat.leaves and isinstance(value, Mapping)
-        }
-
     def _belonging(self, keys: Iterable[str]) -> list[str]:
         """Returns the stored keys that belong on this rank, whether or not it has a place for them."""
-        names, root = self._target.held_names(), len(self._target.path)
-        if names is not None:
+        held_names, root = self.target.held_names, len(self.target.path)
+        if held_names is not None:
+            names = held_names()
             within = ((key, self._path_here(key)[root:]) for key in keys)
             # Options are for the ranks that have their parameter.
             return [
@@ -191,13 +184,14 @@ class StateOfObject:
                 for key, path in within
                 if len(path) < 2 or (path[1] in names if path[0] == STATE else path[0] != PARAM_GROUPS)
             ]
-        return [] if isinstance(self._target.object, CheckedStateful) else list(keys)
+        return [] if isinstance(self.target.object, CheckedStateful) else list(keys)
 
     def _path_here(self, key: str) -> Path:
         """Returns the path of a stored key on this rank, which may name the parameter differently."""
-        path, at = self._stored[key], len(self._target.path) + 1
-        names = self._target.held_names() if self._flat.tied and len(path) > at else None
-        return path if names is None else (*path[:at], self._flat.name_here(path[at], names), *path[at + 1 :])
+        path, at = self.stored[key], len(self.target.path) + 1
+        if not self.flat.tied or len(path) <= at or (held_names := self.target.held_names) is None:
+            return path
+        return *path[:at], self.flat.name_here(path[at], held_names()), *path[at + 1 :]
 
 
 def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -236,7 +236,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
-    for root in [each.path for each in flat.targets if each.held_names() is not None]:
+    for root in [each.path for each in flat.targets if each.held_names is not None]:
         for path in (root, (*root, STATE)):
             _, whole = values.get(join(path), (path, None))
             if isinstance(whole, dict) and join(path) not in flat.leaves:

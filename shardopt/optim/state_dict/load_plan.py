@@ -6,8 +6,9 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from shardopt.errors import LayoutError, MismatchError, Problem
 from shardopt.runtime.signals import LOADING, is_part_of
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.casts import lost_in_cast
+from shardopt.state.state import is_stateful, like
 
 _PLAIN = "a plain value"
 
@@ -30,6 +32,7 @@ class Unmatched(NamedTuple):
     unexpected_keys: list[str]
 
 
+@dataclass(slots=True)
 class LoadPlan:
     """The changes that a load will make, and its problems.
 
@@ -40,33 +43,32 @@ class LoadPlan:
             compared by shape and dtype, and nothing is copied from it.
         into: the kind of object that is loaded into, in errors.
         convert_state: whether state that is stored in another form is made into the one that is here.
+        conversions: changes of entries, `low_precision.conversion.Conversion`.
+        loaded_options: groups, and what loads, with its full value.
+        overridden: options to which the code gives other values, `options.Overridden`.
+        algorithms: notes on groups that another algorithm has saved.
+        rounded_anew: parameters whose state an earlier version rounded to nearest.
+        filled: for `options.replaced`.
+        opt_key: the prefix of the names in the whole; "" for none.
     """
 
-    def __init__(
-        self,
-        strict: bool = True,
-        convert_dtype: bool = False,
-        descriptions: bool = False,
-        into: str = "optimizer",
-        convert_state: bool = False,
-    ) -> None:
-        self._into = into
-        self.strict = strict
-        self.convert_dtype = convert_dtype
-        self.convert_state = convert_state
-        self.conversions: list[Any] = []  # changes of entries, `low_precision.conversion.Conversion`
-        self.descriptions = descriptions
-        self.problems: list[Problem] = []
-        self.unmatched = Unmatched([], [])
-        self.loaded_options: list[tuple[dict[str, Any], set[str]]] = []  # groups, and what loads, with its full value
-        self.overridden: list[Any] = []  # options to which the code gives other values, `options.Overridden`
-        self.algorithms: list[str] = []  # notes on groups that another algorithm has saved
-        self.rounded_anew: list[str] = []  # parameters whose state an earlier version rounded to nearest
-        self.filled: dict[int, Any] = {}  # for `options.replaced`
-        self.opt_key = ""
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
-        self._afterwards: list[Callable[[], None]] = []
+    strict: bool = True
+    convert_dtype: bool = False
+    descriptions: bool = False
+    into: str = "optimizer"
+    convert_state: bool = False
+    conversions: list[Any] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    unmatched: Unmatched = field(default_factory=lambda: Unmatched([], []))
+    loaded_options: list[tuple[dict[str, Any], set[str]]] = field(default_factory=list)
+    overridden: list[Any] = field(default_factory=list)
+    algorithms: list[str] = field(default_factory=list)
+    rounded_anew: list[str] = field(default_factory=list)
+    filled: dict[int, Any] = field(default_factory=dict)
+    opt_key: str = ""
+    _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _values: list[tuple[MutableMapping[Any, Any], Any, Any]] = field(default_factory=list)
+    _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def child(self, opt_key: str) -> LoadPlan:
         """Returns this plan for a child whose names have the prefix "opt_key." in the whole; "" for no prefix."""
@@ -90,13 +92,13 @@ class LoadPlan:
         """Notes that nothing was offered for `key`."""
         self.unmatched.missing_keys.append(key)
         if self.strict:
-            self.problem(key, "nothing", f"a value, as this {self._into} has one", remedy)
+            self.problem(key, "nothing", f"a value, as this {self.into} has one", remedy)
 
     def unexpected(self, key: str, remedy: str) -> None:
         """Notes that there is no place for the value offered as `key`."""
         self.unmatched.unexpected_keys.append(key)
         if self.strict:
-            self.problem(key, "a value", f"nothing, as this {self._into} has no such key", remedy)
+            self.problem(key, "a value", f"nothing, as this {self.into} has no such key", remedy)
 
     def unmatched_names(self, prefix: str, into: Collection[Any], offered: Collection[Any], remedy: str) -> None:
         """Notes the names that only one side has.
@@ -140,7 +142,7 @@ class LoadPlan:
         if self.problems:
             problems = sorted(self.problems, key=lambda problem: problem.key)
             raise MismatchError(
-                f"the state does not fit this {self._into}; nothing was changed", problems, code="optimizer-state"
+                f"the state does not fit this {self.into}; nothing was changed", problems, code="optimizer-state"
             )
 
     @is_part_of(LOADING)
@@ -161,14 +163,17 @@ class LoadPlan:
 
     def _merge(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
         """Plans to load one value; returns what to store: the same tensor, mapping or object, or a new plain value."""
-        if isinstance(into, Tensor) and isinstance(offered, Tensor):
-            self._tensor(key, into, offered)
+        if isinstance(into, Tensor):
+            if not isinstance(offered, Tensor) and _is_number_for(into, offered):
+                offered = torch.tensor(offered, dtype=into.dtype, device="cpu")
+            if isinstance(offered, Tensor):
+                self._tensor(key, into, offered)
+            else:
+                self.problem(key, _kind(offered), "a tensor", "load a checkpoint of the same optimizer and options")
         elif is_stateful(into):
             state = dict(into.state_dict())
             self.mapping(key, state, offered, remedy)
             self.then(lambda: into.load_state_dict(state))
-        elif _is_number_for(into, offered):
-            self._tensor(key, into, torch.tensor(offered, dtype=into.dtype, device="cpu"))
         elif _kind(into) != _kind(offered):
             self.problem(key, _kind(offered), _kind(into), "load a checkpoint of the same optimizer and options")
         elif isinstance(into, MutableMapping):
@@ -279,21 +284,11 @@ def _kind(value: Any) -> str:
     return _PLAIN
 
 
-def _is_number_for(into: Any, offered: Any) -> bool:
+def _is_number_for(into: Tensor, offered: Any) -> bool:
     """Whether a number is offered for a tensor of its kind, as torch before 1.12 stored counters and rates."""
-    if type(offered) not in (int, float) or not isinstance(into, Tensor):
+    if type(offered) not in (int, float):
         return False
     return view_of(into).shape == () and (type(offered) is int or into.is_floating_point())
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether it is an object with state of its own."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def like(sequence: Any, elements: Iterable[Any]) -> Any:
-    """Makes a list or (named) tuple of the same kind with other elements."""
-    return type(sequence)(*elements) if hasattr(sequence, "_fields") else type(sequence)(elements)
 
 
 def _both_floating(here: torch.dtype, there: torch.dtype) -> bool:

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import algorithms
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.state_dict.load_plan import LoadPlan, like
+from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.state.param_groups import ELSEWHERE, IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS, UNTOUCHED
+from shardopt.state.state import like
 
 _NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
 _MOST_LINES = 20

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardopt.errors import StateError
 from shardopt.optim.state_dict.groups import listed
-from shardopt.optim.state_dict.load_plan import LoadPlan, is_stateful, like
+from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.options import as_number, is_equal_option, overridden, replaced
 from shardopt.state.param_groups import (
     ALGORITHM,
@@ -36,6 +36,7 @@ from shardopt.state.param_groups import (
     other_algorithm,
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE
+from shardopt.state.state import is_stateful, like
 
 _REMEDY = (
     "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "

@@ -80,7 +80,7 @@ def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None)
 def _with_state_in_no_group(target: RestoreTarget) -> list[str]:
     """Returns the parameters, by name, of another library's keyed optimizer that have state and are in no group."""
     optimizer: Any = target.object
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, PartialStateful) or target.held_names() is None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, PartialStateful) or target.held_names is None:
         return []
     params, state = getattr(optimizer, "params", None), optimizer.state
     if not isinstance(params, Mapping) or not isinstance(state, Mapping):
