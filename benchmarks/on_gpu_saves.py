@@ -101,18 +101,18 @@ def threads(at: Place) -> Rows:
     model = at.layers(count, width)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     checkpoint.save(f"{at.folder}/warm", {"model": model}, durable=False)
-    chosen = checking._THREADS
+    chosen = checking._DISK_SIZES
     try:
         for number in (2, 4, 8, 16):
-            checking._THREADS = number
+            checking._DISK_SIZES = chosen._replace(threads=number, most_threads=number)
             seconds, _ = at.seconds(lambda: checkpoint.load(f"{at.folder}/warm", {"model": model}), 3)
             yield (
-                f"{number}{' (default)' if number == chosen else ''}",
+                f"{number}{' (default)' if number == chosen.threads else ''}",
                 f"{seconds:.4f}",
                 f"{nbytes / seconds / 1e9:.2f}",
             )
     finally:
-        checking._THREADS = chosen
+        checking._DISK_SIZES = chosen
 
 
 def dcp_call(function: Callable[..., Any], state: dict[str, Any], path: str) -> None:

@@ -54,9 +54,8 @@ def main() -> None:
     print("|---|---|---|---|---|")
     fixed = ((2, 4), (2, 8), (8, 4), (8, 8), (8, 16), (16, 8), (32, 8))
     for mib, threads, widens in ((8, 8, True), *((*each, False) for each in fixed)):
-        most = checking._MOST_FAR_THREADS if widens else threads
-        checking._FAR_SIZES = checking.ReadSizes(*[mib << 20] * 3)
-        checking._FAR_THREADS, checking._MOST_FAR_THREADS = threads, most
+        most = 24 if widens else threads
+        checking._FAR_SIZES = checking.ReadSizes(mib << 20, mib << 20, mib << 20, threads, most)
         seconds = []
         for _ in range(3):
             begin = time.perf_counter()

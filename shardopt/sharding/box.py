@@ -47,9 +47,9 @@ class Box(NamedTuple):
     def intersect(self, other: Box) -> Box | None:
         """Returns the box of common elements; None if there are none. Both have the same dimensions."""
         offsets, sizes = [], []
-        for start, end, other_start, other_end in zip(self.offsets, self.ends, other.offsets, other.ends, strict=True):
+        for start, length, other_start, other_length in zip(*self, *other, strict=True):
             shared_start = max(start, other_start)
-            size = min(end, other_end) - shared_start
+            size = min(start + length, other_start + other_length) - shared_start
             if size <= 0:
                 return None
             offsets.append(shared_start)

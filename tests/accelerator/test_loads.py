@@ -134,7 +134,7 @@ def in_flight(standin):
         return memory
 
     with (
-        mock.patch.object(checking, "_THREADS", 4),
+        mock.patch.object(checking, "_DISK_SIZES", checking._DISK_SIZES._replace(threads=4, most_threads=4)),
         mock.patch.object(host_memory, "pin", counted_pin),
         mock.patch.object(host_memory, "unpin", counted_unpin),
         mock.patch.object(device_scratch.DeviceScratch, "take", counted_take),

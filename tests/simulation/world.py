@@ -236,7 +236,11 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         # Buffers of their own size would cost more than all else that is done with so few bytes.
         ("shardopt.checkpoint.sources.reading.checking", "_SIZES", _SMALL_READS),
         ("shardopt.checkpoint.sources.reading.checking", "_DISK_SIZES", _SMALL_READS),
-        ("shardopt.checkpoint.sources.reading.checking", "_FAR_SIZES", _SMALL_READS),
+        (
+            "shardopt.checkpoint.sources.reading.checking",
+            "_FAR_SIZES",
+            _SMALL_FAR_READS,
+        ),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: world._process().job_size),
@@ -265,6 +269,7 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
 
 
 _SMALL_READS = ReadSizes(batch=1 << 12, run=1 << 12, call=512 << 10)
+_SMALL_FAR_READS = _SMALL_READS._replace(threads=8, most_threads=24)
 _ABSENT = object()
 
 

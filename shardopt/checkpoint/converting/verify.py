@@ -19,7 +19,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.sources.detect_format import open_source
-from shardopt.checkpoint.sources.reading.checking import damaged_segments, threads_for
+from shardopt.checkpoint.sources.reading.checking import damaged_segments, sizes_for
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, form_of
 from shardopt.checkpoint.sources.reading.with_deltas import open_with_deltas
 from shardopt.checkpoint.sources.referred import referred_in
@@ -98,7 +98,7 @@ def _verify(storage: Storage, progress: Progress | None, base_root: str | os.Pat
     problems = [*_cover_problems(storage, manifest)]
     members = _MembersByFile(manifest)
     done = Counter(sum(_bytes_to_read(file, i, members) for i, file in enumerate(manifest.files)), progress)
-    with world().thread_pool(threads_for(storage), "shardopt-verify") as pool:
+    with world().thread_pool(sizes_for(storage).threads, "shardopt-verify") as pool:
         checks = [pool.submit(_check_file, source, number, members, done) for number in range(len(manifest.files))]
         for check in checks:
             problems += check.result()

@@ -9,7 +9,7 @@ from shardopt.checkpoint.saving.planning.describe import Description
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
 from shardopt.checkpoint.saving.writing.device_stream import BUFFER_BYTES
 from shardopt.checkpoint.saving.writing.staging import LEAST_SHARED_BYTES, held_by_several
-from shardopt.checkpoint.sources.reading.checking import most_threads_for, sizes_for
+from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.storage import Storage
 from shardopt.checkpoint.storage.direct import BLOCK_BYTES
 from shardopt.checkpoint.storage.remote import PART_BYTES
@@ -62,7 +62,8 @@ def stages_of(
     """
     blocks = _PARTS * PART_BYTES if storage.is_remote else _BLOCKS * BLOCK_BYTES
     buffers = min(_BUFFERS * BUFFER_BYTES, _BUFFERS * written) if on_device else 0
-    read = most_threads_for(storage) * (sizes_for(storage).batch + 2 * SEGMENT_BYTES)
+    sizes = sizes_for(storage)
+    read = sizes.most_threads * (sizes.batch + 2 * SEGMENT_BYTES)
     return {
         "plan": _COPIES_OF_MANIFEST * manifest_bytes + _PLAN_BYTES_PER_TENSOR * tensors,
         "stage": staged,

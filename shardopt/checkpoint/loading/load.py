@@ -186,16 +186,6 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     return report
 
 
-def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) -> tuple[LoadReport, list[Problem]]:
-    """Loads; with `init_state`, first makes optimizers' state. Also returns the warnings."""
-    what = f"loading {url}"
-    look, rules, undo = prepare(ranks, what, url, app, options)
-    with ExitStack() as unless_read:
-        if undo is not None:
-            unless_read.callback(undo)
-        return _load_into(ranks, what, look, rules, options, unless_read)
-
-
 def prepare(
     ranks: Ranks, what: str, url: str, app: Mapping[str, Any], options: LoadOptions
 ) -> tuple[Look, RulesDue | None, Callable[[], None] | None]:
@@ -235,22 +225,21 @@ def prepare(
     return look, rules, undo
 
 
-def _load_into(
-    ranks: Ranks, what: str, look: Look, rules: RulesDue | None, options: LoadOptions, unless_read: ExitStack
-) -> tuple[LoadReport, list[Problem]]:
-    """Loads into the state that `app` has, step by step. Also returns the warnings.
-
-    Args:
-        unless_read: has what takes back the state that was made for this load; emptied once the app is loaded.
-    """
-    begin = world().monotonic()
-    with damage_told(CHANGED_NOTHING):
-        plan = compare_with_app(ranks, what, look, options)
-        match, names, manifest = plan.match, plan.names, plan.reader.manifest
-        schedules = plan.flat.schedules() if ranks.rank == 0 else []
-        arguments = other_arguments(schedules, names) if schedules else []
-    with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
-        bytes_read, loaded = _read(ranks, what, plan, options, unless_read)
+def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) -> tuple[LoadReport, list[Problem]]:
+    """Loads, step by step; with `init_state`, first makes optimizers' state. Also returns the warnings."""
+    what = f"loading {url}"
+    look, rules, undo = prepare(ranks, what, url, app, options)
+    with ExitStack() as unless_read:
+        if undo is not None:
+            unless_read.callback(undo)
+        begin = world().monotonic()
+        with damage_told(CHANGED_NOTHING):
+            plan = compare_with_app(ranks, what, look, options)
+            match, names, manifest = plan.match, plan.names, plan.reader.manifest
+            schedules = plan.flat.schedules() if ranks.rank == 0 else []
+            arguments = other_arguments(schedules, names) if schedules else []
+        with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
+            bytes_read, loaded = _read(ranks, what, plan, options, unless_read)
     if schedules:
         paths = [each.path for each in loaded]
         warn_of_other_rates([each for each in schedules if each[0].path in paths], plan.flat)
@@ -309,7 +298,7 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
     strictness, select, share_reads = options.strictness, options.select, options.share_reads
 
     def report(plan: RankPlan) -> list[Any]:
-        return [what.removeprefix("loading "), *plan.report()]
+        return [what.removeprefix("loading "), *plan.report(), plan.loaded_of_objects() if ranks.size > 1 else {}]
 
     def plan_here(
         reader: CheckpointReader, flat: FlatState, names: Names, grow: Mapping[str, Any] | None = None
@@ -349,8 +338,12 @@ def _agree_to_grow(ranks: Ranks, what: str, plan: RankPlan, keys: Sequence[str])
 def _read(
     ranks: Ranks, what: str, plan: RankPlan, options: LoadOptions, unless_read: ExitStack
 ) -> tuple[int, list[RestoreTarget]]:
-    """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
-    loaded, changing = plan.match.objects(plan.flat), plan.changing(what)
+    """Fills the app; returns the bytes that this rank read, and the objects that got their state back.
+
+    Args:
+        unless_read: has what takes back the state that was made for this load; emptied once the app is loaded.
+    """
+    loaded, changing, leaves = plan.match.objects(plan.flat), plan.changing(what), plan.flat.leaves
 
     def fill_marked() -> int:
         for each in changing.values():
@@ -363,9 +356,14 @@ def _read(
         is_lost = masters.undo()  # before a hand-back makes parameters of their masters
         for marked in changing.values():
             marked.begin_late()
-        _put_values(plan)
-        if loaded:
-            hand_back(loaded, options.strictness.lets_objects_differ)
+        for key, value in plan.match.values.items():
+            leaves[key].replace(value)
+        for key in plan.match.per_rank:
+            stored = plan.per_rank[plan.names.renamed.get(key, key)]
+            leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
+        for each in plan.growing:
+            each.put()
+        hand_back(loaded, options.strictness.lets_objects_differ)
         return is_lost
 
     masters = MastersBeforeLoad()
@@ -385,14 +383,3 @@ def _read(
     if ranks.rank == 0:
         warn_of_what_is_left(what, is_lost, not_mended)
     return bytes_read, loaded
-
-
-def _put_values(plan: RankPlan) -> None:
-    leaves = plan.flat.leaves
-    for key, value in plan.match.values.items():
-        leaves[key].replace(value)
-    for key in plan.match.per_rank:
-        stored = plan.per_rank[plan.names.renamed.get(key, key)]
-        leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
-    for each in plan.growing:
-        each.put()

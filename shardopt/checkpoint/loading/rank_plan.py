@@ -95,7 +95,10 @@ class RankPlan:
         self.request({key: view.pieces for key, view in self.into.items()})
 
     def report(self) -> list[Any]:
-        """Returns what rank 0 needs of the plan, as JSON for `compare_plans`, which takes the URL before it."""
+        """Returns what rank 0 needs of the plan, as JSON for `compare_plans`.
+
+        That takes the URL before it, and `loaded_of_objects` after it.
+        """
         match = self.match
         return [
             self.reader.digest,
@@ -107,7 +110,6 @@ class RankPlan:
             bool(match.tensors or match.values or match.per_rank) or is_met(self.flat, self.names),
             self.may_grow,
             [asdict(problem) for problem in self.unmatched],
-            self._loaded_of_objects(),
         ]
 
     def changing(self, what: str) -> dict[str, PartialLoad]:
@@ -128,12 +130,13 @@ class RankPlan:
 
         left_out = own_keys((leaves.keys() - self.names.chosen) | {*match.missing})
         late = own_keys((*match.values, *match.per_rank))
-        return {
-            join(path): PartialLoad(each, what, left_out[path], late[path], read.intersection(_ids_of_params(each)))
-            for path, each in optimizers.items()
-        }
+        changing = {}
+        for path, each in optimizers.items():
+            params = read.intersection(id(param) for group in each.param_groups for param in group[PARAMS])
+            changing[join(path)] = PartialLoad(each, what, left_out[path], late[path], params)
+        return changing
 
-    def _loaded_of_objects(self) -> dict[str, list[str]]:
+    def loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.
 
         State of optimizers is left out: which they have may follow from what is loaded (`init_state`).
@@ -148,10 +151,6 @@ class RankPlan:
         return {
             join(path): [_hash(sorted(keys)), _hash(sorted(loaded.intersection(keys)))] for path, keys in own.items()
         }
-
-
-def _ids_of_params(optimizer: Optimizer) -> Iterable[int]:
-    return (id(param) for group in optimizer.param_groups for param in group[PARAMS])
 
 
 def _hash(keys: Sequence[str]) -> str:
@@ -296,7 +295,8 @@ def compare_plans(reports: list[list[Any]]) -> dict[str, Any]:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise_for_other_checkpoint(urls, other)
-    _refuse_other_parts(loaded)
+    if any(loaded):
+        _refuse_other_parts(loaded)
     return {
         "alike": len(set(fingerprints)) == 1,
         "with_differences": compare_differences(differences) if any(differences) else {},

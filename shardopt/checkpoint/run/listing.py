@@ -15,7 +15,7 @@ from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.retention import Retention, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.sources.own import read_manifest
-from shardopt.checkpoint.sources.reading.checking import threads_for
+from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, UnreadableError
@@ -107,7 +107,7 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
     def look(id: CheckpointId) -> Listed:
         return look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
 
-    with world().thread_pool(threads_for(root.storage), "shardopt-list") as pool:
+    with world().thread_pool(sizes_for(root.storage).threads, "shardopt-list") as pool:
         return RunListing(root.url, branches, _with_bases([*pool.map(look, ids)]))
 
 

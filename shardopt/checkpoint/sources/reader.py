@@ -237,6 +237,9 @@ class CheckpointReader(CheckpointContents):
     def _open_all(self, numbers: Iterable[int], keys: Collection[str] | None) -> None:
         """Opens files by number, in several threads, unless they are open. Keeps these keys of each; None: all."""
         closed = [number for number in numbers if number not in self._files]
+        if len(closed) <= _FEW_FILES:
+            self._files |= {number: self.source.open_file(number, keys) for number in closed}
+            return
         failed: list[int] = []
 
         def open_one(number: int) -> OpenFile | None:
@@ -248,9 +251,6 @@ class CheckpointReader(CheckpointContents):
                 failed.append(number)
                 raise
 
-        if len(closed) <= _FEW_FILES:
-            self._files |= {number: opened for number in closed if (opened := open_one(number)) is not None}
-            return
         threads = min(len(closed), _FAR_THREADS if self.is_remote else _THREADS)
         with world().thread_pool(threads, "shardopt-open") as pool:
             opening = [(number, pool.submit(open_one, number)) for number in closed]

@@ -329,12 +329,16 @@ class KeyedOptimizer(Node):
 
     def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
         """Fires the hooks that may change the loaded state, and plans to load it."""
-        if not plan.descriptions or not changes_what_is_loaded(self):
-            self._plan(plan, before_load_state_dict(self, state_dict))
-            return
+        if changes_what_is_loaded(self):
+            state_dict = self._changed_by_hooks(state_dict, plan.descriptions)
+        self._plan(plan, state_dict)
+
+    def _changed_by_hooks(self, state_dict: Mapping[str, Any], descriptions: bool) -> Mapping[str, Any]:
+        if not descriptions:
+            return before_load_state_dict(self, state_dict)
         try:
             # A copy, as plain values that hooks change would be changed again by the load.
-            offered = before_load_state_dict(self, as_saved(state_dict))
+            return before_load_state_dict(self, as_saved(state_dict))
         except ShardoptError:
             raise
         except Exception as error:
@@ -345,7 +349,6 @@ class KeyedOptimizer(Node):
             raise MismatchError(
                 "a hook fails with what is to be loaded; nothing was changed", [problem], code="optimizer-state"
             ) from error
-        self._plan(plan, offered)
 
     def _own_state(self) -> OwnState:
         """Returns the live state of each parameter that has state, and then state under names of its own.

@@ -14,42 +14,35 @@ from shardopt.sharding.box import Box, cut_in_order
 
 # More threads than cores push one another's bytes out of the core's cache.
 _THREADS = min(4, max(2, os.cpu_count() or 4))
-_FAR_THREADS = 8
-_MOST_FAR_THREADS = 24
 
 
 class ReadSizes(NamedTuple):
-    """How many bytes to read at a time.
+    """How many bytes to read from a storage at a time, and in how many threads.
 
     Args:
         batch: through scratch, before they are verified and copied; of boxes that are read in place, together.
         run: of one box straight into memory, by one thread.
         call: of a run of whole segments in one call, before they are verified. Other runs, at the ends of boxes, are
             read in one call.
+        threads: that should read at once.
+        most_threads: that may, if they bring more bytes a second.
     """
 
     batch: int
     run: int
     call: int
+    threads: int = _THREADS
+    most_threads: int = _THREADS
 
 
 _SIZES = ReadSizes(2 << 20, 2 << 20, 2 << 20)
 _DISK_SIZES = ReadSizes(2 << 20, 8 << 20, 512 << 10)  # what a call has read is in the core's cache when it is summed
-_FAR_SIZES = ReadSizes(8 << 20, 8 << 20, 8 << 20)  # each request costs a round trip; see benchmarks/results/remote.md
-
-
-def threads_for(storage: Storage) -> int:
-    """Returns the number of threads that should read from a storage at once."""
-    return _FAR_THREADS if storage.is_remote else _THREADS
-
-
-def most_threads_for(storage: Storage) -> int:
-    """Returns how many threads may read from a storage at once, if that brings more bytes a second."""
-    return _MOST_FAR_THREADS if storage.is_remote else _THREADS
+# Each request costs a round trip; see benchmarks/results/remote.md.
+_FAR_SIZES = ReadSizes(8 << 20, 8 << 20, 8 << 20, threads=8, most_threads=24)
 
 
 def sizes_for(storage: Storage) -> ReadSizes:
-    """Returns how many bytes to read from a storage at a time."""
+    """Returns how to read from a storage."""
     if storage.is_remote:
         return _FAR_SIZES
     return _DISK_SIZES if isinstance(storage, LocalStorage) else _SIZES  # others may ask other hosts

@@ -18,7 +18,7 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.sources.reading.checking import damaged_segments, most_threads_for, sizes_for, threads_for
+from shardopt.checkpoint.sources.reading.checking import damaged_segments, sizes_for
 from shardopt.checkpoint.sources.reading.device_scratch import DeviceScratch, is_streamed
 from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reading.read_plan import Batch, LargeRead, SmallReads, batches_of
@@ -170,10 +170,11 @@ class _Batches:
                 self.targets_elsewhere.append(request.target)
         self.files, self.nbytes = {**by_file, **on_devices}.keys(), 0
         self._lock = world().lock()
-        limit = max((sizes_for(file.storage).batch for file in self.files), default=0)
+        read_sizes = {file: sizes_for(file.storage) for file in self.files}
+        limit = max((each.batch for each in read_sizes.values()), default=0)
         needed = self.wanted_bytes // max(limit, 1) + len(self.files)  # no more threads than there are reads
-        self.threads = max((threads_for(file.storage) for file in self.files), default=1)
-        self.most_threads = max([self.threads, *(min(most_threads_for(file.storage), needed) for file in self.files)])
+        self.threads = max((each.threads for each in read_sizes.values()), default=1)
+        self.most_threads = max([self.threads, *(min(each.most_threads, needed) for each in read_sizes.values())])
         ways: list[tuple[Mapping[OpenFile, list[ReadRequest]], Scratch]] = [
             (by_file, HostScratch(limit + 2 * SEGMENT_BYTES, use))
         ]
@@ -185,7 +186,7 @@ class _Batches:
             for file in self.files
             for of_file, scratch in ways
             if file in of_file
-            for batch in batches_of(of_file[file], sizes_for(file.storage), scratch)
+            for batch in batches_of(of_file[file], read_sizes[file], scratch)
         )
         self._stopped = False
 

@@ -65,7 +65,7 @@ def test_a_load_has_no_more_threads_than_reads(tmp_path, where, mib, threads):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_threads_that_were_added_read_and_their_errors_end_the_load(monkeypatch, fails):
-    monkeypatch.setattr(checking, "_FAR_SIZES", checking.ReadSizes(*[1 << 20] * 3))
+    monkeypatch.setattr(checking, "_FAR_SIZES", checking.ReadSizes(*[1 << 20] * 3, threads=8, most_threads=24))
     seen, read_all = [], fetch._Batches.read_all
 
     def noting(self, *arguments):
