@@ -74,14 +74,7 @@ def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADL
         among = process_group_among(_members_of[process_group], process_group.get_all_groups())
         return Ranks(None, deadline_seconds) if among is None else ranks_of(among, deadline_seconds)
     if not isinstance(process_group, dist.ProcessGroup):
-        outside = isinstance(process_group, DeviceMesh) or process_group is dist.GroupMember.NON_GROUP_MEMBER
-        found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(process_group).__name__}"
-        remedy = "make the call on the ranks of the group alone; pass a process group, or a device mesh"
-        raise OptionError(
-            "ranks cannot work together",
-            [Problem("process_group", found, "one that this rank is in", remedy)],
-            code="process-group",
-        )
+        raise _no_group_here(process_group)
     made = _of_group.setdefault(process_group, {})
     if deadline_seconds not in made:
         others = next(iter(made.values()), None)
@@ -89,6 +82,18 @@ def ranks_of(process_group: Group | None = None, deadline_seconds: float = DEADL
             others.with_deadline(deadline_seconds) if others else Ranks(process_group, deadline_seconds)
         )
     return made[deadline_seconds]
+
+
+def _no_group_here(process_group: Any) -> OptionError:
+    """Returns the error for what is given in the place of a process group that this rank is in."""
+    outside = isinstance(process_group, DeviceMesh) or process_group is dist.GroupMember.NON_GROUP_MEMBER
+    found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(process_group).__name__}"
+    remedy = "make the call on the ranks of the group alone; pass a process group, or a device mesh"
+    return OptionError(
+        "ranks cannot work together",
+        [Problem("process_group", found, "one that this rank is in", remedy)],
+        code="process-group",
+    )
 
 
 def refuse_lone_processes(doing: str) -> None:

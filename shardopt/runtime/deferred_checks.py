@@ -220,15 +220,6 @@ class StateChecks:
     _waiting: list[_Check] = field(default_factory=list)
     _failures: list[Exception] = field(default_factory=list)
 
-    def end(self) -> None:
-        """Fixes the set of checks; those of later steps are not about this state.
-
-        Of all optimizers: an app may have the parameters without the optimizer that has stepped them.
-        """
-        self._failures = _failures(self.owners)
-        with _lock:
-            self._waiting = [check for owner in _with_waiting for check in owner.waiting]
-
     def settle(self) -> None:
         """Waits until the numbers are on the host, and raises the first failure. In any thread; local to the rank."""
         failures = list(self._failures)
@@ -281,7 +272,11 @@ def taking_state() -> Iterator[StateChecks]:
         yield checks
     finally:
         _taking.remove(checks)
-    checks.end()
+    # Of all optimizers: an app may have the parameters without the optimizer that has stepped them. Checks of later
+    # steps are not about this state.
+    checks._failures = _failures(checks.owners)
+    with _lock:
+        checks._waiting = [check for owner in _with_waiting for check in owner.waiting]
 
 
 def is_taking_state() -> bool:

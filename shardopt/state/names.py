@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -129,6 +130,7 @@ def _shorter(segments: Sequence[str], following: Mapping[str, set[str]]) -> Iter
             yield ".".join(segment for i, segment in enumerate(segments) if i not in dropped)
 
 
+@dataclass(eq=False)
 class ParameterNames:
     """The names of parameters in an app: those in its modules, and in its dicts and lists.
 
@@ -136,8 +138,7 @@ class ParameterNames:
         app: nested dicts, lists and tuples; looked through when a name is asked for.
     """
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    app: Any
 
     def of(self, parameters: Sequence[Tensor], otherwise: Sequence[str]) -> tuple[str, ...] | None:
         """Returns the plain names of one optimizer's parameters; None if some have none, or two share one.
@@ -166,7 +167,7 @@ class ParameterNames:
         modules: list[tuple[str, Mapping[int, str]]] = []
         tensors: dict[int, str] = {}
         seen = set()
-        ahead: list[tuple[str, Any]] = [("", self._app)]
+        ahead: list[tuple[str, Any]] = [("", self.app)]
         while ahead:
             place, node = ahead.pop()
             if isinstance(node, Tensor):

@@ -61,9 +61,10 @@ class StateOfObject:
         saved = [key for key in self.there if key.startswith(prefix) and key in self.names.manifest.tensors]
         if live == bool(saved if live else self._belonging(saved)):
             return None
-        another = self._another_algorithm()
-        if another is not None:
-            return another
+        return self._another_algorithm() or self._no_state_on_one_side(live)
+
+    def _no_state_on_one_side(self, live: bool) -> Problem:
+        """Returns the problem of an optimizer with state on one side alone: in the app, if it is `live` there."""
         if live:
             found, required = "no state in the checkpoint", "state in the app"
             remedy = (
@@ -76,7 +77,7 @@ class StateOfObject:
                 "load with init_state=True, or call init_state() before loading (where there is none, take a step; in "
                 "place of an optimizer around another, give the app the inner one)"
             )
-        return Problem(target.state_key, found, required, remedy)
+        return Problem(self.target.state_key, found, required, remedy)
 
     def _another_algorithm(self) -> Problem | None:
         """Returns the problem of the first stored options that another algorithm than the app's has saved."""

@@ -193,10 +193,16 @@ class LocalStorage(Storage):
             for batch, nbytes in _batches(buffers, most_bytes):
                 if undecided and nbytes >= _DIRECT_BYTES:
                     writer, undecided = direct.direct_writer(fd, total), False
-                if writer is None:
-                    self._write_batch(fd, total, batch, nbytes)
-                else:
+                if writer is not None:
                     writer.write(batch)
+                else:
+                    unwritten = [buffer for buffer in batch if buffer.nbytes]
+                    while unwritten:
+                        unwritten = skip(unwritten, os.writev(fd, unwritten))
+                    if self._durable and _sync_file_range is not None and nbytes:
+                        # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes
+                        # them durable, and reports errors.
+                        _sync_file_range(fd, total, nbytes, _SYNC_FILE_RANGE_WRITE)
                 total += nbytes
             if writer is not None:
                 writer.finish()
@@ -204,15 +210,6 @@ class LocalStorage(Storage):
             if writer is not None:
                 writer.close()
         return total
-
-    def _write_batch(self, fd: int, offset: int, buffers: list[memoryview], nbytes: int) -> None:
-        buffers = [buffer for buffer in buffers if buffer.nbytes]
-        while buffers:
-            buffers = skip(buffers, os.writev(fd, buffers))
-        if self._durable and _sync_file_range is not None and nbytes:
-            # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes them durable,
-            # and reports errors.
-            _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
     def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
         temporary = f".{name}.{world().random_name(6)}.tmp"

@@ -6,7 +6,7 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from operator import is_
@@ -149,8 +149,14 @@ class LoadPlan:
     def apply(self) -> None:
         """Carries out the plan: copies into tensors in place, replaces plain values."""
         self.check()
+        written = {_memory(into) for into, _ in self._copies}
         with torch.no_grad():
-            for into, offered in _without_overlaps(self._copies):
+            # Clones of what is offered from memory that is loaded into, so that the copies' order does not matter.
+            copies = [
+                (into, offered.clone() if _memory(offered) in written and not _is_same(into, offered) else offered)
+                for into, offered in self._copies
+            ]
+            for into, offered in copies:
                 into.copy_(offered)
         for mapping, name, value in self._values:
             mapping[name] = value
@@ -191,10 +197,13 @@ class LoadPlan:
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
         plain = _is_plain(into) and _is_plain(offered) and into.dtype == offered.dtype and into.shape == offered.shape
-        if plain and not into.is_meta and (self.descriptions or not offered.is_meta):
-            if into is not offered and not offered.is_meta:
-                self._copies.append((into, offered))
-            return
+        if not plain or into.is_meta or (offered.is_meta and not self.descriptions):
+            self._tensor_by_pieces(key, into, offered)
+        elif into is not offered and not offered.is_meta:
+            self._copies.append((into, offered))
+
+    def _tensor_by_pieces(self, key: str, into: Tensor, offered: Tensor) -> None:
+        """Plans to load a tensor that is sharded, or that does not fit."""
         own, given = local_tensors(into), local_tensors(offered)
         if len(own) == len(given) and all(map(is_, own, given)):
             return  # it is offered itself: it is loaded already
@@ -249,15 +258,6 @@ class LoadPlan:
                 f"numbers that {into.dtype} can hold, of at most {largest}",
                 "keep this state in a wider dtype",
             )
-
-
-def _without_overlaps(copies: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Returns copies that do not depend on their order: clones what is offered from memory that is loaded into."""
-    written = {_memory(into) for into, _ in copies}
-    return [
-        (into, offered.clone() if _memory(offered) in written and not _is_same(into, offered) else offered)
-        for into, offered in copies
-    ]
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardopt.runtime.torch_private import is_scheduled
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import STATE, is_below, join
-from shardopt.state.state import FlatState, PartialStateful, PerRank, RestoreTarget
+from shardopt.state.state import FlatState, PartialStateful, PerRank
 from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 
 _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
@@ -62,10 +62,13 @@ def is_first(members: Sequence[int] | None) -> bool:
 def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None) -> None:
     """Logs a warning, once for each optimizer that saves state of a parameter in no group; `members` as above."""
     for each in flat.saved_targets():
-        roots = [(*each.path, STATE, name) for name in _with_state_in_no_group(each)]
-        saved = [join(root) for root in roots if any(is_below(leaf.path, root) for leaf in flat.leaves.values())]
         optimizer = each.object
-        if not saved or not isinstance(optimizer, Optimizer) or optimizer in _told:
+        is_ours = isinstance(optimizer, PartialStateful)
+        if is_ours or not isinstance(optimizer, Optimizer) or optimizer in _told or each.held_names is None:
+            continue
+        roots = [(*each.path, STATE, name) for name in _with_state_in_no_group(optimizer)]
+        saved = [join(root) for root in roots if any(is_below(leaf.path, root) for leaf in flat.leaves.values())]
+        if not saved:
             continue
         _told.add(optimizer)
         if is_first(members):
@@ -77,11 +80,8 @@ def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None)
             )
 
 
-def _with_state_in_no_group(target: RestoreTarget) -> list[str]:
+def _with_state_in_no_group(optimizer: Optimizer) -> list[str]:
     """Returns the parameters, by name, of another library's keyed optimizer that have state and are in no group."""
-    optimizer: Any = target.object
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, PartialStateful) or target.held_names is None:
-        return []
     params, state = getattr(optimizer, "params", None), optimizer.state
     if not isinstance(params, Mapping) or not isinstance(state, Mapping):
         return []  # torch's own

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -136,6 +137,7 @@ class LargeRead:
             segment += self._call_bytes // SEGMENT_BYTES
 
 
+@dataclass(slots=True, eq=False)
 class SmallReads:
     """Small whole boxes: many at a time are read into scratch, verified there, and copied.
 
@@ -143,39 +145,35 @@ class SmallReads:
 
     Args:
         scratch: as for `Batch`.
+        members: whole boxes, each to be copied to contiguous memory of its dtype.
+        nbytes: of all of them.
     """
 
-    def __init__(self, scratch: Scratch) -> None:
-        self.nbytes = 0
-        self._members: list[tuple[Entry, Tensor]] = []
-        self._scratch = scratch
-
-    def add(self, entry: Entry, target: Tensor) -> None:
-        """Adds a whole box, to be copied to contiguous memory of its dtype."""
-        self._members.append((entry, target))
-        self.nbytes += entry.end - entry.begin
+    scratch: Scratch
+    members: list[tuple[Entry, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Reads, verifies and copies; call it once."""
-        buffer = self._scratch.take()
+        buffer = self.scratch.take()
         memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         spans = []  # one for all boxes that follow one another in the file
         at = begin = offset = 0
         end = -1  # before any entry, also one that begins where its file does
-        for entry, _ in self._members:
+        for entry, _ in self.members:
             if entry.begin != end:
                 spans.append(Span(offset, memory[begin:at]))
                 begin, offset = at, entry.begin
             at, end = at + entry.end - entry.begin, entry.end
         read([*spans[1:], Span(offset, memory[begin:at])])
         at = 0
-        for entry, target in self._members:
+        for entry, target in self.members:
             nbytes = entry.end - entry.begin
             if not file.is_intact(entry.segment, memory[at : at + nbytes]):
                 raise file.segment_error(entry, entry.segment)
             move_bytes(target.data_ptr(), address + at, nbytes)
             at += nbytes
-        self._scratch.use(buffer, ())
+        self.scratch.use(buffer, ())
 
 
 def batches_of(
@@ -195,7 +193,8 @@ def batches_of(
                 yield small
                 small = None
             small = small or SmallReads(scratch)
-            small.add(entry, target)
+            small.members.append((entry, target))
+            small.nbytes += nbytes
             continue
         is_one = _is_one_run(request)
         runs = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,19 +48,20 @@ class Scratch(Protocol):
         """Uses what was read into a buffer, and gives it back."""
 
 
+@dataclass(slots=True, eq=False)
 class HostScratch:
     """Buffers that are used in the thread that has read: fresh memory costs more than to read into it.
 
     Args:
         nbytes: of a buffer.
-        use: called for each piece.
+        used_by: called for each piece.
+        grows: as for `Scratch`.
     """
 
-    grows = True
-
-    def __init__(self, nbytes: int, use: Use) -> None:
-        self.nbytes, self._use = nbytes, use
-        self._spare: list[bytearray] = []
+    nbytes: int
+    used_by: Use
+    grows: bool = True
+    _spare: list[bytearray] = field(default_factory=list)
 
     def take(self) -> bytearray:
         try:
@@ -69,7 +71,7 @@ class HostScratch:
 
     def use(self, memory: bytearray | memoryview, copies: Sequence[ScratchCopy]) -> None:
         for copy in copies:
-            self._use(*copy)
+            self.used_by(*copy)
         assert isinstance(memory, bytearray)
         self._spare.append(memory)
 
