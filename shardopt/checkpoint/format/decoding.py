@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite, prod
 from typing import Any
@@ -92,13 +92,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             tensors=tensors,
             values=values,
             per_rank=per_rank,
-            saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
-            metrics={name: float(decode_value(number)) for name, number in body["metrics"].items()}
-            if "metrics" in body
-            else None,
-            seconds=_decode_time(body["seconds"]) if "seconds" in body else None,
-            renamed=_decode_renamed(body["renamed"]) if "renamed" in body else None,
-            written_by=_decode_writer(body["written_by"]) if "written_by" in body else None,
+            **{name: decode(body[name]) for name, decode in _OPTIONAL.items() if name in body},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
@@ -239,6 +233,16 @@ def _decode_time(wire: Any) -> float:
     if type(wire) not in (int, float) or not isfinite(wire):
         raise ValueError(f"the time {str(wire)[:40]!r}")
     return float(wire)
+
+
+_OPTIONAL: Mapping[str, Callable[[Any], Any]] = {
+    "saved_at": _decode_time,
+    "metrics": lambda wire: {name: float(decode_value(number)) for name, number in wire.items()},
+    "seconds": _decode_time,
+    "renamed": _decode_renamed,
+    "written_by": _decode_writer,
+}
+"""The members of a manifest that some versions did not write."""
 
 
 def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:

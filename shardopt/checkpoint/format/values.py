@@ -8,7 +8,7 @@ Values count as the same where they are one object; that is kept on the way ther
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shardopt.checkpoint.format.constants import read_size
@@ -45,25 +45,26 @@ def decode_path(key: str, wire: Any) -> Path:
 
 def encode_each(values: Values) -> dict[str, tuple[Path, Any]]:
     """Encodes values as typed JSON, each object only once. Raises StateError as `encode_value`."""
-    return _each(values, encode_value)
+    done: dict[int, Any] = {}
+    encoded = {}
+    for key, (path, value) in values.items():
+        if not isinstance(value, dict):
+            encoded[key] = path, encode_value(value, key)
+            continue
+        if id(value) not in done:
+            done[id(value)] = encode_value(value, key)
+        encoded[key] = path, done[id(value)]
+    return encoded
 
 
 def decode_each(wires: Values) -> dict[str, tuple[Path, Any]]:
     """Decodes values from typed JSON, each form only once; its keys then share the value. Raises StateError."""
-    return _each(wires, lambda wire, _: decode_value(wire))
-
-
-def _each(values: Values, convert: Callable[[Any, str], Any]) -> dict[str, tuple[Path, Any]]:
-    done: dict[int, Any] = {}
-    converted = {}
-    for key, (path, value) in values.items():
-        if isinstance(value, dict):
-            if id(value) not in done:
-                done[id(value)] = convert(value, key)
-            converted[key] = (path, done[id(value)])
-        else:
-            converted[key] = (path, convert(value, key))
-    return converted
+    forms = {id(wire): wire for _, wire in wires.values() if isinstance(wire, dict)}
+    done = {form: decode_value(wire) for form, wire in forms.items()}
+    return {
+        key: (path, done[id(wire)] if isinstance(wire, dict) else decode_value(wire))
+        for key, (path, wire) in wires.items()
+    }
 
 
 def pack(wires: Values) -> dict[str, Any]:
