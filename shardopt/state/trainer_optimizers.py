@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,12 +33,7 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
     """
     while isinstance(node, Optimizer) and not is_constructed(node):
         inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
-        if len(inner) != 1:
-            actual = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
-            required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
-            remedy = "pass the optimizer itself, or save it by its library"
-            problem = Problem(join(path) or "app", actual, required, remedy)
-            raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
+        _refuse_unlike_one(node, inner, path)
         _refuse_lost(node, inner[0], path)
         node = inner[0]
     if any(each.__module__ == _OF_ZERO for each in type(node).__mro__):
@@ -47,6 +42,16 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
         problem = Problem(join(path) or "app", f"torch's {type(node).__name__}", required, remedy)
         raise StateError("what has its state on one rank at a time cannot be saved and loaded", [problem])
     return node
+
+
+def _refuse_unlike_one(wrapper: Any, inner: Sequence[Optimizer], path: Path) -> None:
+    """Raises StateError for what wraps no optimizer, or several."""
+    if len(inner) != 1:
+        actual = f"a {type(wrapper).__module__}.{type(wrapper).__qualname__}, whose constructor has not run torch's"
+        required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
+        remedy = "pass the optimizer itself, or save it by its library"
+        problem = Problem(join(path) or "app", actual, required, remedy)
+        raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
 
 
 def _refuse_lost(wrapper: Any, inner: Any, path: Path) -> None:

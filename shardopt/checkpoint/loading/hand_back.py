@@ -90,19 +90,25 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
         try:
             target.object.load_state_dict(target.filled_state(), **choices)
         except Exception as error:
-            done, ahead = (
-                ", ".join(join(each.path) for each in those) or "none" for those in (loaded[:number], loaded[number:])
-            )
-            come = f"tensors are read, objects loaded: {done}; not loaded: {ahead}. {MAY_HAVE_CHANGED}"
-            if isinstance(error, ShardoptError):
-                error.message = f"{error.message}; {come}"
-                error.args = (error.message,)
+            told = _refusal(error, loaded, number)
+            if told is error:
                 raise
-            kind, key = type(target.object).__name__, join(target.path)
-            problem = Problem(key, f"{type(error).__name__}: {error}", f"a {kind} that takes its state", _REFUSED)
-            raise CheckpointError(
-                f"an object refused the state that was saved; {come}", [problem], code="object-refused"
-            ) from error
+            raise told from error
+
+
+def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:
+    """Returns the error to raise for one of the object with this number: it says how far the load came."""
+    done, ahead = (
+        ", ".join(join(each.path) for each in those) or "none" for those in (loaded[:number], loaded[number:])
+    )
+    come = f"tensors are read, objects loaded: {done}; not loaded: {ahead}. {MAY_HAVE_CHANGED}"
+    if isinstance(error, ShardoptError):
+        error.message = f"{error.message}; {come}"
+        error.args = (error.message,)
+        return error
+    kind, key = type(loaded[number].object).__name__, join(loaded[number].path)
+    problem = Problem(key, f"{type(error).__name__}: {error}", f"a {kind} that takes its state", _REFUSED)
+    return CheckpointError(f"an object refused the state that was saved; {come}", [problem], code="object-refused")
 
 
 def warn_of_what_is_left(what: str, is_undone: bool, marked: Sequence[str]) -> None:

@@ -116,13 +116,11 @@ def log_passed_over(url: str, missing: Sequence[str], unexpected: Sequence[str],
 
 
 def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) -> tuple[Names, list[Problem]]:
-    """Returns a checkpoint whose groups have the app's options, if these may differ; and the warnings.
+    """Returns a checkpoint whose groups have the app's options, as these may differ; and the warnings.
 
     Options that it alone has are left out where `unexpected` passes, those that the app alone has are the app's where
     `missing` passes. Of another algorithm's groups nothing changes.
     """
-    if strictness.unexpected == strictness.missing == "raise":
-        return names, []
     sections: dict[Path, set[str]] = {}
     for target in flat.targets:
         if target.groups is not None:
