@@ -204,10 +204,6 @@ class DeferredChecks:
             _failed.discard(self)
 
 
-NO_CHECKS = DeferredChecks()
-"""The checks of steps that leave nothing to check later."""
-
-
 @dataclass(slots=True, eq=False)
 class StateChecks:
     """The checks that the process had pending when state was taken, and the failures of its optimizers.

@@ -194,7 +194,8 @@ class RestoreTarget:
         if self.numbered is not None:
             return self.numbered.numbered(self.state, self.options)
         if self.groups is not None and (self.options or self.elsewhere):
-            self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + groups_elsewhere(self.elsewhere)
+            elsewhere = groups_elsewhere(self.elsewhere) if self.elsewhere else []
+            self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + elsewhere
         return self.state
 
 

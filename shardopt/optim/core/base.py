@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
+from shardopt.errors import Problem, StateError
 from shardopt.optim.core.by_position import ByPosition
 from shardopt.optim.core.node import Held, Node, OwnState, StateDict
 from shardopt.optim.state_dict.agreement import differences
@@ -25,15 +25,14 @@ from shardopt.optim.state_dict.groups import (
     refuse_unfit_groups,
 )
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
-from shardopt.optim.state_dict.offered import with_named_groups
+from shardopt.optim.state_dict.offered import changed_by_hooks, with_named_groups
 from shardopt.optim.state_dict.options import saved_options, warn_of
-from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_groups, plan_keys, plan_state
+from shardopt.optim.state_dict.saved_form import KeyedGroup, plan_groups, plan_keys, plan_state
 from shardopt.ranks import Group, SharedGroup, ranks_of
 from shardopt.runtime.partial_loads import loading_alone
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_private import (
     after_load_state_dict,
-    before_load_state_dict,
     changes_what_is_loaded,
     out_of_inference_mode,
 )
@@ -307,7 +306,7 @@ class KeyedOptimizer(Node):
             group.keep(plan.filled)
             plan.then(partial(group.take, plan.filled))
         plan.then(lambda: self._loaded(offered))
-        if not self._children:
+        if not self._children and self._home.deferred is not None:
             plan.then(self._home.deferred.state_is_loaded)
 
     def _after_load(self) -> None:
@@ -325,30 +324,12 @@ class KeyedOptimizer(Node):
     def _own_names(self) -> set[str]:
         if self._children:
             return super()._own_names()
-        return {*self._params, *(key for key in self.state if isinstance(key, str))}
+        return {*self._params, *(key for key in self._keys_beside() if isinstance(key, str))}
 
     def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
         """Fires the hooks that may change the loaded state, and plans to load it."""
-        if changes_what_is_loaded(self):
-            state_dict = self._changed_by_hooks(state_dict, plan.descriptions)
-        self._plan(plan, state_dict)
-
-    def _changed_by_hooks(self, state_dict: Mapping[str, Any], descriptions: bool) -> Mapping[str, Any]:
-        if not descriptions:
-            return before_load_state_dict(self, state_dict)
-        try:
-            # A copy, as plain values that hooks change would be changed again by the load.
-            return before_load_state_dict(self, as_saved(state_dict))
-        except ShardoptError:
-            raise
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-            required = "a hook that leaves tensors on the meta device, which stand for stored ones, as they are"
-            remedy = "look at tensor.is_meta, and change values in a load_state_dict_post_hook"
-            problem = Problem("register_load_state_dict_pre_hook", failure, required, remedy)
-            raise MismatchError(
-                "a hook fails with what is to be loaded; nothing was changed", [problem], code="optimizer-state"
-            ) from error
+        has_hooks = changes_what_is_loaded(self)
+        self._plan(plan, changed_by_hooks(self, state_dict, plan.descriptions) if has_hooks else dict(state_dict))
 
     def _own_state(self) -> OwnState:
         """Returns the live state of each parameter that has state, and then state under names of its own.
@@ -361,7 +342,7 @@ class KeyedOptimizer(Node):
         state, elsewhere = self.state, self._names_elsewhere()
         found = ((name, state.get(parameter)) for parameter, name in self._names.items() if name not in elsewhere)
         own: OwnState = {name: entries for name, entries in found if entries}
-        for key in [key for key in state if key not in self._names]:
+        for key in self._keys_beside():
             if isinstance(key, str):
                 own[key] = state[key]
             elif isinstance(key, Tensor):
@@ -369,6 +350,10 @@ class KeyedOptimizer(Node):
                 problem = Problem("state", described(key), required, "take it out of optimizer.state")
                 raise StateError("state of a tensor without a name cannot be saved or loaded", [problem])
         return own
+
+    def _keys_beside(self) -> list[Any]:
+        """Returns the keys of a leaf's state that are none of its parameters."""
+        return [key for key in self.state if key not in self._names]
 
     def _own_groups(self) -> list[KeyedGroup] | None:
         """Returns the groups in order, including empty ones, if groups are saved; else None.

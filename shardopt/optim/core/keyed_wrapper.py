@@ -163,6 +163,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _own_names(self) -> set[str]:
         return super()._own_names() | self._local.state.global_names
 
+    def _keys_beside(self) -> list[Any]:
+        return self._local.state.keys_beside()
+
     def _atoms(self) -> tuple[Optimizer, ...]:
         """Returns the torch optimizer, which the factory's caller may also hold."""
         return (self._local.optimizer,)

@@ -29,7 +29,7 @@ from shardopt.optim.state_dict.groups import refuse_unknown
 from shardopt.optim.state_dict.offered import put_state, with_key
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
 from shardopt.ranks import SharedGroup
-from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
+from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.runtime.partial_loads import refuse_backward_of_partly_loaded
 from shardopt.runtime.torch_gradients import scaler_that_steps
 from shardopt.runtime.torch_private import (
@@ -59,7 +59,7 @@ class Held:
     defaults: dict[str, Any]
     evaluating: ClassVar[bool] = False
     needs_closure: ClassVar[bool] = False
-    deferred: ClassVar[DeferredChecks] = NO_CHECKS
+    deferred: ClassVar[DeferredChecks | None] = None
 
     def train(self, mode: bool) -> None:
         """Does nothing."""
@@ -159,7 +159,7 @@ class Node(Optimizer):
             GradientError: an accelerator's step lacked a gradient; until loads have replaced what it has changed.
         """
         self._refuse_torchs_getters()
-        if not self._children:
+        if not self._children and self._home.deferred is not None:
             self._home.deferred.settle()
         before_state_dict(self)
         return after_state_dict(self, self._gather())

@@ -35,7 +35,7 @@ from shardopt.optim.local.shards import Shards
 from shardopt.optim.local.state import Group, LocalState
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.ranks import SharedGroup
-from shardopt.runtime.deferred_checks import NO_CHECKS, DeferredChecks
+from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import free_unsharded_parameters
@@ -162,9 +162,9 @@ class LocalOptimizer:
             cast(CommunicatingOptimizer, self.optimizer).shared_group = group
 
     @property
-    def deferred(self) -> DeferredChecks:
-        """The checks of earlier steps that have not run yet."""
-        return self.optimizer.deferred if isinstance(self.optimizer, CommunicatingOptimizer) else NO_CHECKS
+    def deferred(self) -> DeferredChecks | None:
+        """The checks of earlier steps that have not run yet; None where no step leaves any."""
+        return self.optimizer.deferred if isinstance(self.optimizer, CommunicatingOptimizer) else None
 
     @property
     def needs_closure(self) -> bool:

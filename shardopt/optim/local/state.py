@@ -94,7 +94,11 @@ class LocalState(MutableMapping[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from filter(self._has, self._names)
-        yield from [key for key in self._optimizer.state if not isinstance(key, Tensor)]
+        yield from self.keys_beside()
+
+    def keys_beside(self) -> list[Any]:
+        """Returns the keys of state that belongs to no parameter."""
+        return [key for key in self._optimizer.state if not isinstance(key, Tensor)]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardopt.errors import MismatchError, Problem, StateError
+from torch.optim import Optimizer
+
+from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
 from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.saved_form import as_saved
+from shardopt.runtime.torch_private import before_load_state_dict
 from shardopt.state.names import before_all, plain_name
 from shardopt.state.param_groups import ELSEWHERE, NAMES_OF_TORCH, PARAMS, are_named, members_only, renamed_group
 from shardopt.state.paths import PARAM_GROUPS, STATE
@@ -121,6 +125,32 @@ def _owners(plan: LoadPlan, section: str, names: Iterable[str], parts: Sequence[
         else:
             plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
     return owners
+
+
+def changed_by_hooks(optimizer: Optimizer, offered: Mapping[str, Any], has_descriptions: bool) -> Mapping[str, Any]:
+    """Returns the state as the hooks of `register_load_state_dict_pre_hook` leave it.
+
+    Args:
+        has_descriptions: whether tensors on the meta device stand for stored ones.
+
+    Raises:
+        MismatchError: a hook fails with such a description.
+    """
+    if not has_descriptions:
+        return before_load_state_dict(optimizer, offered)
+    try:
+        # A copy, as plain values that hooks change would be changed again by the load.
+        return before_load_state_dict(optimizer, as_saved(offered))
+    except ShardoptError:
+        raise
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        required = "a hook that leaves tensors on the meta device, which stand for stored ones, as they are"
+        remedy = "look at tensor.is_meta, and change values in a load_state_dict_post_hook"
+        problem = Problem("register_load_state_dict_pre_hook", failure, required, remedy)
+        raise MismatchError(
+            "a hook fails with what is to be loaded; nothing was changed", [problem], code="optimizer-state"
+        ) from error
 
 
 def with_named_groups(offered: Mapping[str, Any]) -> Mapping[str, Any]:
