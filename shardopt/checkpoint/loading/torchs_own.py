@@ -130,17 +130,13 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
         values: that were loaded, by key.
     """
     lines, algorithms, begins = dict[str, None](), dict[str, None](), set[str]()
-    on_plateaus = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
     for target in flat.targets:
         optimizer, numbered = target.object, target.numbered
         if numbered is None or not isinstance(optimizer, Optimizer):
             continue
-        plateaus = [each for each in on_plateaus if each.optimizer is optimizer]
-        for members in filter(None, numbered.members()):
-            key = join((*target.path, PARAM_GROUPS, flat.tied.get(members[0], members[0])))
-            here, stored = (flat.leaves[key].value, values.get(key)) if key in flat.leaves else ({}, None)
-            if not isinstance(stored, Mapping):
-                continue
+        plateaus = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
+        plateaus = [each for each in plateaus if each.optimizer is optimizer]
+        for here, stored in _options_of_groups(target, flat, values):
             if other := other_algorithm(stored, numbered.algorithm):
                 told = f"saved by {other}; {numbered.algorithm} takes the state that fits, with its own options"
                 algorithms[f"{join(target.path)}: {told}"] = None
@@ -175,11 +171,9 @@ def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:
     """
     lines = dict[str, None]()
     for target in flat.targets:
-        for name in chain.from_iterable(group[PARAMS][:1] for group in target.groups or ()):
-            key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
-            here = flat.leaves[key].value.get(ALGORITHM) if key in flat.leaves else None
-            stored = values.get(key)
-            if isinstance(here, str) and isinstance(stored, Mapping) and (other := other_class(stored, here)):
+        for options, stored in _options_of_groups(target, flat, values):
+            here = options.get(ALGORITHM)
+            if isinstance(here, str) and (other := other_class(stored, here)):
                 there, own = (f"the program's {each[1:]}" if each[0] == OWN else each for each in (other, here))
                 lines[f"{join(target.path)}: saved by {there}, {own} here"] = None
     if lines:
@@ -187,6 +181,17 @@ def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:
             "optimizers resume from another class, whose state has the same names [optimizer-state]:\n  %s",
             "\n  ".join(lines),
         )
+
+
+def _options_of_groups(
+    target: RestoreTarget, flat: FlatState, values: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yields the options of each group of an optimizer, here and as they were loaded, by its first parameter."""
+    for name in chain.from_iterable(group[PARAMS][:1] for group in target.groups or ()):
+        key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
+        stored = values.get(key)
+        if key in flat.leaves and isinstance(stored, Mapping):
+            yield flat.leaves[key].value, stored
 
 
 def _as_begun(options: Mapping[str, Any], option: str, begin: str) -> Any:
