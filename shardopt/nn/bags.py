@@ -128,7 +128,12 @@ class Bags:
 
 
 def bags_of(
-    tables: Mapping[str, Table], given: Mapping[str, Given], pools: bool, ends: bool, like: Mapping[str, Tensor]
+    tables: Mapping[str, Table],
+    given: Mapping[str, Given],
+    pools: bool,
+    ends: bool,
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
 ) -> list[Bags]:
     """Checks a module's ids, and makes bags of them.
 
@@ -137,7 +142,8 @@ def bags_of(
         given: by name of the table.
         pools: whether the module pools the vectors of tables whose mode says so.
         ends: whether offsets have the end of the last bag, too.
-        like: the parameters by name of the table, for dtypes and devices.
+        dtypes: of the parameters, by name of the table.
+        device: that ids have to be on.
 
     Raises:
         InputError: names, dtypes, shapes or devices are wrong; lists all of them.
@@ -148,7 +154,8 @@ def bags_of(
             problems.append(Problem(name, "ids for an unknown table", f"one of {sorted(tables)}", "mend the name"))
             continue
         try:
-            bags.append(_bags(tables[name], value, pools and tables[name].mode != "none", ends, like[name]))
+            pooled = pools and tables[name].mode != "none"
+            bags.append(_bags(tables[name], value, pooled, ends, dtypes[name], device))
         except InputError as error:
             problems += error.problems
     if problems:
@@ -156,7 +163,7 @@ def bags_of(
     return bags
 
 
-def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) -> Bags:
+def _bags(table: Table, given: Given, pooled: bool, ends: bool, dtype: torch.dtype, device: torch.device) -> Bags:
     arguments = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Sequence) else []
     first, *others = arguments or [None]
     if (
@@ -172,9 +179,9 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
         raise _refusal(table, f"a {strange[0].layout} {kind}", "plain tensors", "pass what this rank has")
     ids, offsets, weights = first, *[*others, None, None][:2]
     for name, tensor in (("ids", ids), ("offsets", offsets)):
-        if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != like.device):
+        if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != device):
             present = f"{name} of {tensor.dtype} on {tensor.device}"
-            raise _refusal(table, present, f"int64 or int32 on {like.device}", "convert them")
+            raise _refusal(table, present, f"int64 or int32 on {device}", "convert them")
     if not pooled:
         if offsets is not None or weights is not None:
             raise _refusal(table, "offsets or weights", "ids alone, as nothing is pooled", "leave them out")
@@ -182,20 +189,20 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
     if weights is not None:
         if table.mode != "sum":
             raise _refusal(table, f"weights with mode {table.mode!r}", "mode 'sum'", "leave them out, or sum")
-        if weights.shape != ids.shape or weights.dtype != like.dtype or weights.device != like.device:
+        if weights.shape != ids.shape or weights.dtype != dtype or weights.device != device:
             present = f"weights {tuple(weights.shape)} of {weights.dtype} on {weights.device}"
-            required = f"{tuple(ids.shape)}, as the ids, of {like.dtype} on {like.device}"
+            required = f"{tuple(ids.shape)}, as the ids, of {dtype} on {device}"
             raise _refusal(table, present, required, "pass one for each id")
         weights = weights.flatten()
     if ids.dim() == 2 and offsets is None:
         bags, length = ids.shape
         offsets = torch.arange(bags, device=ids.device) * length
-        return Bags(table, ids.flatten().long(), offsets, weights, like.dtype)
+        return Bags(table, ids.flatten().long(), offsets, weights, dtype)
     if ids.dim() != 1 or offsets is None or offsets.dim() != 1 or (ends and not len(offsets)):
         shapes = f"ids {tuple(ids.shape)} and offsets {None if offsets is None else tuple(offsets.shape)}"
         required = "[L] and [B], with include_last_offset [B + 1]; or ids [B, L] alone"
         raise _refusal(table, shapes, required, "pass the ids of all bags one after the other, and where each begins")
-    return Bags(table, ids.long(), offsets.long(), weights, like.dtype, ends)
+    return Bags(table, ids.long(), offsets.long(), weights, dtype, ends)
 
 
 def _is_plain(tensor: Tensor) -> bool:

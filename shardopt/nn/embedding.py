@@ -108,6 +108,17 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     def _weights(self) -> list[Tensor]:
         return [cast(CutTable, self.get_submodule(table.name)).weight for table in self.tables]
 
+    def _device(self) -> torch.device:
+        """Returns the device of this rank's pieces; without one, that on which the mesh's ranks communicate.
+
+        Of a parameter of which a rank has no piece it says nothing: torch moves that to the CPU.
+        """
+        for table in self.tables:
+            cut = cast(CutTable, self.get_submodule(table.name))
+            if cut.piece is not None:
+                return device_of(cut.weight)
+        return torch.empty(0, device=self.mesh.device_type).device
+
     def _look_up(
         self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
     ) -> Tensor | dict[str, Tensor]:
@@ -116,12 +127,13 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         weights = self._weights()
         if not self._are_compared:
             self._compare_tables(ranks, weights)
-        device = device_of(weights[0])
+        device = self._device()
+        dtypes = {name: weight.dtype for name, weight in zip(self._by_name, weights, strict=True)}
         refused: Exception | None = None
         bags: list[Bags] = []
         try:
             given = _by_table(self.tables, ids, others)
-            bags = bags_of(self._by_name, given, pools, ends, dict(zip(self._by_name, weights, strict=True)))
+            bags = bags_of(self._by_name, given, pools, ends, dtypes, device)
             faults = [each.faulty() for each in bags]
         except Exception as error:  # whatever it is, the other ranks must raise as well
             refused, faults = error, []

@@ -35,6 +35,7 @@ class Route:
     Args:
         ranks: that look up together.
         directory: of the tables.
+        device: of ids, and of what travels.
         bags: for each table, how many sums of bags this rank wants; 0 where it wants rows.
         parts: for each table, how many vectors it wants of each part of the rows.
         in_use: for each table, whether any rank passed ids for it, maybe none at all.
@@ -45,6 +46,7 @@ class Route:
 
     ranks: Ranks
     directory: Directory
+    device: torch.device
     bags: Sequence[int]
     parts: list[list[int]]
     in_use: tuple[bool, ...]
@@ -62,7 +64,8 @@ class Route:
             [counts[piece.part[0]] * piece.shape[1] for piece in pieces]
             for counts, pieces in zip(self.parts, known.sources, strict=True)
         ]
-        got = _travel(self.ranks, known.serving, sent, known.fetched, sizes, tables)
+        dtypes = [table.dtype for table in tables]
+        got = _travel(self.ranks, known.serving, sent, known.fetched, sizes, dtypes, self.device)
         return [
             _put_together(blocks, counts, each.widths, bags).to(table.dtype)
             for blocks, counts, each, bags, table in zip(got, self.parts, known.tables, self.bags, tables, strict=True)
@@ -85,7 +88,8 @@ class Route:
             [] if served is None else [count * width for count in served.counts]
             for served, width in zip(self.served, widths, strict=True)
         ]
-        got = _travel(self.ranks, known.asked, sent, known.asking, sizes, gradients)
+        dtypes = [gradient.dtype for gradient in gradients]
+        got = _travel(self.ranks, known.asked, sent, known.asking, sizes, dtypes, self.device)
         return {
             t: served.gradients(torch.cat(got[t]).view(sum(served.counts), widths[t]).to(gradients[t].dtype))
             for t, served in enumerate(self.served)
@@ -133,6 +137,7 @@ def find_route(ranks: Ranks, directory: Directory, bags: Mapping[int, Bags], fau
     return Route(
         ranks,
         directory,
+        faulty.device,
         wanted.bags,
         [[n if n and count else count for count in of] for of, n in zip(parts, wanted.bags, strict=True)],
         tuple(any(count >= 0 for count in of_ranks) for of_ranks in counts),
@@ -160,7 +165,8 @@ def _ask(
         for blocks, holders in zip(wanted.blocks(parts), directory.holders, strict=True)
     ]
     sizes = [[n + count * (1 + has) if count > 0 else 0 for count, n, has in of_ranks] for of_ranks in asked]
-    got = _travel(ranks, directory.asked, sent, directory.asking, sizes, [wanted.counts] * len(sent))
+    dtypes = [torch.int64] * len(sent)
+    got = _travel(ranks, directory.asked, sent, directory.asking, sizes, dtypes, wanted.counts.device)
     return tuple(
         None if piece is None else _served(blocks, of_ranks, first + piece.rows[0])
         for blocks, of_ranks, first, piece in zip(got, asked, directory.bases, directory.mine, strict=False)
@@ -222,7 +228,8 @@ def _travel(
     sent: Blocks,
     come_from: Order,
     sizes: Sequence[Sequence[int]],
-    like: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> list[list[Tensor]]:
     """Sends blocks of rows to the ranks, and returns those received, flat. One exchange for all dtypes.
 
@@ -230,10 +237,11 @@ def _travel(
         ranks: to exchange with.
         to, sent: who gets blocks of which tables, and the blocks.
         come_from, sizes: who sends blocks of which tables, and how many elements each has.
-        like: for each table a tensor of the dtype and device of its rows.
+        dtypes: of the rows of each table.
+        device: of all of them.
     """
     # Types travel as the narrowest that holds them all, to which `cat` converts: nothing is rounded on the way.
-    buffers = [like[0].new_empty(0, dtype=reduce(torch.promote_types, [each.dtype for each in like]))]
+    buffers = [torch.empty(0, dtype=reduce(torch.promote_types, dtypes), device=device)]
     sent_counts, got_counts, flat_sizes = [], [], []
     next_blocks, next_sizes = [iter(blocks) for blocks in sent], [iter(each) for each in sizes]
     for tables in to:
@@ -245,7 +253,7 @@ def _travel(
         got_counts.append(sum(own))
         flat_sizes += own
     arrived = ranks.all_to_all(torch.cat(buffers), sent_counts, got_counts).wait()
-    got: list[list[Tensor]] = [[] for _ in like]
+    got: list[list[Tensor]] = [[] for _ in dtypes]
     for t, block in zip(chain.from_iterable(come_from), torch.split(arrived, flat_sizes), strict=True):
         got[t].append(block)
     return got

@@ -17,6 +17,7 @@ from shardopt.nn import ShardedEmbeddingBag, Table
 from tests.accelerator.support import each_kind, needs_gpu, on_accelerator
 
 STEPS, EVERY, STOP = 6, 2, 5  # what follows the save at step 4 is lost
+ROWS = {"a": 11, "b": 3, "c": 5, "d": 7}  # of tables
 
 
 def batch_of(step, place):
@@ -81,9 +82,10 @@ def through_stages(stage, model, kind, step):
 
 
 def tables(kind):
-    model = ShardedEmbeddingBag(
-        [Table("a", 11, 4, mode="sum"), Table("b", 3, 2, mode="sum")], init_device_mesh(kind, (dist.get_world_size(),))
-    )
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    cuts = zip(ROWS.items(), ("rows", "rows", "columns", "whole"), strict=True)  # of the last rank 1 has no piece
+    model = ShardedEmbeddingBag([Table(name, rows, 4, mode="sum", cut=cut) for (name, rows), cut in cuts], mesh)
+    model.to(kind)
     with torch.no_grad():
         for weight in model.parameters():
             weight.to_local().copy_(torch.arange(float(weight.to_local().numel())).view_as(weight.to_local()) / 10)
@@ -93,7 +95,7 @@ def tables(kind):
 
 def look_up(model, kind, step):
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    ids = {name: torch.randint(0, rows, (7,), generator=generator).to(kind) for name, rows in (("a", 11), ("b", 3))}
+    ids = {name: torch.randint(0, rows, (7,), generator=generator).to(kind) for name, rows in ROWS.items()}
     offsets = torch.tensor([0, 2, 2, 5]).to(kind)
     found = model({name: (each, offsets) for name, each in ids.items()})
     sum(vectors.square().sum() for vectors in found.values()).backward()
