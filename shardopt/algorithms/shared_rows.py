@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from math import inf, isinf
 from typing import Any, ClassVar
 
@@ -43,7 +44,10 @@ class SharedRows:
         lacks: one element: above 0 where a rank with elements has no gradient. Exchanged where nobody waits for `flag`,
             so that all ranks find alike what is raised late.
         refuses: whether this rank cannot step.
+        on_host: the numbers that `asked` names, once they were exchanged and read; not where nobody waits for them.
     """
+
+    on_host: Sequence[float] = ()
 
     def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...], dtype: torch.dtype) -> None:
         self.parameter, self.cuts, self.refuses = parameter, cuts, False
@@ -54,6 +58,10 @@ class SharedRows:
         """Notes that this rank cannot step; must be called before the exchange."""
         self.refuses = True
         self.flag.fill_(inf)
+
+    def asked(self) -> tuple[Tensor, ...]:
+        """Returns what the host has to know of the first exchange: `flag`, and what else there is."""
+        return (self.flag,)
 
 
 class RowSharingStep(ParameterStep):
@@ -78,7 +86,7 @@ class RowSharingStep(ParameterStep):
             return False
         if self.shared is None or not self.knows:
             return self.gradients is not None
-        return bool(self.shared.flag > 0)
+        return self.shared.on_host[0] > 0
 
 
 class RowSharingOptimizer(CommunicatingOptimizer):
@@ -112,7 +120,18 @@ class RowSharingOptimizer(CommunicatingOptimizer):
             numbers = torch.cat([each for step in here for each in (step.shared.flag, step.shared.lacks)])
             self.deferred.defer(numbers, partial(_refuse_late, [step.name for step in here]))
         raise_fault(steps)
-        _refuse([step.name for step in shared if step.knows and isinf(step.shared.flag)])
+        known = [step for step in shared if step.knows]
+        _read([step.shared for step in known])
+        _refuse([step.name for step in known if isinf(step.shared.on_host[0])])
+
+
+def _read(shared: Sequence[SharedRows]) -> None:
+    """Reads what the host has to know, of all parameters together: waits once for each device that they are on."""
+    for device in {each.flag.device for each in shared}:
+        here = [each for each in shared if each.flag.device == device]
+        numbers = iter(torch.cat([number for each in here for number in each.asked()]).tolist())
+        for each in here:
+            each.on_host = [*islice(numbers, sum(map(len, each.asked())))]
 
 
 def _refuse_late(names: Sequence[str], numbers: Tensor) -> None:

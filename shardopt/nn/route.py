@@ -20,7 +20,7 @@ from torch import Tensor
 from shardopt.nn.bags import Bags
 from shardopt.nn.cuts import Pieces
 from shardopt.nn.directory import Directory, Order
-from shardopt.nn.served import Served
+from shardopt.nn.served import Served, gradients_of_rows
 from shardopt.nn.wanted import Wanted, find_wanted, sent_to
 from shardopt.ranks import Ranks
 
@@ -90,11 +90,10 @@ class Route:
         ]
         dtypes = [gradient.dtype for gradient in gradients]
         got = _travel(self.ranks, known.asked, sent, known.asking, sizes, dtypes, self.device)
-        return {
-            t: served.gradients(torch.cat(got[t]).view(sum(served.counts), widths[t]).to(gradients[t].dtype))
-            for t, served in enumerate(self.served)
-            if served is not None
-        }
+        served = {t: each for t, each in enumerate(self.served) if each is not None}
+        return gradients_of_rows(
+            served, lambda t: torch.cat(got[t]).view(sum(served[t].counts), widths[t]).to(gradients[t].dtype)
+        )
 
 
 def find_route(ranks: Ranks, directory: Directory, bags: Mapping[int, Bags], faulty: Tensor) -> Route | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardopt.nn.route import Route
-from shardopt.nn.served import Served
+from shardopt.nn.served import Served, gradients_of_rows
 from shardopt.runtime.torch_gradients import at_end_of_backward, backward_under_way
 from shardopt.sharding.view import local_tensors
 
@@ -67,9 +67,8 @@ class _OfBackward:
 
     def hand_over(self) -> None:
         self._await_streams()
-        row_gradients = {
-            number: pairs[0] if len(pairs) == 1 else _added(pairs) for number, pairs in self._row_gradients.items()
-        }
+        several = {number: pairs for number, pairs in self._row_gradients.items() if len(pairs) > 1}
+        row_gradients = {number: pairs[0] for number, pairs in self._row_gradients.items()} | _added(several)
         self._row_gradients.clear()
         with torch.no_grad():
             self._deliver(row_gradients)
@@ -85,13 +84,14 @@ class _OfBackward:
                 tensor.record_stream(here)
 
 
-def _added(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Adds up the gradients of several lookups, row by row, in their order: replicas get the same bits from it.
+def _added(found: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Adds up the gradients of several lookups of tables, row by row, in their order: replicas get the same bits.
 
     That of `index_add_` is left to the GPU, and is another one each time.
     """
-    none = [None] * len(pairs)
-    return Served([rows for rows, _ in pairs], none, none).gradients(torch.cat([values for _, values in pairs]))
+    none = {number: [None] * len(pairs) for number, pairs in found.items()}
+    pieces = {number: Served([rows for rows, _ in found[number]], each, each) for number, each in none.items()}
+    return gradients_of_rows(pieces, lambda number: torch.cat([values for _, values in found[number]]))
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardopt.runtime.rows import sort_ids
+from shardopt.runtime.rows import runs_of_ids, sort_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,26 @@ class Served:
         counts = self.counts
         return torch.split(found, [counts[q] for q in ranks])
 
-    def gradients(self, of_vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the different rows that ranks want, ascending, and their gradients, [M, W].
+    def sorted_rows(self) -> tuple[Tensor, Tensor]:
+        """Returns the rows that ranks want, ascending, and where among those of all ranks in turn each is: [n] both."""
+        return sort_ids(torch.cat([*self.rows]))
+
+    def gradients(self, of_vectors: Tensor, order: Tensor, repeats: Tensor) -> Tensor:
+        """Returns the gradients of the different rows that ranks want, [M, W].
 
         Args:
             of_vectors: the gradients of the vectors of all ranks in turn, [V, W].
+            order: where each is, as from `sorted_rows`.
+            repeats: how often each different one is among them, [M] int64.
         """
-        rows, lengths, weights = self._joined(range(len(self.rows)))
-        rows, order = sort_ids(rows)
-        different, repeats = torch.unique_consecutive(rows, return_counts=True)
+        lengths, weights = _filled(self.lengths, self.rows), _filled(self.weights, self.rows)
         # A row's gradient is itself a sum: of the gradients of the vectors that it is in.
         of_row = order
         if lengths is not None:
-            numbers = torch.arange(len(lengths), device=rows.device)
-            of_row = numbers.repeat_interleave(lengths, output_size=len(rows)).index_select(0, order)
+            numbers = torch.arange(len(lengths), device=order.device)
+            of_row = numbers.repeat_interleave(lengths, output_size=len(order)).index_select(0, order)
         weights = None if weights is None else weights.index_select(0, order)
-        return different, _sums(of_vectors, of_row, repeats, weights)
+        return _sums(of_vectors, of_row, repeats, weights)
 
     def _joined(self, ranks: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the rows, lengths and weights of some ranks in turn; None as above where it is for all of them."""
@@ -63,6 +67,25 @@ class Served:
         lengths = _filled([self.lengths[q] for q in ranks], rows)
         weights = _filled([self.weights[q] for q in ranks], rows)
         return (torch.cat(rows) if rows else self.rows[0][:0]), lengths, weights
+
+
+def gradients_of_rows(
+    pieces: Mapping[int, Served], of_vectors: Callable[[int], Tensor]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Returns for each piece the different rows that ranks want, ascending, [M], and their gradients, [M, W].
+
+    Waits for a GPU once, for all pieces.
+
+    Args:
+        pieces: by number.
+        of_vectors: number → the gradients of the vectors of all ranks in turn, [V, W].
+    """
+    ordered = {number: served.sorted_rows() for number, served in pieces.items()}
+    runs = runs_of_ids([rows for rows, _ in ordered.values()])
+    return {
+        number: (different, pieces[number].gradients(of_vectors(number), order, repeats))
+        for (number, (_, order)), (different, repeats) in zip(ordered.items(), runs, strict=True)
+    }
 
 
 def _filled(blocks: Sequence[Tensor | None], rows: Sequence[Tensor]) -> Tensor | None:

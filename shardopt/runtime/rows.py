@@ -6,6 +6,8 @@ thread: with several, on other devices, and in what torch traces, torch's operat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,27 @@ def different_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     found = np.empty_like(order)
     found[order] = is_first.cumsum() - 1
     return torch.from_numpy(ordered[is_first]), torch.from_numpy(found)
+
+
+def runs_of_ids(ordered: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Finds the different ones among ids, [n] int64 and ascending, of each of several tensors on one device.
+
+    Waits for a GPU once for all tensors together, as it has to know how many there are.
+
+    Returns:
+        For each tensor they, ascending, and how often each is in it: [m] int64 both.
+    """
+    if not ordered or ordered[0].is_cpu:
+        return [torch.unique_consecutive(each, return_counts=True) for each in ordered]
+    ids, starts = torch.cat([*ordered]), [0, *accumulate(map(len, ordered))]
+    at = torch.tensor(starts, device="cpu").to(ids.device, non_blocking=True)
+    is_first = torch.ones(len(ids) + 1, dtype=torch.bool, device=ids.device)  # the last one is the end of all runs
+    torch.ne(ids[1:], ids[:-1], out=is_first[1:-1])
+    runs = is_first.index_fill_(0, at, True).cumsum(0)
+    counts = runs.index_select(0, at).diff().tolist()
+    begins = torch.searchsorted(runs, torch.arange(1, sum(counts) + 2, device=ids.device))
+    different, repeats = ids.index_select(0, begins[:-1]), begins.diff()
+    return [*zip(torch.split(different, counts), torch.split(repeats, counts), strict=True)]
 
 
 def write_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:

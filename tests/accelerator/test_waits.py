@@ -2,6 +2,8 @@
 
 import tempfile
 import threading
+from functools import partial
+from itertools import chain, pairwise, product
 from unittest import mock
 
 import pytest
@@ -14,8 +16,9 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.planning.replica_check import sampled_pieces
 from shardopt.checkpoint.saving.writing.staging import Staging
-from shardopt.nn import ShardedEmbeddingBag, Table, route
+from shardopt.nn import Grid, ShardedEmbeddingBag, Table, route
 from shardopt.ranks import ranks_of
+from shardopt.runtime.rows import runs_of_ids
 from shardopt.state.casts import lost_in_casts
 from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
@@ -141,6 +144,49 @@ def sums(standin):
 @each_kind
 def test_sums_that_a_rank_wants_are_found_without_a_wait(kind):
     assert on_accelerator(1, sums, kind=kind, group=True) == [[2, 2]]
+
+
+def waits_of_tables(standin):
+    """Returns how often a step waits in each phase, by cut, number of tables, and whether backward updates them."""
+    found = {}
+    for cut, count, fused in product(("rows", "columns", "whole", Grid(1, 2)), (2, 5), (True, False)):
+        tables = [Table(f"t{number}", 40, 4, mode="sum", cut=cut) for number in range(count)]
+        module = ShardedEmbeddingBag(tables, init_device_mesh(standin.KIND, (2,)))
+        make = module.fuse if fused else partial(shardopt.keyed, named_params=module.named_parameters())
+        optimizer = make("rowwiseadagrad", lr=0.1)
+        ids = torch.arange(24).to(standin.KIND), torch.arange(0, 24, 4).to(standin.KIND)
+        for _ in range(3):
+            waits = [sum(standin.waits().values())]
+            vectors = module({table.name: ids for table in tables})
+            waits.append(sum(standin.waits().values()))
+            sum(each.sum() for each in vectors.values()).backward()
+            waits.append(sum(standin.waits().values()))
+            optimizer.step()
+            waits.append(sum(standin.waits().values()))
+            optimizer.zero_grad()
+        found[str(cut), count, fused] = [after - before for before, after in pairwise(waits)]
+    return found, differing_runs(standin)
+
+
+def differing_runs(standin):
+    """Returns the lists of ids of which the device finds other runs than the CPU."""
+    lists = [[[]], [[], [3, 3]], [[5], [5], [], [5, 5, 7], []], [[0, 1, 1, 4], [4, 4], [2]]]
+    differing = []
+    for each in lists:
+        ids = [torch.tensor(numbers, dtype=torch.int64) for numbers in each]
+        here, there = runs_of_ids(ids), runs_of_ids([one.to(standin.KIND) for one in ids])
+        pairs = zip(chain(*here), (found.cpu() for found in chain(*there)), strict=True)
+        differing += [] if all(torch.equal(*pair) for pair in pairs) else [each]
+    return differing
+
+
+@needs_standin
+def test_a_step_of_tables_waits_as_often_for_many_as_for_few():
+    for found, differing in on_accelerator(2, waits_of_tables):
+        assert not differing
+        for (cut, _, fused), waits in found.items():
+            flags = cut == "columns" or cut == str(Grid(1, 2))
+            assert waits == [1, 1 + (flags and fused), int(flags and not fused)], found
 
 
 def device_of_a_bound_group(standin):

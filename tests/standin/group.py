@@ -1,9 +1,12 @@
 """Collectives of the stand-in, and of GPUs that ranks share, which NCCL refuses: through gloo, with copies to the host.
 
-What was sent is read, and what was got is written, in the order of streams: without a wait there is no result.
+What was sent is read, and what was got is written, in the order of streams: without a wait there is no result. The host
+waits for these copies, as it would not with NCCL, so the stand-in counts no wait there.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -34,8 +37,28 @@ class _Work(dist._Work):
         return self._result
 
 
+@contextlib.contextmanager
+def _uncounted(t):
+    if t.device.type != "standin":
+        yield
+        return
+    from tests.standin.device import C
+
+    before = C.uncounted(True)
+    try:
+        yield
+    finally:
+        C.uncounted(before)
+
+
 def _host(t):
-    return t.detach().cpu() if t.device.type != "cpu" else t
+    with _uncounted(t):
+        return t.detach().cpu() if t.device.type != "cpu" else t
+
+
+def _give(out, host):
+    with _uncounted(out):
+        out.detach().copy_(host)
 
 
 class StandinGroup(ProcessGroup):
@@ -50,7 +73,7 @@ class StandinGroup(ProcessGroup):
         def finish():
             for out, host in zip(outputs, hosts, strict=True):
                 if out is not host:
-                    out.detach().copy_(host)
+                    _give(out, host)
 
         return finish
 
@@ -93,7 +116,7 @@ class StandinGroup(ProcessGroup):
         def finish():
             for out, host in zip(outs, hosts, strict=True):
                 for o, h in zip(out, host, strict=True):
-                    o.copy_(h)
+                    _give(o, h)
 
         return _Work(finish, outs)
 
@@ -102,7 +125,7 @@ class StandinGroup(ProcessGroup):
             return self._gloo._allgather_base(out, inp)
         host = torch.empty(out.shape, dtype=out.dtype)
         self._gloo._allgather_base(host, _host(inp).contiguous()).wait()
-        return _Work(lambda: out.copy_(host), [out])
+        return _Work(lambda: _give(out, host), [out])
 
     def allgather_into_tensor_coalesced(self, outs, ins, opts=None):
         works = [self._allgather_base(o, i) for o, i in zip(outs, ins, strict=True)]
@@ -119,9 +142,9 @@ class StandinGroup(ProcessGroup):
         if avg:
             mine = mine / self.size()
         if out.device.type == "cpu":
-            out.copy_(mine)
+            _give(out, mine)
             return _Work(result=[out])
-        return _Work(lambda: out.copy_(mine), [out])
+        return _Work(lambda: _give(out, mine), [out])
 
     def reduce_scatter_tensor_coalesced(self, outs, ins, opts=None):
         works = [self._reduce_scatter_base(o, i, opts) for o, i in zip(outs, ins, strict=True)]
@@ -132,7 +155,7 @@ class StandinGroup(ProcessGroup):
             return self._gloo.alltoall_base(out, inp, out_splits, in_splits)
         host = torch.empty(out.shape, dtype=out.dtype)
         self._gloo.alltoall_base(host, _host(inp), out_splits, in_splits).wait()
-        return _Work(lambda: out.copy_(host), [out])
+        return _Work(lambda: _give(out, host), [out])
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -149,7 +172,7 @@ class StandinGroup(ProcessGroup):
     def scatter(self, outs, ins, opts):
         hosts = [torch.empty_like(o, device="cpu") for o in outs]
         self._gloo.scatter(hosts, [[_host(i) for i in each] for each in ins], opts).wait()
-        return _Work(lambda: [o.copy_(h) for o, h in zip(outs, hosts, strict=True)], outs)
+        return _Work(lambda: [_give(o, h) for o, h in zip(outs, hosts, strict=True)], outs)
 
     def getBackendName(self):
         return "standin"

@@ -49,7 +49,7 @@ class RowShares(SharedRows):
         super().__init__(parameter, cuts, dtype)
         self._dims, self._dtype = range(1, len(shape)), dtype
         self._width = max(prod(shape[1:]), 1)
-        self._alike = torch.zeros(1 + 2 * _PARTS, dtype=dtype, device=self.flag.device)
+        self._alike: Tensor | None = None
         self._sums: tuple[Tensor, ...] = ()
         self._counts: tuple[Tensor, ...] = ()
 
@@ -65,15 +65,20 @@ class RowShares(SharedRows):
 
     def first_summands(self, gradients: Sequence[RowGradient] | None) -> Iterator[Term]:
         """Yields whether this rank has a gradient, and of which rows."""
+        self._alike = torch.zeros(1 + 2 * _PARTS, dtype=self._dtype, device=self.flag.device)
         if gradients is not None:
             self.flag += 1
             if isinstance(self.parameter, DTensor) and len(gradients) == 1:
                 self._alike.copy_(_described(gradients[0]))
         yield from ((memory, self.cuts) for memory in (self.flag, self._alike))
 
+    def asked(self) -> tuple[Tensor, ...]:
+        """Returns `flag`, and whether all ranks have described the same rows, unless they knew it beforehand."""
+        return super().asked() if self._alike is None else (*super().asked(), self._alike)
+
     def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
         """Yields this rank's squares of rows, and which rows it touched where that is not the same on all ranks."""
-        if gradients is not None and _are_alike(self._alike, prod(each.group.size() for each in self.cuts)):
+        if gradients is not None and _are_alike(self.on_host[1:], prod(each.group.size() for each in self.cuts)):
             yield from self._squares_of(gradients, numbers)
             return
         self._sums, self._counts = (sum_memory(self.parameter, self._dims, self._dtype) for _ in range(2))
@@ -145,9 +150,9 @@ def _described(gradient: RowGradient) -> Tensor:
     return torch.cat([parts.new_ones(1), parts, parts.square()])
 
 
-def _are_alike(sums: Tensor, ranks: int) -> bool:
-    """Whether so many ranks have described the same rows. The same on all of them; waits for the device."""
-    have, *parts = sums.tolist()
+def _are_alike(sums: Sequence[float], ranks: int) -> bool:
+    """Whether so many ranks have described the same rows. The same on all of them."""
+    have, *parts = sums
     own, squares = parts[:_PARTS], parts[_PARTS:]
     return have == ranks <= _MOST_RANKS and all(ranks * two == one * one for one, two in zip(own, squares, strict=True))
 
