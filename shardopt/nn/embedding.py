@@ -19,7 +19,7 @@ from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.cuts import CutTable, cut_tables
 from shardopt.nn.directory import Directory
 from shardopt.nn.route import find_route
-from shardopt.nn.rows import Collector, RowGradients, fetch
+from shardopt.nn.rows import Collector, RowGradients, added_up, fetch
 from shardopt.nn.table import Table, refuse_bad_tables
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
@@ -168,11 +168,17 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
 
     def _take_gradients(self, row_gradients: RowGradients) -> None:
         weights = self._weights()
-        gradients = {}
-        for number, (rows, values) in row_gradients.items():
-            weight = weights[number]
-            if self.mean_gradients:
+        if self.mean_gradients:
+            for _, values in row_gradients.values():
                 values /= self.mesh.size()
+        # torch's own sum is not coalesced on a GPU, and to coalesce it the host would wait once for each table.
+        earlier = {number: _rows_on_accelerator(weights[number].grad) for number in row_gradients}
+        added = added_up({number: [own, row_gradients[number]] for number, own in earlier.items() if own is not None})
+        gradients = {}
+        for number, (rows, values) in {**row_gradients, **added}.items():
+            weight = weights[number]
+            if number in added:
+                weight.grad = None
             size = local_tensors(weight)[0].shape
             gradients[weight] = torch.sparse_coo_tensor(
                 rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True
@@ -202,10 +208,10 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D]: on [Shard(0)] where rows are cut, on [Shard(1)]
     where columns are, on a mesh of its own as a grid or whole; elsewhere it has no elements. Its gradient is a DTensor
-    over a sparse local tensor, on ranks that have a piece; coalesced, but on GPUs where several backwards add up. It is
-    set at the end of backward; then the parameter's post-accumulate-grad hooks run, and with them `in_backward`. No
-    other hooks do, and torch.autograd.grad and backward(inputs=...) do not see it. Where `fully_shard` is to shard the
-    rest of a model, pass these parameters to its `ignored_params`.
+    over a sparse local tensor, coalesced, on ranks that have a piece. It is set at the end of backward; then the
+    parameter's post-accumulate-grad hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad
+    and backward(inputs=...) do not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters
+    to its `ignored_params`.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
@@ -298,6 +304,14 @@ class ShardedEmbedding(_ShardedTables):
             RankError: a rank is not at its first lookup, or died while others refused one.
         """
         return self._look_up(ids, (), pools=False, ends=False)
+
+
+def _rows_on_accelerator(gradient: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Returns the rows and values of a coalesced gradient of a table on an accelerator; None of any other."""
+    local = None if gradient is None else local_tensors(gradient)[0]
+    if local is None or local.is_cpu or not (local.is_sparse and local.is_coalesced() and local.sparse_dim() == 1):
+        return None
+    return local.indices()[0], local.values()
 
 
 def _by_table(

@@ -68,7 +68,7 @@ class _OfBackward:
     def hand_over(self) -> None:
         self._await_streams()
         several = {number: pairs for number, pairs in self._row_gradients.items() if len(pairs) > 1}
-        row_gradients = {number: pairs[0] for number, pairs in self._row_gradients.items()} | _added(several)
+        row_gradients = {number: pairs[0] for number, pairs in self._row_gradients.items()} | added_up(several)
         self._row_gradients.clear()
         with torch.no_grad():
             self._deliver(row_gradients)
@@ -84,7 +84,7 @@ class _OfBackward:
                 tensor.record_stream(here)
 
 
-def _added(found: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> dict[int, tuple[Tensor, Tensor]]:
+def added_up(found: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> dict[int, tuple[Tensor, Tensor]]:
     """Adds up the gradients of several lookups of tables, row by row, in their order: replicas get the same bits.
 
     That of `index_add_` is left to the GPU, and is another one each time.

@@ -147,7 +147,9 @@ def test_sums_that_a_rank_wants_are_found_without_a_wait(kind):
 
 
 def waits_of_tables(standin):
-    """Returns how often a step waits in each phase, by cut, number of tables, and whether backward updates them."""
+    """Returns how often the host waits in each forward, backward and step of two batches, by cut, number of tables, and
+    whether backward updates them.
+    """
     found = {}
     for cut, count, fused in product(("rows", "columns", "whole", Grid(1, 2)), (2, 5), (True, False)):
         tables = [Table(f"t{number}", 40, 4, mode="sum", cut=cut) for number in range(count)]
@@ -157,10 +159,11 @@ def waits_of_tables(standin):
         ids = torch.arange(24).to(standin.KIND), torch.arange(0, 24, 4).to(standin.KIND)
         for _ in range(3):
             waits = [sum(standin.waits().values())]
-            vectors = module({table.name: ids for table in tables})
-            waits.append(sum(standin.waits().values()))
-            sum(each.sum() for each in vectors.values()).backward()
-            waits.append(sum(standin.waits().values()))
+            for _ in range(2):
+                vectors = module({table.name: ids for table in tables})
+                waits.append(sum(standin.waits().values()))
+                sum(each.sum() for each in vectors.values()).backward()
+                waits.append(sum(standin.waits().values()))
             optimizer.step()
             waits.append(sum(standin.waits().values()))
             optimizer.zero_grad()
@@ -186,7 +189,8 @@ def test_a_step_of_tables_waits_as_often_for_many_as_for_few():
         assert not differing
         for (cut, _, fused), waits in found.items():
             flags = cut == "columns" or cut == str(Grid(1, 2))
-            assert waits == [1, 1 + (flags and fused), int(flags and not fused)], found
+            backward = 1 + (flags and fused)
+            assert waits == [1, backward, 1, backward + (not fused), int(flags and not fused)], found
 
 
 def device_of_a_bound_group(standin):
