@@ -8,7 +8,7 @@ for bit. Where rows are cut too, the squares of a row are added up over the rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -37,6 +37,8 @@ class _RowStep(RowSharingStep):
     optimizer: _RowWise
     rows: list[RowGradient] | None = None
     shared: RowShares | None
+    options: Options
+    """Those of the group, with the rate as a number."""
     waits = True  # the number of rows that were touched is asked in any case
 
     def __init__(self, optimizer: _RowWise, group: Options, parameter: Tensor) -> None:
@@ -50,7 +52,7 @@ class _RowStep(RowSharingStep):
     @cached_property
     def rule_numbers(self) -> Numbers:
         """The numbers of this step; must be read before the step is counted."""
-        return self.optimizer.rule.numbers(self.group, float(self.state["step"]) + 1 if self.state else 1.0)
+        return self.optimizer.rule.numbers(self.options, float(self.state["step"]) + 1 if self.state else 1.0)
 
     def _read_gradients(self) -> list[Tensor] | None:
         gradients = checked_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo))
@@ -68,6 +70,14 @@ class _RowWise(RowSharingOptimizer):
 
     rule: ClassVar[RowRule]
     step_type = _RowStep
+
+    def _take(self, steps: Sequence[Any]) -> None:
+        # Once for all parameters of a group: of a rate on a device the host waits for it.
+        groups = {id(step.group): step.group for step in steps}
+        options = {key: {**group, "lr": float(group["lr"])} for key, group in groups.items()}
+        for step in steps:
+            step.options = options[id(step.group)]
+        super()._take(steps)
 
     def equations(self, step: Any) -> Iterator[Iterable[Term]]:
         if step.shared is None:
