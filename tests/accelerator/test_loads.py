@@ -248,7 +248,7 @@ def test_boxes_that_one_rank_reads_for_others_are_sent_between_devices(tmp_path)
         of_ranks = on_accelerator(2, shared_boxes, tmp_path)
     for right, counts in (each for found in of_ranks for each in found):
         assert right and counts["H2D beside"] >= 2 and "H2D, staged" not in counts
-        assert counts["wait: D2H"] == counts["wait: H2D"] == 1  # the exchange of the stand-in, which is gloo's
+        assert "wait: D2H" not in counts and "wait: H2D" not in counts
 
 
 def test_casts_turned_memory_and_damage():
