@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -96,20 +98,37 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-def free_unsharded_parameters(modules: Iterable[nn.Module] | None = None) -> None:
+def reshard(modules: Iterable[nn.Module]) -> None:
     """Makes `fully_shard` modules use their sharded parameters. Local.
 
     A forward without a backward leaves unsharded copies (the root's always), and `unshard(async_op=True)` those that it
     is gathering still. The next forward would take them although the shards have changed since.
-
-    Args:
-        modules: None are all in this process: parameters do not know their modules, but torch has a list.
     """
-    for module in list(_module_state_mapping) if modules is None else modules:
+    for module in modules:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group.wait_for_unshard()  # `reshard` frees no gather under way; a no-op without one
             module.reshard()
+
+
+def reshard_before_writing(tensors: Iterable[Tensor]) -> None:
+    """Makes the `fully_shard` modules on the meshes of these tensors use their sharded parameters. Local.
+
+    The next forward gathers again: only what is the same on all ranks of a mesh may decide that, so neither the memory
+    of this rank, which may have no element of a shard, nor tensors that a rank may write alone.
+
+    Args:
+        tensors: that are written; only DTensors can be such parameters.
+    """
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    if meshes:  # parameters do not know their modules, but torch has a list
+        reshard([module for module in list(_module_state_mapping) if not meshes.isdisjoint(_meshes_of(module))])
+
+
+def _meshes_of(module: nn.Module) -> Iterator[DeviceMesh]:
+    if isinstance(module, FSDPModule):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from (each.sharded_param.device_mesh for each in group.fsdp_params)
 
 
 class ScalerStages:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import shardopt
 from shardopt import checkpoint
 from shardopt.errors import CheckpointError, RankError, ShardoptError, StateError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
@@ -283,16 +284,28 @@ def test_a_publisher_that_was_killed_leaves_whole_steps_and_goes_on(tmp_path, sh
 
 
 def into_named_tensors_after_a_forward(root):
-    """Loads, and follows, tensors by name after a forward; returns whether the next forward has them."""
+    """Loads, and follows, tensors by name after a forward; returns whether the next forward has them.
+
+    Also whether it has weights that an optimizer makes of masters that are loaded, and those from before where one rank
+    alone reads something else.
+    """
     mesh, inputs = init_device_mesh("cpu", (2,)), torch.ones(8, 4)
 
-    def made(seed):
+    def made(seed, dtype=torch.float32):
         torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).to(dtype)
         for module in (model[0], model):
             fully_shard(module, mesh=mesh)
         return model, dict(model.named_parameters())
 
+    def with_masters(seed):
+        model, named = made(seed, torch.bfloat16)
+        optimizer = shardopt.keyed("adamw", named, lr=0.1, master_dtype=torch.float32)
+        model(inputs.bfloat16()).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    trained = [with_masters(1), with_masters(2)]
     with torch.no_grad():
         source, named = made(1)
         wanted, found = source(inputs), []
@@ -307,8 +320,17 @@ def into_named_tensors_after_a_forward(root):
             else:
                 checkpoint.Follower(f"{root}/published", named).update()
             found.append(torch.allclose(model(inputs), wanted))
+        before = model(inputs)
+        if dist.get_rank() == 0:
+            with checkpoint.open(f"{root}/saved") as saved:
+                saved.read_into("model.1.bias", torch.zeros(1))
+        found.append(torch.equal(model(inputs), before))
+        (model, optimizer), (loaded, other) = trained
+        loaded(inputs.bfloat16())
+        other.load_state_dict(optimizer.state_dict())
+        found.append(torch.equal(loaded(inputs.bfloat16()), model(inputs.bfloat16())))
     return found
 
 
 def test_tensors_by_name_reach_the_next_forward_of_a_sharded_model(tmp_path):
-    assert run_ranks(2, into_named_tensors_after_a_forward, str(tmp_path)) == [[True, True]] * 2
+    assert run_ranks(2, into_named_tensors_after_a_forward, str(tmp_path)) == [[True] * 4] * 2

@@ -123,7 +123,8 @@ class StorageReader(DcpStorageReader):
             values = dict(self._plain_values(plan, planner))
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
             _refuse_unfit(reader, tensors, targets)
-            fill(reader.requests([*map(_wanted, tensors, targets)], others_follow=False))
+            into = filter(torch.is_tensor, getattr(planner, "state_dict", {}).values())  # the targets are of these
+            fill(reader.requests([*map(_wanted, tensors, targets)], others_follow=False), into)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:

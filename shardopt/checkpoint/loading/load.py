@@ -348,7 +348,7 @@ def _read(
     def fill_marked() -> int:
         for each in changing.values():
             each.begin()  # in the round, as an optimizer may refuse
-        return fill(plan.requests, options.progress)
+        return fill(plan.requests, plan.tensors, options.progress)
 
     def put_back() -> bool:
         if plan.broadcast is not None:

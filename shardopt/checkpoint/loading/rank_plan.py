@@ -68,6 +68,11 @@ class RankPlan:
     requests: list[tuple[OpenFile, ReadRequest]] = field(default_factory=list)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The app's tensors that are loaded, on whatever rank."""
+        return [self.flat.leaves[key].value for key in self.match.tensors]
+
+    @property
     def bytes_wanted(self) -> int:
         """The stored bytes that fill `into`."""
         stored = self.match.tensors

@@ -145,7 +145,7 @@ class CheckpointReader(CheckpointContents):
             Piece(Box(tuple(map(add, local.offsets, box.offsets)), local.sizes), memory)
             for local, memory in view.pieces
         ]
-        fill(self.requests([(key, pieces)]))
+        fill(self.requests([(key, pieces)]), [tensor])
 
     def _box_of(self, key: str, box: Box | None) -> Box:
         """Returns a box of a tensor; None stands for the whole. Raises MismatchError if the tensor has no such box."""

@@ -17,6 +17,7 @@ from shardopt.checkpoint.hosts.served import follow_at
 from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.rank_plan import RankPlan
 from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
@@ -28,7 +29,6 @@ from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
 from shardopt.checkpoint.stream.served import Weights, rearrange_problems, rename_problems, weights_of
@@ -255,7 +255,7 @@ class Follower:
             return reader, flat, names or names_in_app(reader, flat, None, rename, None)
 
         plan = compare_with_app(ranks, what, look, self._options)
-        staged, _ = ranks.agree(what, work=lambda: self._staged(plan.requests, chains[0]))
+        staged, _ = ranks.agree(what, work=lambda: self._staged(plan, chains[0]))
         before, pause = self._at, self._apply(ranks, what, staged, found)
         if before is not None and before.stream != found.stream and ranks.rank == 0:
             _log.warning("%s was begun again: step %d is its newest now", self._root.url, found.id.step)
@@ -276,11 +276,11 @@ class Follower:
             parts=len(staged.parts),
         )
 
-    def _staged(self, requests: Sequence[tuple[OpenFile, ReadRequest]], reader: ChainReader) -> Staged:
+    def _staged(self, plan: RankPlan, reader: ChainReader) -> Staged:
         """Reads and checks what changes, as far as it has room in host memory."""
         held = {} if self._is_torn else self._held
-        parts = [part_of(file, request, held) for file, request in requests]
-        staged = Staged(parts, reader.delta_files, self._memory_bytes)
+        parts = [part_of(file, request, held) for file, request in plan.requests]
+        staged = Staged(parts, plan.tensors, reader.delta_files, self._memory_bytes)
         staged.read()
         return staged
 

@@ -24,7 +24,7 @@ from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_sca
 from shardopt.errors import CheckpointError, MismatchError
 from shardopt.runtime.accelerator import has_streams, on_stream, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.sharding.pieces import View
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -87,11 +87,15 @@ class Staged:
 
     Args:
         parts: of the weights of this rank.
+        into: the weights as the program has them, also those of which this rank has no part.
         memory_bytes: that may be taken.
     """
 
-    def __init__(self, parts: Sequence[Part], files: Collection[ProvedDeltaFile], memory_bytes: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], into: Sequence[Tensor], files: Collection[ProvedDeltaFile], memory_bytes: int
+    ) -> None:
         self.parts = parts
+        self._into = into
         self.whole = sum(part.links is None for part in parts)
         self._files, self._bytes_read = files, 0
         self._room = memory_bytes
@@ -134,7 +138,7 @@ class Staged:
         wait_for_copies()  # a save in the background may still be copying what this changes
         targets = [part.request.target for part in self.parts]
         wait_for_reads(targets)
-        free_unsharded_parameters()  # which the next forward would take in place of what is changed here
+        reshard_before_writing(self._into)
         increment_version(targets)
         with torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext():
             for target, memory in self._copies:

@@ -37,7 +37,7 @@ from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard
 from shardopt.runtime.torch_private import out_of_inference_mode, remove_step_hooks
 from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.swapped import refuse_swapped
@@ -105,7 +105,7 @@ class Averaging:
         self._model, self._use_buffers = model, use_buffers
         self._device = None if device is None else torch.device(device)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
-        free_unsharded_parameters(model.modules())
+        reshard(model.modules())
         self._params = by_plain_name(model, model.named_parameters())
         refuse_flattened(self._params)
         self._places = Places(model, self._params)
@@ -381,7 +381,7 @@ class Averaging:
 
     def _swap(self, lose: bool) -> None:
         """Swaps averages into the model, or its own weights back; `lose` as for `AveragesInModel`."""
-        free_unsharded_parameters(self._model.modules())
+        reshard(self._model.modules())
         wait_for_copies()  # a save in the background may still be taking the weights
         now = by_plain_name(self._model, self._model.named_parameters())
         with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardopt.errors import Problem, StateError
 from shardopt.optim.averages.tensors import Pair, refuse_other_shapes
 from shardopt.runtime.accelerator import wait_for_reads
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard
 from shardopt.sharding.swapped import note_swapped, note_swapped_back
 from shardopt.sharding.view import local_tensors
 
@@ -132,7 +132,7 @@ class Places:
         """
         if self._are_as_seen() and not also_modules:
             return []
-        free_unsharded_parameters(self._model.modules())  # which may stand in their place
+        reshard(self._model.modules())  # which may stand in their place
         now = {id(param) for param in self._model.parameters()}
         return [name for name, param in self._params.items() if id(param) not in now]
 

@@ -31,6 +31,7 @@ from shardopt.optim.state_dict.saved_form import KeyedGroup, plan_groups, plan_k
 from shardopt.ranks import Group, SharedGroup, ranks_of
 from shardopt.runtime.partial_loads import loading_alone
 from shardopt.runtime.staging_fence import wait_for_copies
+from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.runtime.torch_private import (
     after_load_state_dict,
     changes_what_is_loaded,
@@ -146,6 +147,7 @@ class KeyedOptimizer(Node):
         self.plan_load(plan, state_dict)
         plan.check()
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
+        reshard_before_writing(self.params.values())  # which are made of their masters
         with loading_alone(self, (*plan.unmatched.missing_keys, *plan.algorithms)):
             plan.apply()
             noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew

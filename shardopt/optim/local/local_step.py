@@ -38,7 +38,7 @@ from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.runtime.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.sharding.gradients import zero_gradients
 from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
@@ -185,8 +185,7 @@ class LocalOptimizer:
         refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in groups))
         wait_for_copies()
         self._check_groups()
-        if self.shards:
-            free_unsharded_parameters()
+        reshard_before_writing(chain.from_iterable(group["params"] for group in groups))
         before = [(group, group["params"]) for group in groups]
         try:
             for group, parameters in before:

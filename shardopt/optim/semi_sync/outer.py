@@ -24,7 +24,7 @@ from shardopt.runtime.deferred_checks import is_taking_state
 from shardopt.runtime.partial_loads import is_partly_loaded, mark_half_stepped, refuse_partly_loaded
 from shardopt.runtime.signals import is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import is_held, local_tensors
 from shardopt.state.param_groups import PARAMS, SAVED_BY
@@ -303,7 +303,7 @@ class OuterOptimizer(OptimizerWrapper):
         names = list(self._anchors) if fragment == _ALL else self._names_in(fragment)
         if fragment in self._exchanges:
             self._outer_step(fragment)
-        free_unsharded_parameters()  # which a forward without a backward has left, as of a validation
+        reshard_before_writing(self._params_by_name.values())
         for name in names:
             weights = Weights(self._inner, self._params_by_name[name])
             weights.mix(local_tensors(self._anchors[name]), alpha)

@@ -17,7 +17,7 @@ from shardopt.optim.semi_sync.weights import Weights, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.sharding.view import assemble, is_held, local_tensors
 from shardopt.state.param_groups import PARAMS
 
@@ -209,7 +209,7 @@ class SemisyncOptimizer(CombinedOptimizer):
             return
         self._global_step_counter += 1
         self._global_optimizer.zero_grad()
-        free_unsharded_parameters()  # which a forward without a backward has left, as of a validation
+        reshard_before_writing(self._global_params.values())
         if self._optimizer_global_step is not None:
             self._optimizer_global_step(self._local_step_counter, None)
         else:

@@ -15,12 +15,13 @@ from shardopt.runtime.torch_gradients import (
     ScalerStages,
     at_end_of_backward,
     backward_under_way,
-    free_unsharded_parameters,
     gradient_hooks,
     in_forward_of_ddp,
     inverse_scale,
     is_flattened,
     reduced_by_ddp,
+    reshard,
+    reshard_before_writing,
     scale_and_look,
     scaler_that_steps,
 )
@@ -314,11 +315,15 @@ def test_ddp_is_known_by_its_parameters(monkeypatch):
 def test_modules_of_fully_shard_are_listed_also_where_they_are_frozen():
     with fake_rank(0, 2):
         module = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        weight = module.weight
         gc.freeze()  # what this keeps out of collections is in no list of the garbage collector
         with torch.no_grad():
             module(torch.ones(1, 2))
         assert not isinstance(module.weight, DTensor)
-        free_unsharded_parameters()
+        for elsewhere in (torch.ones(2), DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)))):
+            reshard_before_writing([elsewhere])  # a rank may write this alone
+            assert not isinstance(module.weight, DTensor)
+        reshard_before_writing([weight.detach()])
         assert isinstance(module.weight, DTensor)
 
 
@@ -327,7 +332,7 @@ def test_a_gather_of_fully_shard_that_is_under_way_is_freed(ranks):
     with fake_rank(0, ranks):
         module = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (ranks,)))
         module.unshard(async_op=True)
-        free_unsharded_parameters()
+        reshard([module])
         assert isinstance(module.weight, DTensor)
         with torch.no_grad():
             module.weight.to_local().fill_(7)

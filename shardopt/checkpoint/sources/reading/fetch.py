@@ -27,7 +27,7 @@ from shardopt.checkpoint.sources.reading.widening import Widening
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.runtime.accelerator import CallersStreams, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.runtime.torch_gradients import free_unsharded_parameters
+from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.sharding.pieces import View, elements_overlap
 from shardopt.state.casts import has_fewer_exponents, lost_in_cast
 from shardopt.world import Executor, Future, world
@@ -55,11 +55,17 @@ def memory_problem(key: str, view: View) -> Problem | None:
     return None
 
 
-def fill(requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None) -> int:
-    """Fetches into memory that the program uses; returns the bytes read. Arguments and errors as for `fetch`."""
+def fill(
+    requests: Sequence[tuple[OpenFile, ReadRequest]], into: Iterable[Tensor], progress: Progress | None = None
+) -> int:
+    """Fetches into tensors that the program uses; returns the bytes read. Other arguments and errors as for `fetch`.
+
+    Args:
+        into: these tensors, as the program has them, also those of which this rank reads nothing.
+    """
     wait_for_copies()  # a save in the background may still be copying what this changes
     wait_for_reads(request.target for _, request in requests)
-    free_unsharded_parameters()  # which the next forward would take in place of what is filled here
+    reshard_before_writing(into)
     # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
     increment_version([request.target for _, request in requests])
     return fetch(requests, progress)
