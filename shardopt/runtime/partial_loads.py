@@ -1,16 +1,17 @@
 """Optimizers that are half changed, by a load or an outer step that did not end well.
 
-One is marked, with all of its parts, as soon as something of it, or of its parameters, may be changed and the rest not,
-until a load that leaves out nothing of what may be changed. The marked are not stepped, nor saved: by themselves, by a
-view of them, or within a composite.
+Optimizers of an app are marked, with all of their parts, as soon as some of their state or of what else the app has may
+be changed and the rest not, until a load that leaves out none of that: nothing of their state, and no memory of their
+parameters, or of its own app, that may be changed. The marked are not stepped, nor saved: by themselves, by a view of
+them, or within a composite.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -30,15 +31,14 @@ class _Mark:
 
     Args:
         what: did not end well.
-        is_of_app: whether it was of more than optimizers, so that only another load of that kind mends it.
-        left_out: the keys that it cannot have changed, as the next load names them.
-        params: the ids of parameters that it may have changed, which their optimizer keeps.
+        left_out: the keys of state that it cannot have changed, as the next load names them.
+        written: the addresses of what it may have changed besides state of optimizers; 0 stands for shards without an
+            element on this rank, so that all ranks refuse the same.
     """
 
     what: str
-    is_of_app: bool = False
     left_out: frozenset[str] = frozenset()
-    params: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
 
 
 _marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -46,14 +46,16 @@ _marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = we
 
 
 class PartialLoad:
-    """A load of an app that changes an optimizer of it: marked while it may have changed only a part.
+    """A load that changes an optimizer: marked while it may have changed only a part.
 
     Args:
         optimizer: is loaded, or what it is a view of.
         what: the load, in errors.
         left_out, late: the keys of this optimizer's state, on this rank, that it leaves out, and that it changes once
             all is read.
-        params: the ids of this optimizer's parameters that it reads.
+        written: the addresses of what else of its app it reads.
+        kept: returns the addresses of this optimizer's parameters, and of what else its app has, that it does not read.
+            None: it is of the optimizer alone, and reads nothing else.
     """
 
     def __init__(
@@ -62,19 +64,21 @@ class PartialLoad:
         what: str,
         left_out: Iterable[str] = (),
         late: Iterable[str] = (),
-        params: Iterable[int] = (),
+        written: Iterable[int] = (),
+        kept: Callable[[], set[int]] | None = None,
     ) -> None:
-        self._mark = _Mark(what, True, frozenset(left_out), frozenset(params))
-        self._while_reading = _Mark(what, True, self._mark.left_out.union(late), self._mark.params)
+        self._mark = _Mark(what, frozenset(left_out), frozenset(written))
+        self._while_reading = replace(self._mark, left_out=self._mark.left_out.union(late))
+        self._kept = kept
         self._before = {node: _mark_of(node) for node in _nodes(optimizer)}
 
     @property
     def mends(self) -> bool:
         """Whether it replaces all that earlier ones may have changed; local to the rank."""
-        return all(
-            mark is None or (self._mark.left_out <= mark.left_out and mark.params <= self._mark.params)
-            for mark in self._before.values()
-        )
+        marks = list(filter(None, self._before.values()))
+        written = frozenset[int]().union(*(mark.written for mark in marks))
+        keeps = written if self._kept is None or not written else written & self._kept()
+        return not keeps and all(self._mark.left_out <= mark.left_out for mark in marks)
 
     def begin(self) -> None:
         """Marks the optimizer, which may refuse the hook that this takes, as tensors are read into the app."""
@@ -98,10 +102,13 @@ class PartialLoad:
                 _put(node, mark)
 
 
-def mark_half_stepped(optimizer: Optimizer, what: str) -> None:
-    """Makes steps and saves of an optimizer raise PartialLoadError, until a whole load of it."""
-    for node in _nodes(optimizer):
-        _put(node, _Mark(what))
+def mark_half_stepped(optimizer: Optimizer, what: str, written: Iterable[int] = ()) -> None:
+    """Makes steps and saves of an optimizer raise PartialLoadError, until a whole load of it.
+
+    Args:
+        written: the addresses of what may be changed besides its state.
+    """
+    PartialLoad(optimizer, what, written=written).begin()
 
 
 def is_partly_loaded(optimizer: Optimizer) -> bool:
@@ -135,23 +142,16 @@ def refuse_backward_of_partly_loaded(optimizer: Optimizer) -> None:
 def loading_alone(optimizer: Optimizer, left_out: Iterable[str] = ()) -> Iterator[None]:
     """Marks an optimizer whose own load, in the block, fails or is interrupted; a whole one takes such marks back.
 
-    A mark of a load of an app stays, as the rest of that may not be loaded yet.
-
     Args:
         left_out: the keys that the load leaves out.
     """
-    mark = _Mark("load_state_dict", False, frozenset(left_out))
+    load = PartialLoad(optimizer, "load_state_dict", left_out)
     try:
         yield
     except BaseException:
-        for node in _nodes(optimizer):
-            _put(node, mark)
+        load.begin()
         raise
-    marked = [(node, earlier) for node in _nodes(optimizer) if (earlier := _mark_of(node))] if _marks else ()
-    if all(mark.left_out <= earlier.left_out for _, earlier in marked):
-        for node, earlier in marked:
-            if not earlier.is_of_app:
-                _unmark(node)
+    load.end(load.mends)
 
 
 def _nodes(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -178,10 +178,8 @@ def _put(node: Optimizer, mark: _Mark) -> None:
     if earlier is None:
         _marks[node] = mark, node.register_step_pre_hook(_refuse_step)
         return
-    if earlier.is_of_app and not mark.is_of_app:
-        mark, earlier = earlier, mark
-    left_out, params = mark.left_out & earlier.left_out, mark.params | earlier.params
-    _marks[node] = _Mark(mark.what, mark.is_of_app, left_out, params), _marks[node][1]
+    mark = _Mark(mark.what, mark.left_out & earlier.left_out, mark.written | earlier.written)
+    _marks[node] = mark, _marks[node][1]
 
 
 def _unmark(node: Optimizer) -> None:
@@ -194,4 +192,4 @@ def _refuse_step(optimizer: Optimizer, *unused: Any) -> None:
 
 
 def _remedy(mark: _Mark) -> str:
-    return _AGAIN_WITH_APP if mark.is_of_app else _AGAIN_ALONE
+    return _AGAIN_WITH_APP if mark.written else _AGAIN_ALONE

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ def reshard_before_writing(tensors: Iterable[Tensor]) -> None:
 def _meshes_of(module: nn.Module) -> Iterator[DeviceMesh]:
     if isinstance(module, FSDPModule):
         for group in module._get_fsdp_state()._fsdp_param_groups:
-            yield from (each.sharded_param.device_mesh for each in group.fsdp_params)
+            yield from (cast(DTensor, each.sharded_param).device_mesh for each in group.fsdp_params)
 
 
 class ScalerStages:

@@ -6,7 +6,7 @@ communicates or records gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,12 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     if kind is not None:
         return tuple(local for _, local in kind.pieces(tensor))
     return tuple(tensor.local_shards()) if is_wrapper(tensor) else (seen_through(tensor),)
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns where the local tensors of these begin in memory; 0 for those without an element here."""
+    local = (each for tensor in tensors for each in local_tensors(tensor))
+    return {each.data_ptr() for each in local if each.layout is torch.strided}
 
 
 def versions_of(tensor: Tensor) -> list[int]:

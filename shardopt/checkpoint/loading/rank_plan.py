@@ -30,7 +30,7 @@ from shardopt.ranks import Ranks
 from shardopt.runtime.partial_loads import PartialLoad
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
-from shardopt.sharding.view import view_of
+from shardopt.sharding.view import addresses_of, view_of
 from shardopt.state.param_groups import PARAMS, refuse_unmatched
 from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState
@@ -120,14 +120,23 @@ class RankPlan:
     def changing(self, what: str) -> dict[str, PartialLoad]:
         """Returns the app's optimizers by their keys, each with what the load leaves out, or changes late.
 
-        Also those of which nothing is selected: parameters of theirs may be.
+        Also those of which nothing is selected: something else of the app is.
         """
         leaves, match = self.flat.leaves, self.match
         optimizers = {each.path: each.object for each in self.flat.targets if isinstance(each.object, Optimizer)}
-
         if not optimizers:
             return {}
-        read = {id(leaves[key].value) for key in match.tensors}
+        states = tuple(f"{join(path)}." for path in optimizers)
+
+        def addresses(keys: Iterable[str]) -> set[int]:
+            values = (leaves[key].value for key in keys if not key.startswith(states))
+            return addresses_of(value for value in values if isinstance(value, Tensor))
+
+        def kept(optimizer: Optimizer) -> set[int]:
+            params = addresses_of(chain.from_iterable(group[PARAMS] for group in optimizer.param_groups))
+            return (addresses(leaves.keys() - match.tensors.keys()) | params) - written
+
+        written = addresses(match.tensors)
 
         def own_keys(keys: Iterable[str]) -> dict[Path, list[str]]:
             below = keys_below({key: leaves[key].path for key in keys}, list(optimizers))
@@ -135,11 +144,10 @@ class RankPlan:
 
         left_out = own_keys((leaves.keys() - self.names.chosen) | {*match.missing})
         late = own_keys((*match.values, *match.per_rank))
-        changing = {}
-        for path, each in optimizers.items():
-            params = read.intersection(id(param) for group in each.param_groups for param in group[PARAMS])
-            changing[join(path)] = PartialLoad(each, what, left_out[path], late[path], params)
-        return changing
+        return {
+            join(path): PartialLoad(each, what, left_out[path], late[path], written, partial(kept, each))
+            for path, each in optimizers.items()
+        }
 
     def loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.

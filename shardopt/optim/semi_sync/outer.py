@@ -26,7 +26,7 @@ from shardopt.runtime.signals import is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.sharding.gradients import is_frozen
-from shardopt.sharding.view import is_held, local_tensors
+from shardopt.sharding.view import addresses_of, is_held, local_tensors
 from shardopt.state.param_groups import PARAMS, SAVED_BY
 from shardopt.state.paths import STATE
 
@@ -284,14 +284,18 @@ class OuterOptimizer(OptimizerWrapper):
             del self._exchanges[fragment]  # not before: a step that has failed is not one that was taken
 
     @contextmanager
-    def _marked_if_changed(self, seen: Callable[[], Any]) -> Iterator[None]:
-        """Marks this optimizer if the block fails, or is interrupted, and what is seen is no longer as before."""
+    def _marked_if_changed(self, seen: Callable[[], Any], weights: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Marks this optimizer if the block fails, or is interrupted, and what is seen is no longer as before.
+
+        Args:
+            weights: those that the block sets.
+        """
         before = seen()
         try:
             yield
         except BaseException as error:  # also in a save, after which a program may go on
             if seen() != before:
-                mark_half_stepped(self, f"an outer step ({type(error).__name__})")
+                mark_half_stepped(self, f"an outer step ({type(error).__name__})", addresses_of(weights))
             raise
 
     def _steps_begun(self) -> list[Any]:
@@ -303,10 +307,12 @@ class OuterOptimizer(OptimizerWrapper):
         names = list(self._anchors) if fragment == _ALL else self._names_in(fragment)
         if fragment in self._exchanges:
             self._outer_step(fragment)
-        reshard_before_writing(self._params_by_name.values())
-        for name in names:
-            weights = Weights(self._inner, self._params_by_name[name])
-            weights.mix(local_tensors(self._anchors[name]), alpha)
+        params = self._params_by_name.values()
+        reshard_before_writing(params)
+        with self._marked_if_changed(object, params):  # the anchors have changed already
+            for name in names:
+                weights = Weights(self._inner, self._params_by_name[name])
+                weights.mix(local_tensors(self._anchors[name]), alpha)
 
     def _take_weights(self) -> None:
         for name, param in self._params_by_name.items():

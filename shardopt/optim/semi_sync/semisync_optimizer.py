@@ -209,7 +209,7 @@ class SemisyncOptimizer(CombinedOptimizer):
             return
         self._global_step_counter += 1
         self._global_optimizer.zero_grad()
-        reshard_before_writing(self._global_params.values())
+        reshard_before_writing(self._worker_model_params)
         if self._optimizer_global_step is not None:
             self._optimizer_global_step(self._local_step_counter, None)
         else:

@@ -23,6 +23,7 @@ from shardopt.optim.semi_sync import SemisyncOptimizer
 from shardopt.optim.semi_sync import outer as outer_half
 from shardopt.optim.semi_sync.islands.buckets import Buckets
 from shardopt.optim.semi_sync.islands.schedule import SyncSchedule, fragments_by_name
+from shardopt.optim.semi_sync.weights import Weights
 from tests.support.islands import FRAGMENT_OF, assert_close, batch_of, loss_of, plain_model, simulate
 
 FRAGMENTS = {"every": 6, "fragments": 2, "delay": 2, "alpha": 0.25}
@@ -346,6 +347,21 @@ def test_an_outer_step_that_a_save_began_and_an_interrupt_ended_is_in_no_save_un
         train(model, optimizer, range(5))
     optimizer.load_state_dict(state)
     train(model, optimizer, range(1))
+
+
+def test_a_merge_that_was_interrupted_is_mended_by_a_load_of_the_weights_too(monkeypatch, tmp_path):
+    model, optimizer, app = resumable(every=4, delay=2)
+    checkpoint.save(tmp_path / "good", app)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(2, 5))
+    with pytest.raises(KeyboardInterrupt), raising(monkeypatch, KeyboardInterrupt, Weights, "mix"):
+        train(model, optimizer, range(5, 7))
+    optimizer.load_state_dict(state)
+    for refused in (optimizer.step, optimizer.sync, lambda: checkpoint.save(tmp_path / "bad", app)):
+        with pytest.raises(PartialLoadError, match=r"an outer step \(KeyboardInterrupt\) did not end well"):
+            refused()
+    checkpoint.load(tmp_path / "good", app)
+    train(model, optimizer, range(2, 8))
 
 
 def test_an_outer_step_that_failed_before_it_changed_anything_is_taken_again(monkeypatch, tmp_path):

@@ -11,12 +11,16 @@ from shardopt.optim import CombinedOptimizer
 from shardopt.runtime.partial_loads import PartialLoad
 
 
-def stepped():
-    model = torch.nn.Linear(2, 2)
-    optimizer = shardopt.keyed("adamw", model.named_parameters())
+def stepped_with(model):
+    optimizer = shardopt.keyed("adamw", [each for each in model.named_parameters() if each[1].requires_grad])
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    return model, optimizer
+    return optimizer
+
+
+def stepped():
+    model = torch.nn.Linear(2, 2)
+    return model, stepped_with(model)
 
 
 def interrupted(monkeypatch, optimizer, state, **options):
@@ -81,7 +85,7 @@ def test_a_load_of_the_optimizer_alone_does_not_mend_one_of_more(monkeypatch):
     _, optimizer = stepped()
     state = stepped()[1].state_dict()
     interrupted(monkeypatch, optimizer, state)
-    PartialLoad(optimizer, "loading x").begin()
+    PartialLoad(optimizer, "loading x", written=[1]).begin()
     interrupted(monkeypatch, optimizer, state)
     optimizer.load_state_dict(state)
     with pytest.raises(PartialLoadError):
@@ -169,39 +173,62 @@ def test_what_a_load_changes_last_is_whole_where_it_ended_before_that(tmp_path):
     refuses(optimizer.step)
 
 
-def test_a_load_mends_an_optimizer_once_it_replaces_its_parameters_too_and_nothing_else_counts(tmp_path):
-    model, optimizer = stepped()
-    app = {"model": model, "optimizer": optimizer, "other": torch.zeros(3)}
+class WithOwnStateDict(torch.nn.Linear):
+    def state_dict(self, *args, **options):
+        return super().state_dict(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, WithOwnStateDict])
+def test_a_load_mends_an_optimizer_if_it_replaces_its_parameters_too_by_whatever_names(tmp_path, kind):
+    model = kind(2, 2)
+    optimizer = stepped_with(model)
+    other = torch.zeros(3)
+    forms = [model, model.state_dict(), dict(model.named_parameters())]
+    for number, form in enumerate(forms):
+        checkpoint.save(tmp_path / f"{number}", {f"model-{number}": form, "optimizer": optimizer})
+    ignoring = checkpoint.Strictness(unexpected="ignore")
+    for failed, form in enumerate(forms):
+        for whole, again in enumerate(forms):
+            interrupted_load(tmp_path / f"{failed}", {f"model-{failed}": form, "optimizer": optimizer})
+            checkpoint.load(tmp_path / f"{whole}", {"optimizer": optimizer}, strict=ignoring)
+            refuses(optimizer.step)
+            checkpoint.load(tmp_path / f"{whole}", {f"model-{whole}": again, "optimizer": optimizer})
+            optimizer.step()
+
+    app = {"model": model, "optimizer": optimizer, "other": other}
     checkpoint.save(tmp_path / "c", app)
     interrupted_load(tmp_path / "c", app)
-    ignoring = checkpoint.Strictness(unexpected="ignore")
-    checkpoint.load(tmp_path / "c", {"optimizer": optimizer}, strict=ignoring)
-    refuses(optimizer.step)
     checkpoint.load(tmp_path / "c", app, select=r"^(model|optimizer)")
+    refuses(optimizer.step)
+    checkpoint.load(tmp_path / "c", {"model": model, "optimizer": optimizer}, strict=ignoring)
     optimizer.step()
 
 
-def test_a_load_of_less_of_the_model_than_an_interrupted_one_mends_no_optimizer_and_says_so(tmp_path, caplog):
-    def with_(layers):
-        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
-        optimizer = shardopt.keyed("adamw", model.named_parameters())
-        return {"model": model, "optimizer": optimizer}
+def with_(layers, trained=None):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
+    model[trained or layers :].requires_grad_(False)
+    return {"model": model, "optimizer": stepped_with(model)}
 
-    older, app = with_(1), with_(2)
-    for each in (older, app):
-        each["model"](torch.ones(1, 2)).sum().backward()
-        each["optimizer"].step()
+
+@pytest.mark.parametrize("kind", ["trained", "state dict", "frozen", "average"])
+def test_a_load_of_less_of_the_app_than_an_interrupted_one_mends_no_optimizer_and_says_so(tmp_path, caplog, kind):
+    app = with_(2, trained=1 if kind == "frozen" else None)
+    older = with_(1)
+    if kind == "state dict":
+        app["model"], older["model"] = app["model"].state_dict(), older["model"].state_dict()
+    if kind == "average":
+        older, app = app, {**app, "ema": shardopt.optim.EMA(app["model"], decay=0.5)}
     checkpoint.save(tmp_path / "older", older)
     checkpoint.save(tmp_path / "newer", app)
-    again = with_(2)
-    interrupted_load(tmp_path / "newer", again, init_state=True)
+    interrupted_load(tmp_path / "newer", app)
     warning = "So optimizer will raise PartialLoadError"
-    checkpoint.load(tmp_path / "older", again, init_state=True, strict=checkpoint.Strictness(missing="ignore"))
-    assert warning in caplog.text  # what it leaves of the model may be half that of the newer one
-    refuses(again["optimizer"].step)
+    lenient = checkpoint.Strictness(missing="ignore")
+    checkpoint.load(tmp_path / "older", app, strict=lenient, init_state=True)
+    assert warning in caplog.text  # what it leaves of the app may be half that of the newer one
+    refuses(app["optimizer"].step)
     caplog.clear()
-    checkpoint.load(tmp_path / "newer", again, init_state=True)
-    again["optimizer"].step()
+    checkpoint.load(tmp_path / "newer", app, init_state=True)
+    app["optimizer"].step()
     assert warning not in caplog.text
 
 
@@ -226,6 +253,20 @@ def test_marks_go_to_all_parts_and_their_composites_before_any_part_steps(monkey
         checkpoint.load(tmp_path / "c", app)
         first.step()
         whole.step()
+
+
+def test_parts_are_whole_after_a_load_of_each_by_its_key(tmp_path):
+    first, second, whole, app, _ = two()
+    parts = {"models": app["models"], "first": first, "second": second}
+    checkpoint.save(tmp_path / "whole", app)
+    checkpoint.save(tmp_path / "parts", parts)
+    interrupted_load(tmp_path / "whole", app)
+    checkpoint.load(tmp_path / "parts", {**parts, "models": app["models"][:1]}, select=r"^(models\.0|first)")
+    first.step()
+    refuses(second.step)
+    checkpoint.load(tmp_path / "parts", parts)
+    second.step()
+    refuses(whole.step)
 
 
 def test_a_view_is_the_optimizer_that_it_views(tmp_path):
