@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardopt.checkpoint.format.manifest import RenameRules
+from shardopt.checkpoint.format.manifest import Manifest, RenameRules
 from shardopt.checkpoint.loading.growing import may_grow
-from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.names_in_app import contents, names_in_app
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError
 from shardopt.ranks import Call, Ranks, as_call
@@ -94,8 +94,10 @@ def _fits(
     try:
         names = names_in_app(reader, flat, select, rename, skip)
     except MismatchError as error:
+        if error.code != "bad-rules" or rename is None:
+            return False
         # The load then says which keys get one name; unless these are the new names.
-        return error.code == "bad-rules" and rename is not None and not _may_be_new(reader, flat, rename)
+        return not _may_be_new(contents(reader, skip), flat, select, rename)
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
     absent = []
     for key in names.chosen:
@@ -108,19 +110,19 @@ def _fits(
     return may_grow(flat, names, select, absent)
 
 
-def _may_be_new(reader: CheckpointReader, flat: FlatState, rename: Mapping[str, str]) -> bool:
-    """Whether a checkpoint may have the names that these rules give: they change keys of the app's, and not each does.
+def _may_be_new(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str]) -> bool:
+    """Whether a checkpoint may have the names that these rules give: some rule finds nothing any more.
 
-    As where rules shift names: that of the first name finds none any more.
+    As that of the first name, where rules shift names. Not if another name than the app's becomes one to be loaded.
     """
-    manifest, idle = reader.manifest, dict(rename)
+    idle = dict(rename)
     for key in (*manifest.tensors, *manifest.values, *manifest.per_rank):
         renamed = key
         for pattern, into in rename.items():
             renamed, changes = re.subn(pattern, into, renamed)
             if changes:
                 idle.pop(pattern, None)
-        if renamed != key and key not in flat.leaves:
+        if renamed in flat.leaves and key not in flat.leaves and (select is None or re.search(select, renamed)):
             return False
     return bool(idle)
 

@@ -120,6 +120,28 @@ def test_rules_that_shift_names_stay_in_a_script_without_a_record(tmp_path):
         checkpoint.save(tmp_path / str(start + 1), app)
 
 
+@pytest.mark.parametrize(
+    ("of_app", "options"),
+    [
+        (("model", "optimizer"), {"init_state": True}),
+        (("model",), {"strict": checkpoint.Strictness(unexpected="ignore")}),
+        (("model",), {"skip": "^optimizer"}),
+        (("model", "optimizer"), {"select": "^model"}),
+    ],
+)
+def test_names_that_the_app_does_not_load_do_not_tell_whether_names_are_new(tmp_path, of_app, options):
+    def made():
+        model = torch.nn.ModuleDict({"b": torch.nn.Linear(2, 1), "c": torch.nn.Linear(2, 1)})
+        return {"model": model, "optimizer": shardopt.keyed("adamw", model.named_parameters())}
+
+    saved, app = made(), made()
+    saved["optimizer"].init_state()
+    checkpoint.save(tmp_path / "new", saved)
+    rules = {r"\bb\b": "c", r"\ba\b": "b"}
+    checkpoint.load(tmp_path / "new", {key: app[key] for key in of_app}, rename=rules, **options)
+    assert torch.equal(app["model"]["b"].weight, saved["model"]["b"].weight)
+
+
 def test_a_rule_that_fits_neither_way_is_refused(tmp_path):
     checkpoint.save(tmp_path / "old", app_of("first", "second"))
     with pytest.raises(MismatchError, match="nothing in the checkpoint"):
