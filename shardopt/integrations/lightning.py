@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, OnExceptionCheckpoint
 
 from shardopt.checkpoint import Manager
 from shardopt.data.random_state import RandomState
@@ -93,6 +93,13 @@ class ShardoptCheckpoint(Checkpoint):
         if self.restored and trainer.ckpt_path is not None:
             found = f"{trainer.ckpt_path}, and step {self.restored} in the callback's root"
             remedy = "leave ckpt_path out to resume that step, or give ShardoptCheckpoint another root"
+            if os.path.basename(trainer.ckpt_path).startswith("hpc_ckpt_"):
+                remedy = (
+                    "Lightning saved this file for a requeue, and takes it by itself: remove it to resume that step. "
+                    "Pass Trainer(plugins=[SLURMEnvironment(auto_requeue=False)]), so that it saves no other"
+                )
+            elif any(isinstance(each, OnExceptionCheckpoint) for each in trainer.callbacks):
+                remedy += "; leave OnExceptionCheckpoint out, for which Lightning takes a ckpt_path by itself"
             problem = Problem("ckpt_path", found, "one checkpoint to resume from", remedy)
             raise OptionError("a fit would mix two checkpoints", [problem], code="framework")
         # Lightning has put in a handler since, in which the rank that got the signal alone begins a collective.

@@ -276,6 +276,12 @@ def fit_and_evaluate(folder, saved_by):
     if saved_by == "callback":
         with pytest.raises(OptionError, match="a fit would mix two checkpoints"):
             trainer(ShardoptCheckpoint(folder)).fit(Module(), batches, ckpt_path=path)
+        requeued = f"{folder}-hpc/hpc_ckpt_1.ckpt"
+        os.makedirs(os.path.dirname(requeued), exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.symlink(path, requeued)
+        with pytest.raises(OptionError, match="auto_requeue=False"):
+            trainer(ShardoptCheckpoint(folder)).fit(Module(), batches, ckpt_path=requeued)
     for verb in ("validate", "test", "predict"):
         module = Module()
         evaluating = trainer()
