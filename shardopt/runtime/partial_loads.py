@@ -32,8 +32,8 @@ class _Mark:
     Args:
         what: did not end well.
         left_out: the keys of state that it cannot have changed, as the next load names them.
-        written: the addresses of what it may have changed besides state of optimizers; 0 stands for shards without an
-            element on this rank, so that all ranks refuse the same.
+        written: the addresses of what it may have changed besides state of optimizers; with 0, which stands for shards
+            without an element here, so that all ranks refuse the same.
     """
 
     what: str

@@ -136,7 +136,8 @@ class RankPlan:
             params = addresses_of(chain.from_iterable(group[PARAMS] for group in optimizer.param_groups))
             return (addresses(leaves.keys() - match.tensors.keys()) | params) - written
 
-        written = addresses(match.tensors)
+        read = [view for key, (view, _) in match.tensors.items() if not key.startswith(states)]
+        written = {0, *(memory.data_ptr() for view in read for _, memory in view.pieces)} if read else set()
 
         def own_keys(keys: Iterable[str]) -> dict[Path, list[str]]:
             below = keys_below({key: leaves[key].path for key in keys}, list(optimizers))

@@ -16,9 +16,10 @@ from shardopt.optim.semi_sync.islands.islands import Islands
 from shardopt.optim.semi_sync.weights import Weights, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
+from shardopt.runtime.partial_loads import mark_half_stepped
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
-from shardopt.sharding.view import assemble, is_held, local_tensors
+from shardopt.sharding.view import addresses_of, assemble, is_held, local_tensors
 from shardopt.state.param_groups import PARAMS
 
 __all__ = ["SemisyncOptimizer"]
@@ -210,11 +211,16 @@ class SemisyncOptimizer(CombinedOptimizer):
         self._global_step_counter += 1
         self._global_optimizer.zero_grad()
         reshard_before_writing(self._worker_model_params)
-        if self._optimizer_global_step is not None:
-            self._optimizer_global_step(self._local_step_counter, None)
-        else:
-            self._step_globally()
-        self._set_masters()
+        try:
+            if self._optimizer_global_step is not None:
+                self._optimizer_global_step(self._local_step_counter, None)
+            else:
+                self._step_globally()
+            self._set_masters()
+        except BaseException as error:  # an interrupt, too, behind which a program may go on
+            changed = addresses_of(self._worker_model_params)
+            mark_half_stepped(self, f"a global step ({type(error).__name__})", changed)
+            raise
 
     @torch.no_grad()
     def _step_globally(self) -> None:

@@ -576,6 +576,27 @@ def test_torchrecs_optimizer_makes_dilocos_steps_by_itself():
     assert int(resumed._local_step_counter) == 7 and int(resumed._global_step_counter) == 2
 
 
+def test_torchrecs_global_step_that_was_interrupted_is_mended_by_a_load(tmp_path):
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    param = torch.nn.Parameter(torch.ones(2))
+    local, outer = (shardopt.keyed("sgd", {"w": param}, lr=0.5) for _ in range(2))
+    optimizer = SemisyncOptimizer([param], local, outer, 1)
+    app = {"w": param, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "good", app)
+    param.grad = torch.ones_like(param)
+    hook = outer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    hook.remove()
+    for refused in (optimizer.step, lambda: checkpoint.save(tmp_path / "bad", app)):
+        with pytest.raises(PartialLoadError, match=r"a global step \(KeyboardInterrupt\) did not end well"):
+            refused()
+    checkpoint.load(tmp_path / "good", app)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("has_global_step", [False, True])
 def test_torchrecs_global_steps_reach_the_masters_of_the_local_optimizer(has_global_step):
     param = torch.nn.Parameter(torch.full((5,), 3.0, dtype=torch.bfloat16))
