@@ -19,6 +19,8 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,15 +56,20 @@ def in_pipeline_schedule() -> bool:
     It looks at the stacks of all threads, as on accelerators backward has threads of its own.
     """
     package = "torch.distributed.pipelining"
-    for frame in sys._current_frames().values() if package in sys.modules else ():
-        caller: FrameType | None = frame
-        while caller is not None:
-            if str(caller.f_globals.get("__name__")).startswith(f"{package}."):
-                schedule = caller.f_locals.get("self")
-                if getattr(schedule, "_n_microbatches", 1) > 1:
-                    return True
-            caller = caller.f_back
-    return False
+    return package in sys.modules and any(
+        str(frame.f_globals.get("__name__")).startswith(f"{package}.")
+        and getattr(frame.f_locals.get("self"), "_n_microbatches", 1) > 1
+        for frame in _frames()
+    )
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yields what all threads are running, each from its innermost call."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
 
 
 def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
@@ -105,11 +112,39 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     A forward without a backward leaves unsharded copies (the root's always), and `unshard(async_op=True)` those that it
     is gathering still. The next forward would take them although the shards have changed since.
     """
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group.wait_for_unshard()  # `reshard` frees no gather under way; a no-op without one
-            module.reshard()
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    _end_forwards({module._get_fsdp_state() for module in sharded})
+    for module in sharded:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group.wait_for_unshard()  # `reshard` frees no gather under way; a no-op without one
+        module.reshard()
+
+
+def _end_forwards(states: Iterable[FSDPState]) -> None:
+    """Ends forwards of `fully_shard` that nothing will end.
+
+    Those are of a module that is in one group with others and was called alone, as a validation calls the head, and
+    those that raised an error. Until the next backward, `reshard` frees nothing there, and gathers of a next forward do
+    not wait for the current stream, so that they take weights from before what is queued on it. Not by torch's
+    `reset_iter_state`, which also drops gradients that are accumulated.
+    """
+    contexts = {state._state_ctx for state in states if state._training_state is TrainingState.FORWARD}
+    if not contexts or backward_under_way() != -1:  # which ends them, or runs forwards itself
+        return
+    for context in contexts.difference(_contexts_in_forward()):
+        for state in context.all_states:
+            for of_forward in (state, *state._fsdp_param_groups):
+                if of_forward._training_state is TrainingState.FORWARD:
+                    of_forward._training_state = TrainingState.IDLE
+            state._modules_to_run_forward.clear()
+        context.iter_forward_root = None
+
+
+def _contexts_in_forward() -> Iterator[FSDPStateContext[FSDPState]]:
+    """Yields what `fully_shard` has for all modules of a model, of those that some thread is calling."""
+    for frame in _frames():
+        if frame.f_code is nn.Module._call_impl.__code__ and isinstance(module := frame.f_locals["self"], FSDPModule):
+            yield module._get_fsdp_state()._state_ctx
 
 
 def reshard_before_writing(tensors: Iterable[Tensor]) -> None:

@@ -4,10 +4,12 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardopt.algorithms import StepsOn, algorithms
@@ -338,6 +340,72 @@ def test_a_gather_of_fully_shard_that_is_under_way_is_freed(ranks):
             module.weight.to_local().fill_(7)
             module(torch.ones(1, 2))
         assert not isinstance(module.weight, DTensor) and (module.weight[0] == 7).all()  # this rank's row
+
+
+class Grouped(nn.Module):
+    """A norm and a head in one group of `fully_shard`; the loss calls the head by itself, in pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+        fully_shard([self.norm, self.head], reshard_after_forward=False)
+        fully_shard(self)
+
+    def forward(self, inputs):
+        return self.norm(inputs)
+
+    def loss(self):
+        return sum(self.head(piece).square().sum() for piece in self(torch.randn(4, 4)).chunk(2))
+
+    @property
+    def is_sharded(self):
+        return all(isinstance(parameter, DTensor) for parameter in self.parameters())
+
+
+def fails():
+    raise OSError("in forward")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_forward_of_fully_shard_that_nothing_ends_is_ended_and_its_parameters_freed(raises):
+    with fake_rank(0, 1):
+        model = Grouped()
+        model.set_requires_gradient_sync(False)
+        model.loss().backward()  # its gradients are accumulated
+        if raises:
+            model.head.register_forward_hook(lambda *_: fails())
+            with pytest.raises(OSError, match="in forward"):
+                model.loss()
+        else:
+            with torch.no_grad():
+                model.loss()
+        assert not model.is_sharded
+        free_unsharded_parameters(model.modules())
+        assert model.is_sharded
+        states = [each._get_fsdp_state() for each in (model, model.head)]
+        assert states[0]._state_ctx.iter_forward_root is None  # the next forward waits for the current stream
+        for state in states:
+            assert {state._training_state, *(each._training_state for each in state._fsdp_param_groups)} == {
+                TrainingState.IDLE
+            }
+            assert not state._modules_to_run_forward
+        params = [each.unsharded_param for each in states[1]._fsdp_param_groups[0].fsdp_params]
+        assert all(each.grad is not None for each in params)
+
+
+def test_a_forward_of_fully_shard_goes_on_where_its_own_code_frees_parameters():
+    with fake_rank(0, 1):
+        model, found = Grouped(), []
+
+        def free(*_):
+            free_unsharded_parameters()
+            found.append(model.is_sharded)
+
+        model.head.register_forward_pre_hook(free)
+        model.head.register_full_backward_hook(free)
+        model.loss().backward()
+        assert found == [False] * 4
+        assert all(each.grad is not None for each in model.head.parameters())
 
 
 def test_modes_of_a_program_are_seen():
