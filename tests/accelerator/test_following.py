@@ -64,9 +64,40 @@ def followed(accelerator):
         shutil.rmtree(folder)
 
 
+def served(accelerator):
+    """Computes within `serving`, on another stream than the update's, and waits for none; returns what is otherwise."""
+    device = torch.device(accelerator.KIND, 0)
+    module, folder = torch.get_device_module(device), tempfile.mkdtemp()
+    app = {name: torch.zeros(64, 64, device=device) for name in ("a", "b")}
+    computed = {name: torch.zeros_like(each) for name, each in app.items()}
+    try:
+        with checkpoint.Publisher(folder, durable=False) as publisher:
+            follower = checkpoint.Follower(folder, app)
+            for step in (1, 2):
+                publisher.publish(step, {name: torch.full((64, 64), float(step)) for name in app}).result()
+                if step == 1:
+                    follower.update()
+                    stream = module.Stream(device)
+                    stream.wait_stream(module.current_stream(device))
+                    accelerator.C.side(True)
+                    with follower.serving(), module.stream(stream):
+                        for name, each in app.items():
+                            computed[name].add_(each)
+            follower.update()
+            stream.synchronize()
+            accelerator.C.side(False)
+            return [(name, "served") for name, each in computed.items() if not (each.cpu() == 1).all()]
+    finally:
+        shutil.rmtree(folder)
+
+
+def followed_and_served(accelerator):
+    return followed(accelerator) + served(accelerator)
+
+
 @each_kind
 def test_weights_of_a_device_are_published_and_followed(kind):
-    assert on_accelerator(1, followed, kind=kind) == [[]]
+    assert on_accelerator(1, followed_and_served, kind=kind) == [[]]
 
 
 def copied_by_updates(accelerator):

@@ -137,6 +137,9 @@ class Staged:
         """Changes the weights."""
         wait_for_copies()  # a save in the background may still be copying what this changes
         targets = [part.request.target for part in self.parts]
+        devices = {target.device for target in targets} - {torch.device("cpu")}
+        for device in devices:  # what was queued within `serving`, on whatever stream, may still read them
+            torch.accelerator.synchronize(device)
         wait_for_reads(targets)
         reshard_before_writing(self._into)
         increment_version(targets)
@@ -151,7 +154,7 @@ class Staged:
                     self._apply_late_changes(part)
                 self._forget(boxes_only=True)
         self._forget()
-        for device in {target.device for target in targets} - {torch.device("cpu")}:
+        for device in devices:
             if has_streams(device):
                 stream = torch.get_device_module(device).current_stream(device)
                 with on_stream(stream):
