@@ -344,16 +344,18 @@ def _next_terms(steps: Iterable[Any], rounds: Iterable[tuple[Sequence[Any], Iter
     return [term for step in steps for term in found.get(step, ())]
 
 
-def refuse_capture(name: str) -> None:
+def refuse_capture(
+    name: str,
+    remedy: str = "capture forward and backward alone, or step with an algorithm of torch's that has capturable=True",
+) -> None:
     """Raises where a step would be captured into a graph: its replays would have this step's numbers of the host.
 
     Raises:
         AlgorithmError: it would be.
     """
     if is_capturing():
-        remedy = "capture forward and backward alone, or step with an algorithm of torch's that has capturable=True"
         problem = Problem(name, "a step that is captured into a graph", "a step outside of graphs", remedy)
-        raise AlgorithmError("replays would repeat the step count and rates that the host has now", [problem])
+        raise AlgorithmError("replays would repeat the counts and rates that the host has now", [problem])
 
 
 def numbers_of(steps: Sequence[ParameterStep], count: int, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.communicating import refuse_capture
 from shardopt.errors import Problem, StateError
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.composite import OptimizerWrapper, StateOfParts
@@ -131,6 +132,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._optimizer.state = state
 
     def _before_step(self) -> None:
+        refuse_capture(type(self).__name__, "capture forward and backward alone")
         self._adopt()
         if self._iteration < self._schedule.end:
             self._set_rates()

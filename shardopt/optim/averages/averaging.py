@@ -13,12 +13,14 @@ Averages are sharded like their weights: an update neither communicates nor wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import refuse_capture
 from shardopt.errors import Problem, StateError
 from shardopt.optim.averages.swapping import AveragesInModel, Places, Swapped, refuse_replaced
 from shardopt.optim.averages.tensors import (
@@ -163,9 +165,11 @@ class Averaging:
         Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
 
         Raises:
+            AlgorithmError: it is captured into a graph.
             StateError: the model holds the averages, it has another parameter in the place of one (`fully_shard`, or
                 `load_state_dict(assign=True)`, since), or a decay is out of its range. Nothing was changed.
         """
+        refuse_capture(type(self).__name__, "do not attach the averages; call their update() after each replay")
         self._refuse_swapped("averages cannot be updated")
         refuse_swapped("averages of other averages cannot be made", self._params.values())
         n = self.n_averaged
@@ -178,8 +182,7 @@ class Averaging:
                 else:
                     converted = [weight.detach().to(averages[0].device, averages[0].dtype) for weight in weights]
                     if own:
-                        # torch's formulas take the step towards the weights as one weight for all: a lerp.
-                        torch._foreach_lerp_(averages, converted, step_size)
+                        torch._foreach_lerp_(averages, converted, step_size)  # as torch's: one weight for all
                     else:
                         self._apply(averages, converted)
         self._n_averaged += 1
@@ -228,16 +231,14 @@ class Averaging:
         Returns:
             A function that ends this.
         """
-
-        def detach() -> None:
-            remove_step_hooks(optimizer, self._before_step, self._after_step)
-
+        detach = partial(remove_step_hooks, optimizer, self._before_step, self._after_step)
         detach()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         return detach
 
     def _before_step(self, *unused: Any) -> None:
+        refuse_capture(type(self).__name__, "do not attach the averages; call their update() after each replay")
         self._refuse_swapped("a step would train the averages, and be lost")
 
     def _after_step(self, optimizer: Optimizer, *unused: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import refuse_capture
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.by_position import ByPosition
@@ -232,6 +233,7 @@ class SemiSync(CombinedOptimizer):
         return (self._inner,)
 
     def _before_step(self) -> None:
+        refuse_capture(type(self).__name__, "capture forward and backward alone")
         self._outer.begin()
 
     def _after_step(self) -> None:

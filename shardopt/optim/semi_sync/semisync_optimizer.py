@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardopt.algorithms.communicating import refuse_capture
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.combined import CombinedOptimizer
@@ -198,6 +199,7 @@ class SemisyncOptimizer(CombinedOptimizer):
         return (self._optimizer,)
 
     def _before_step(self) -> None:
+        refuse_capture(type(self).__name__, "capture forward and backward alone")
         if self._optimizer_global_step is None and not self._local_step_counter:
             self._take_anchors()
             islands = self._islands()

@@ -1,4 +1,4 @@
-"""Steps that are captured into a CUDA graph: own algorithms, whose numbers of the host replays would repeat, refuse."""
+"""Steps that are captured into a CUDA graph: those with numbers of the host, which replays would repeat, refuse."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import shardopt
 from shardopt.errors import AlgorithmError
+from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer
 from shardopt.runtime import accelerator
 
 OWN = (
@@ -59,6 +60,42 @@ def test_so_is_one_within_backward(options, cuda):
     shardopt.in_backward(model, "adamw" if options else "lion", **options)
     with pytest.raises(AlgorithmError, match="captured into a graph"):
         model(torch.randn(2, 4)).sum().backward()
+
+
+COUNTING = {
+    "warm-up": lambda optimizer, model: shardopt.WarmupOptimizer(
+        optimizer, [shardopt.WarmupStage(max_iters=9)], lr=0.1
+    ),
+    "semi-sync": lambda optimizer, model: shardopt.SemiSync(optimizer, every=2, process_group=None),
+    "semi-sync of torchrec": lambda optimizer, model: SemisyncOptimizer(
+        list(model.parameters()), optimizer, shardopt.keyed("sgd", model.named_parameters(), lr=0.1), 2
+    ),
+    "averages": lambda optimizer, model: [optimizer, shardopt.EMA(model).attach(optimizer)][0],
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_so_is_a_step_of_torchs_algorithms_where_the_host_counts_steps_beside(kind, cuda):
+    cuda.is_current_stream_capturing = lambda: False
+    model = nn.Linear(4, 4)
+    optimizer = COUNTING[kind](shardopt.keyed("sgd", model.named_parameters(), lr=0.1), model)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    before, state = model.weight.detach().clone(), str(optimizer.state_dict())
+    cuda.is_current_stream_capturing = lambda: True
+    with pytest.raises(AlgorithmError, match="captured into a graph"):
+        optimizer.step()
+    assert torch.equal(model.weight, before) and str(optimizer.state_dict()) == state
+
+
+def test_averages_are_updated_outside_of_a_graph(cuda):
+    averages = shardopt.EMA(nn.Linear(4, 4))
+    with pytest.raises(AlgorithmError, match="call their update"):
+        averages.update()
+    assert averages.n_averaged == 0
+    cuda.is_current_stream_capturing = lambda: False
+    averages.update()
+    assert averages.n_averaged == 1
 
 
 def test_an_accelerator_that_the_process_does_not_work_with_is_not_asked(cuda):
