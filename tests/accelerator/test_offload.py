@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.algorithms import reductions
 from shardopt.errors import AlgorithmError
 from shardopt.ranks import Ranks
 from shardopt.runtime.accelerator import wait_for_reads
@@ -25,7 +26,10 @@ GATHERING = ("muon", "soap", "shampoo")
 def on_one_rank(standin):
     return {
         each.__name__: each(standin)
-        for each in (unscaled, updated_by_a_rate_of_the_device, on_two_devices, read_before_changes, read_elsewhere)
+        for each in (
+            *(unscaled, updated_by_a_rate_of_the_device, on_two_devices, read_before_changes, read_elsewhere),
+            added_up_elsewhere,
+        )
     }
 
 
@@ -127,6 +131,15 @@ def read_elsewhere(standin):
     return there.cpu()[0].item()
 
 
+def added_up_elsewhere(standin):
+    """Returns how often the host waits to add up numbers of many tensors on the host over a group of the device."""
+    terms = [(torch.ones(2), (mock.Mock(group="g"),)) for _ in range(10)]
+    standin.C.reset()
+    with mock.patch.object(reductions, "ranks_of", lambda group: mock.Mock(device=torch.device(standin.KIND, 0))):
+        reductions.all_reduce_terms(terms, lambda ranks, flat: flat.add_(1))
+    return sum(standin.waits().values()), {number for tensor, _ in terms for number in tensor.tolist()}
+
+
 def rate_elsewhere(standin):
     """Steps weights on the host by fused kernels and a rate on the device."""
     weight = nn.Parameter(torch.ones(4))
@@ -146,6 +159,7 @@ def test_each_parameter_is_changed_in_order_where_it_is():
     assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True, "on_two_devices": []} | {
         "read_before_changes": {"a swap": 2.0, "its end": 0.0, "a load": 5.0, "eval": 5.0},
         "read_elsewhere": 1.0,
+        "added_up_elsewhere": (2, {2.0}),
     }
 
 
