@@ -22,6 +22,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.communicating import refuse_capture
 from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
 from shardopt.errors import Problem, StateError
 from shardopt.optim.gradients.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
@@ -338,6 +339,7 @@ class Node(Optimizer):
         if self.updates_in_backward:
             refuse_scaled_backward()
         refuse_torchs_scaler(self.param_groups)
+        refuse_capture("GradScaler", "capture forward and backward alone")  # it asks the device whether to step
         scaler = scaler_that_steps()
         if scaler is not None:
             share_unscaled(scaler, self)

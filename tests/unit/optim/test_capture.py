@@ -88,6 +88,18 @@ def test_so_is_a_step_of_torchs_algorithms_where_the_host_counts_steps_beside(ki
     assert torch.equal(model.weight, before) and str(optimizer.state_dict()) == state
 
 
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, shardopt.GradScaler])
+def test_a_step_by_a_scaler_is_refused_as_it_asks_the_device_whether_to_step(scaler, cuda):
+    weight, scaler = nn.Parameter(torch.ones(4)), scaler("cpu")
+    optimizer = shardopt.keyed("adamw", {"w": weight})
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(AlgorithmError, match="GradScaler: found a step that is captured into a graph"):
+        scaler.step(optimizer)
+    cuda.is_current_stream_capturing = lambda: False
+    scaler.step(optimizer)
+    assert (weight < 1).all()
+
+
 def test_averages_are_updated_outside_of_a_graph(cuda):
     averages = shardopt.EMA(nn.Linear(4, 4))
     with pytest.raises(AlgorithmError, match="call their update"):

@@ -380,7 +380,7 @@ def test_a_forward_of_fully_shard_that_nothing_ends_is_ended_and_its_parameters_
             with torch.no_grad():
                 model.loss()
         assert not model.is_sharded
-        free_unsharded_parameters(model.modules())
+        reshard(model.modules())
         assert model.is_sharded
         states = [each._get_fsdp_state() for each in (model, model.head)]
         assert states[0]._state_ctx.iter_forward_root is None  # the next forward waits for the current stream
@@ -398,7 +398,7 @@ def test_a_forward_of_fully_shard_goes_on_where_its_own_code_frees_parameters():
         model, found = Grouped(), []
 
         def free(*_):
-            free_unsharded_parameters()
+            reshard(model.modules())
             found.append(model.is_sharded)
 
         model.head.register_forward_pre_hook(free)
