@@ -15,7 +15,7 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.saving.planning.save_plan import WriteRequest
-from shardopt.checkpoint.saving.writing.device_stream import to_host
+from shardopt.checkpoint.saving.writing.device_stream import BUFFER_BYTES, to_host
 from shardopt.checkpoint.sources.reading.open_file import SummedFile
 from shardopt.checkpoint.storage import Span
 from shardopt.sharding.box import Box
@@ -60,13 +60,18 @@ class OnDisk(NamedTuple):
 
 
 class TensorBytes:
-    """The bytes of a tensor in C order, by range; copies only that range from accelerators."""
+    """The bytes of a tensor in C order, by range; copies only that range from accelerators.
+
+    Each copy waits for the device. So a read that begins where the last one ended copies the `BUFFER_BYTES` around it,
+    which are kept for what is read next.
+    """
 
     delta_bytes: Sequence[int] = ()
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._nbytes = tensor, tensor.nbytes
         self._memory = bytes_of(tensor) if is_plain_memory(tensor) else None
+        self._copied, self._begin, self._last_end = memoryview(b""), 0, -1
         self._digests: dict[tuple[int, int], bytes] = {}
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -75,8 +80,16 @@ class TensorBytes:
             self._memory = bytes_of(to_host(self._tensor))
         if self._memory is not None:
             return self._memory[begin:end]
-        size = self._tensor.element_size()
-        return bytes_of(to_host(self._tensor.detach().reshape(-1)[begin // size : end // size]))
+        if not self._begin <= begin <= end <= self._begin + len(self._copied):
+            first, last = begin, end
+            if begin == self._last_end:
+                first -= begin % BUFFER_BYTES
+                last = min(max(end, first + BUFFER_BYTES), self._nbytes)
+            size = self._tensor.element_size()
+            self._copied = bytes_of(to_host(self._tensor.detach().reshape(-1)[first // size : last // size]))
+            self._begin = first
+        self._last_end = end
+        return self._copied[begin - self._begin : end - self._begin]
 
     def digest(self, begin: int, end: int) -> bytes:
         """Returns the checksum of a range, which is computed once."""
