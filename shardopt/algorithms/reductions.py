@@ -31,7 +31,8 @@ def all_reduce_terms(terms: Iterable[Term], reduce: Callable[[Ranks, Tensor], Te
     for group, kinds in by_group.items():
         ranks = ranks_of(group)
         for tensors in kinds.values():
-            flat = reduce(ranks, torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
-            pieces = torch.split(flat.to(tensors[0].device), [tensor.numel() for tensor in tensors])  # in one copy
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            flat = reduce(ranks, flat.to(ranks.device)).to(flat.device)  # one copy, where ranks communicate elsewhere
+            pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
             sums = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
             torch._foreach_copy_(tensors, sums)

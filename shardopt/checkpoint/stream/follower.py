@@ -160,6 +160,8 @@ class Follower:
     def serving(self) -> Iterator[int]:
         """Keeps updates from changing weights while the context is open; gives their step. Local; from any thread.
 
+        What was queued on devices meanwhile is waited for by the next update, on whatever stream it is.
+
         Raises:
             StateError: there are no whole weights: no update was made, or the last one was interrupted.
             CheckpointError: an update takes longer than `deadline_seconds`.
