@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
+from shardopt.checkpoint.text import nbytes_text, seconds_text
 from shardopt.errors import OptionError, Problem
 from shardopt.redaction import redacted
 
@@ -229,8 +229,7 @@ def _line_of(event: str, report: Any) -> str:
     if event == "update":
         line += f" (serving waited {seconds_text(report.pause_seconds)})"
     if event == "verify":
-        damage = f"damaged in {plural(len(report.problems), 'place')}"
-        line += ", every byte is as it was written" if report.ok else f", {damage}"
+        line += f", {report.verdict}"
     return line
 
 

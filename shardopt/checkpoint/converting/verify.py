@@ -25,6 +25,7 @@ from shardopt.checkpoint.sources.reading.with_deltas import open_with_deltas
 from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.text import plural
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import cover_faults
 from shardopt.world import world
@@ -45,6 +46,8 @@ class VerifyReport(OfUrl):
         seconds: of the verification.
         remains: data files of other saves to this path that lie beside it. They are no damage, and no part of it; but
             torch's own reader takes all that lie in a directory, so they are better removed.
+        bytes_without_checksum: whose damage cannot be found: all of other libraries' safetensors, tensors in torch.save
+            files without CRC32, and DCP's `.metadata`.
     """
 
     url: str
@@ -54,11 +57,21 @@ class VerifyReport(OfUrl):
     problems: tuple[Problem, ...]
     seconds: float = 0.0
     remains: tuple[str, ...] = ()
+    bytes_without_checksum: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether all that could be checked is as it was written: every byte, but `bytes_without_checksum`."""
         return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in words."""
+        if self.problems:
+            return f"damaged in {plural(len(self.problems), 'place')}"
+        if self.bytes_without_checksum:
+            return f"the structure is right; no checksum covers {plural(self.bytes_without_checksum, 'byte')}"
+        return "every byte is as it was written"
 
     def raise_if_damaged(self) -> None:
         """Raises CorruptionError with all problems, if any."""
@@ -100,8 +113,11 @@ def _verify(storage: Storage, progress: Progress | None, base_root: str | os.Pat
     done = Counter(sum(_bytes_to_read(file, i, members) for i, file in enumerate(manifest.files)), progress)
     with world().thread_pool(sizes_for(storage).threads, "shardopt-verify") as pool:
         checks = [pool.submit(_check_file, source, number, members, done) for number in range(len(manifest.files))]
+        unsummed = source.unsummed_bytes
         for check in checks:
-            problems += check.result()
+            found, nbytes = check.result()
+            problems += found
+            unsummed += nbytes
     return VerifyReport(
         url=storage.url,
         tensors=len(manifest.tensors),
@@ -110,6 +126,7 @@ def _verify(storage: Storage, progress: Progress | None, base_root: str | os.Pat
         problems=tuple(problems),
         seconds=world().monotonic() - begin,
         remains=tuple(_remains(storage, manifest)),
+        bytes_without_checksum=unsummed,
     )
 
 
@@ -176,14 +193,16 @@ def _bytes_to_read(file: DataFile, number: int, members: _MembersByFile) -> int:
     return file.nbytes if of_file.deltas else sum(form.nbytes for form, _ in of_file.boxes.values())
 
 
-def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Counter) -> list[Problem]:
+def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Counter) -> tuple[list[Problem], int]:
+    """Returns all that is wrong with a file, and how many of its bytes no checksum covers."""
     problems: list[Problem] = []
+    unsummed = 0
     file = source.manifest.files[number]
     try:
         opened = source.open_file(number)
     except CorruptionError as error:
         done.add(_bytes_to_read(file, number, by_file))
-        return [*error.problems]
+        return [*error.problems], 0
     boxes, deltas = by_file.of(number)
     # Of a file that is referred to, what other checkpoints have in it is theirs.
     is_own = file.directory is None
@@ -203,9 +222,10 @@ def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Coun
             problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
         try:
             problems += damaged_segments(of_file, entry, done.add, once=True)
+            unsummed += of_file.unsummed_bytes(entry)
         except CorruptionError as error:
             problems += error.problems
-    return problems
+    return problems, unsummed
 
 
 def _with_deltas(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardopt.checkpoint.converting.verify import verify
+from shardopt.checkpoint.converting.verify import VerifyReport, verify
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of, parse_id
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -31,9 +31,10 @@ class Listed:
     Args:
         url: where it is.
         condition: "whole": every byte was compared with its checksum. "committed": there is a manifest, and all files
-            that it names, also those beside it, on a local disk of the sizes that it names. "damaged": something of
-            that is not so. "base": there is no manifest any more, and checkpoints beside it refer to its files.
-            "unfinished": there is no manifest. "unreadable": it could not be looked at, or needs a newer reader.
+            that it names, also those beside it, on a local disk of the sizes that it names; or it was verified, and
+            some bytes have no checksum. "damaged": something of that is not so. "base": there is no manifest any more,
+            and checkpoints beside it refer to its files. "unfinished": there is no manifest. "unreadable": it could
+            not be looked at, or needs a newer reader.
         problems: why it is damaged or unreadable.
         id: its step and branch; None for a checkpoint that is not in the root of a run.
         in_run: whether it is part of the run; it is not where the run was taken back to an earlier step.
@@ -165,8 +166,7 @@ def look_at(
             manifest, _ = read_manifest(storage)
             metrics = metrics_of(storage)
             problems = [*_missing_or_cut(manifest, storage)]
-        if verify_bytes:
-            problems = [*verify(storage.url).problems]
+        verified = verify(storage.url) if verify_bytes else None
     except CheckpointNotFoundError:
         return listed("unfinished")
     except CorruptionError as error:
@@ -174,9 +174,8 @@ def look_at(
         return listed(condition, error.problems or (Problem(storage.url, error.message, "its bytes", "take another"),))
     except CheckpointError as error:
         return listed("unreadable", error.problems or (Problem(storage.url, error.message, "a checkpoint", "look"),))
-    condition = "damaged" if problems else "whole" if verify_bytes else "committed"
     return replace(
-        listed(condition, tuple(problems)),
+        listed(*condition_of(verified, problems)),
         save_id=manifest.save_id,
         saved_at=manifest.saved_at,
         seconds=manifest.seconds,
@@ -187,6 +186,22 @@ def look_at(
         metrics=dict(metrics),
         files=manifest.files,
     )
+
+
+def condition_of(
+    verified: VerifyReport | None, problems: Sequence[Problem] = ()
+) -> tuple[Condition, tuple[Problem, ...]]:
+    """Returns the condition of a checkpoint that can be read, and why it is damaged.
+
+    Args:
+        verified: its verification, if every byte was read.
+        problems: what was found without one.
+    """
+    if verified is None:
+        return "damaged" if problems else "committed", tuple(problems)
+    if verified.problems:
+        return "damaged", verified.problems
+    return "committed" if verified.bytes_without_checksum else "whole", ()
 
 
 def _missing_or_cut(manifest: Manifest, storage: Storage) -> Iterator[Problem]:

@@ -92,7 +92,7 @@ class DcpSource(Source):
             if nbytes > MANIFEST_LIMIT_BYTES:
                 raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
             data = storage.read(DCP_METADATA_NAME, 0, nbytes)
-        self.digest = xxhash.xxh3_64_hexdigest(data)
+        self.digest, self.unsummed_bytes = xxhash.xxh3_64_hexdigest(data), nbytes
         metadata = read_metadata(data, where)
         self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._sizes = self._sizes_of_files(metadata)

@@ -66,7 +66,7 @@ class SafetensorsFile(OpenFile):
         with self.reading():
             self.stamp = storage.stamp(name)
             self.nbytes = storage.size(name)
-            length = header_length(storage.read(name, 0, 8), self.nbytes, self.where)
+            length = self.header_bytes = header_length(storage.read(name, 0, 8), self.nbytes, self.where)
             header = storage.read(name, 0, length)
         self.digest = "".join([xxhash.xxh3_64_hexdigest(header), *self.samples([(length, self.nbytes)])])
         table = load_json(header[8:], self.where, without_duplicates)
@@ -224,6 +224,7 @@ class HuggingFaceSource(Source):
                 raise CheckpointNotFoundError("there is no checkpoint", [problem])
         contents = "\0".join(f"{file.name}\0{file.nbytes}\0{file.digest}" for file in self._files)
         self.digest = xxhash.xxh3_64_hexdigest(contents.encode())
+        self.unsummed_bytes = sum(file.header_bytes for file in self._files)
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1,

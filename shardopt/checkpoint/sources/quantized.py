@@ -76,7 +76,7 @@ class DequantizedSource(Source):
 
     def __init__(self, stored: HuggingFaceSource, weights: Mapping[str, Quantized]) -> None:
         self.storage, self.url = stored.storage, stored.url
-        self._stored, manifest = stored, stored.manifest
+        self._stored, manifest, self.unsummed_bytes = stored, stored.manifest, stored.unsummed_bytes
         self.read_through = frozenset(key for each in weights.values() for key in (each.codes, each.scales))
         by_file: defaultdict[int, dict[str, Quantized]] = defaultdict(dict)
         for key, weight in weights.items():

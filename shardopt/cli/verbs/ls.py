@@ -10,7 +10,7 @@ from typing import Any
 
 from shardopt.checkpoint.converting.verify import verify as verify_checkpoint
 from shardopt.checkpoint.run.branches import Branches, CheckpointId
-from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, list_step, look_at
+from shardopt.checkpoint.run.listing import Listed, RunListing, condition_of, list_run, list_step, look_at
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import run_at
 from shardopt.checkpoint.run.shares import HostShare, TierListing, is_tier, list_tier, tier_here, tiers_at
@@ -94,10 +94,10 @@ def _one(url: str, verify: bool) -> Listed:
     # Of another format, or none at all.
     contents = CheckpointContents(open_source(storage_of(url)))
     stored = contents.manifest
-    problems = verify_checkpoint(url).problems if verify else ()
+    condition, problems = condition_of(verify_checkpoint(url) if verify else None)
     return Listed(
         url=contents.url,
-        condition="damaged" if problems else "whole" if verify else "committed",
+        condition=condition,
         problems=problems,
         saved_at=stored.saved_at,
         world_size=stored.world_size,

@@ -1,4 +1,4 @@
-"""`shardopt verify`: compares every byte of checkpoints with its checksums."""
+"""`shardopt verify`: reads every byte of checkpoints and compares all checksums."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def _verify(output: Output, url: str) -> dict[str, Any]:
         output.complain(str(problem))
     for name in report.remains:
         output.complain(f"{report.url}/{name}: a data file of another save, which torch's own reader takes too")
-    verdict = Span("every byte is as it was written", "green")
-    if not report.ok:
-        verdict = Span(f"damaged in {plural(len(report.problems), 'place')}", "bold red")
+    style = "bold red" if report.problems else "yellow" if report.bytes_without_checksum else "green"
+    verdict = Span(report.verdict, style)
     read = f"{plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}, {report.bytes_read:,} bytes"
     output.line(f"{report.url}: {read}: ", verdict)
     figures = {name: value for name, value in asdict(report).items() if name not in ("url", "problems")}

@@ -5,8 +5,11 @@ import shutil
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
 from shardopt import checkpoint
+from shardopt.checkpoint.run.listing import condition_of
+from shardopt.cli.entry import main
 from shardopt.errors import CheckpointNotFoundError, CorruptionError
 
 
@@ -110,3 +113,22 @@ def test_a_file_of_another_save_is_found(copy, tmp_path):
 def test_nothing_to_verify(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         checkpoint.verify(tmp_path)
+
+
+def test_bytes_without_a_checksum_are_counted_and_not_said_to_be_as_they_were(whole, tmp_path, monkeypatch, capsys):
+    for format in ("huggingface", "dcp", "torch"):
+        checkpoint.convert(whole, tmp_path / format, format, select="big")
+    monkeypatch.setattr(config.save, "compute_crc32", False)
+    torch.save({"w": torch.ones(100), "view": torch.ones(8)[2:4], "n": 3}, tmp_path / "unsummed.pt")
+    (file,) = (tmp_path / "huggingface").glob("*.safetensors")
+    metadata = (tmp_path / "dcp" / ".metadata").stat().st_size
+    expected = {"huggingface": file.stat().st_size, "dcp": metadata, "torch": 0, "unsummed.pt": 400 + 8}
+    for name, nbytes in expected.items():
+        report = checkpoint.verify(tmp_path / name)
+        assert report.ok and report.bytes_without_checksum == nbytes
+        unsummed = f"the structure is right; no checksum covers {nbytes:,} bytes"
+        assert report.verdict == (unsummed if nbytes else "every byte is as it was written")
+        assert condition_of(report) == ("committed" if nbytes else "whole", ())
+    assert main(["ls", str(tmp_path / "huggingface"), "--verify"]) == 0
+    assert "  committed" in capsys.readouterr().out
+    assert checkpoint.verify(whole).bytes_without_checksum == 0

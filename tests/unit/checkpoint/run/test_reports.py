@@ -199,8 +199,7 @@ class AnyReport:
     seconds: float = 2.0
     pause_seconds: float = 0.5
     bytes_total: int = 1_000_000
-    ok: bool = True
-    problems: tuple[str, ...] = ()
+    verdict: str = "every byte is as it was written"
 
 
 def emitted_events():
