@@ -11,7 +11,7 @@ from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name
-from shardopt.checkpoint.run.retention import reasons_to_keep
+from shardopt.checkpoint.run.retention import metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
 from shardopt.checkpoint.saving.writing.pending import tracked_urls
@@ -43,7 +43,7 @@ class Keeper(Task):
         self._resumed: CheckpointId | None = None
         self._saved: CheckpointId | None = None
         self._damaged: frozenset[str] = frozenset()
-        self._warned = False
+        self._warned = self._told_of_metric = False
         self._staying: dict[str, str] = {}  # URL → why it was not removed, as was told
         self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
@@ -197,7 +197,14 @@ class Keeper(Task):
         pinned = {id.step: "pinned" for id in (self._resumed, self._saved, *unread) if id is not None and id in whole}
         metrics, now = {step: each.metrics for step, each in noted.items()}, world().wall_clock()
         ages = {step: now - each.saved_at for step, each in noted.items() if each.saved_at is not None}
-        return reasons_to_keep(noted, rules, metrics, pinned, ages)
+        kept = reasons_to_keep(noted, rules, metrics, pinned, ages)
+        if len(kept) < len(noted) and not self._told_of_metric:
+            for problem in metric_problem(rules, metrics.values()):
+                self._told_of_metric = True
+                _log.warning(
+                    "checkpoints are removed by rules of which one keeps nothing: %s [invalid-argument]", problem
+                )
+        return kept
 
     def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
         # A checkpoint that a background save of this process writes may be anywhere; a copy is read until it is done,

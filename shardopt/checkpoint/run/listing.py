@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardopt.checkpoint.arguments import refuse
 from shardopt.checkpoint.converting.verify import VerifyReport, verify
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of, parse_id
 from shardopt.checkpoint.run.metrics import metrics_of
-from shardopt.checkpoint.run.retention import Retention, reasons_to_keep
+from shardopt.checkpoint.run.retention import Retention, metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.checking import sizes_for
@@ -81,7 +82,12 @@ class RunListing:
     checkpoints: tuple[Listed, ...]
 
     def reasons_to_keep(self, rules: Retention) -> dict[CheckpointId, list[str]]:
-        """Returns the checkpoints of the run that stay, and why: by a rule, or because a branch begins there."""
+        """Returns the checkpoints of the run that stay, and why: by a rule, or because a branch begins there.
+
+        Raises:
+            OptionError: no checkpoint has the metric of `best`.
+        """
+        refuse(metric_problem(rules, [each.metrics for each in self.checkpoints if each.metrics is not None]))
         run = {each.id.step: each for each in self.checkpoints if each.id and each.in_run and each.counts}
         metrics = {step: each.metrics or {} for step, each in run.items()}
         begins = {each.from_step: f"branch {each.number} begins here" for each in self.branches.values()}

@@ -144,6 +144,20 @@ def reasons_to_keep(
     return dict(sorted(reasons.items()))
 
 
+def metric_problem(rules: Retention, metrics: Collection[Mapping[str, float]]) -> list[Problem]:
+    """Returns the problem with rules whose `best` goes by a metric that no checkpoint has, if so: it keeps none.
+
+    Args:
+        metrics: numbers by name, of each checkpoint.
+    """
+    names = sorted({name for each in metrics for name in each})
+    if rules.best is None or rules.keeps_all or not metrics or Best(*rules.best).metric in names:
+        return []
+    found = f"the metric {Best(*rules.best).metric!r}, which no checkpoint has"
+    required = f"one of {', '.join(names)}" if names else "one that is saved with them; they have no metrics"
+    return [Problem("best", found, required, "otherwise the rule keeps none of them")]
+
+
 def best_of(values: Mapping[int, float], best: Best) -> list[int]:
     """Returns the keys of the `best.n` best values, the best last. NaN is never one of them; of equal ones the greater
     key is better.

@@ -110,6 +110,19 @@ def test_ls_says_what_rules_would_keep(run, capsys):
     assert capsys.readouterr().out.splitlines()[2].endswith("  no")
 
 
+@pytest.mark.parametrize(
+    "verb", [["ls"], ["prune", "--yes"], ["ls", "step-00000300"], ["report", "-o", "page.html"]], ids="-".join
+)
+def test_rules_by_a_metric_that_no_checkpoint_has_are_refused(verb, run, tmp_path, capsys):
+    before = steps_in(run)
+    url = run / "step-00000300" if verb[-1].startswith("step") else run
+    arguments = [str(tmp_path / each) if each.endswith(".html") else each for each in verb if "step" not in each]
+    assert main([*arguments, str(url), "--keep-last", "1", "--best", "lass:min:1"]) == 2
+    error = capsys.readouterr().err
+    assert "found the metric 'lass', which no checkpoint has; required one of loss;" in error
+    assert steps_in(run) == before
+
+
 def test_ls_of_one_checkpoint_and_of_a_run_on_another_storage(run, capsys):
     document = listed(capsys, "ls", run / "step-00000300", "--verify", "--keep-last", "1", "--best", "loss:max:1")
     (one,) = document["checkpoints"]

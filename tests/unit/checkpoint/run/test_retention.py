@@ -239,3 +239,14 @@ def test_only_what_a_save_wrote_is_removed(tmp_path):
     (tmp_path / ".manifest.json.0123456789ab.tmp").write_text("of a save that died in its commit")
     remove_checkpoint(LocalStorage(str(tmp_path)))
     assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(("metric", "told"), [("lass", 1), ("loss", 0), ("late", 0)])
+def test_a_rule_by_a_metric_that_no_checkpoint_has_is_told_once(tmp_path, caplog, metric, told):
+    manager = checkpoint.Manager(tmp_path, keep=Retention(last=2, best=(metric, "min", 1)))
+    for step in range(1, 6):
+        manager.save(step, {"step": step}, metrics={"loss": step})
+        if step == 2:
+            manager.add_metrics(1, {"late": 0.5})
+    messages = [each.message for each in caplog.records if "which no checkpoint has" in each.message]
+    assert len(messages) == told and all("required one of" in each and "loss" in each for each in messages)
