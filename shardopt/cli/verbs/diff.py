@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shardopt.cli.output import Cell, Output, Span, cell_width
 from shardopt.cli.rules import parse_rename
 from shardopt.cli.tree import names_by_pattern, patterns_of
 from shardopt.cli.verbs.show import chosen_by
+from shardopt.errors import MismatchError, Problem
 from shardopt.state.paths import PARAM_GROUPS
 
 _MOST_LINES = 100
@@ -94,7 +96,7 @@ def compare(a: CheckpointReader, b: CheckpointReader, rename: Mapping[str, str],
         select: a regex for keys that are compared, after renaming.
 
     Raises:
-        MismatchError: two keys of A get one name.
+        MismatchError: two keys of A get one name, or neither has a key that is selected.
         CorruptionError: what is stored is not what was written.
     """
     wanted = chosen_by(None, select, "--select")
@@ -107,6 +109,10 @@ def compare(a: CheckpointReader, b: CheckpointReader, rename: Mapping[str, str],
     of_b = (*b.manifest.tensors, *b.manifest.values, *b.manifest.per_rank)
     keys_a = {name: key for key, name in name_of.items() if wanted(name) and name not in unread}
     keys_b = {key for key in of_b if wanted(key) and key not in unread}
+    if select is not None and not (keys_a or keys_b or unread):
+        required = f"a regex that is found in some key; A has {', '.join(islice(name_of.values(), 3)) or 'none'}"
+        problem = Problem("--select", f"{select!r}, which no key of A or B has", required, "mend the regex")
+        raise MismatchError("there is nothing to compare", [problem], code="nothing-selected")
     common = sorted(keys_a.keys() & keys_b, key=by_numbers)
     tensors = [name for name in common if keys_a[name] in a.manifest.tensors and name in b.manifest.tensors]
     total = sum(prod(info.shape) * info.dtype.itemsize for info in (a.info(keys_a[name]) for name in tensors))

@@ -207,6 +207,18 @@ def test_two_keys_of_one_name_are_refused(tmp_path, capsys):
     assert "one name" in capsys.readouterr().err
 
 
+def test_a_regex_that_no_key_of_either_has_is_refused(tmp_path, capsys):
+    """Nothing compared is not equal; two that are empty are."""
+    for name, app in (("a", {"w": torch.ones(2), "n": 1}), ("empty", {"n": {}})):
+        checkpoint.save(tmp_path / name, app)
+    a, empty = str(tmp_path / "a"), str(tmp_path / "empty")
+    for b in (a, empty):
+        assert main(["diff", a, b, "--select", "nothing", "--json"]) == 1
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["code"] == "nothing-selected" and "A has w, n" in error["problems"][0]["required"]
+    assert main(["diff", empty, empty]) == 0
+
+
 def test_values_per_rank(tmp_path, compared):
     """Compared rank by rank; of other numbers of ranks they cannot be."""
     same, other = {"seed": checkpoint.PerRank(3)}, {"seed": checkpoint.PerRank(4)}
