@@ -244,7 +244,8 @@ class KeyedOptimizer(Node):
         """Finds options and counters that differ between ranks. Collective; call it now and then.
 
         It compares learning rates and all other options (except those that say how to compute), step counters and other
-        numbers in state. It does so for every parameter that several ranks have.
+        numbers in state. It does so for every parameter that several ranks have. Weights and tensors of state are not
+        compared: saves do that (`check_replicas`).
 
         Args:
             process_group: the ranks that compare: a process group, or a device mesh. None is the optimizer's own group,
