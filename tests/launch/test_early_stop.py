@@ -79,3 +79,31 @@ def test_slurm(tmp_path):
     finally:
         task.kill()
     assert (task.returncode, out) == (0, "signals: 1\n" * 2)
+
+
+@pytest.mark.parametrize(("requeue", "status"), [("exit 0", 0), ("echo no controller >&2; exit 1", 143)])
+def test_slurm_that_cannot_queue_a_job_again_ends_it_as_the_program_ended(tmp_path, requeue, status):
+    program(tmp_path / "scancel", "#!/bin/bash\n")
+    program(tmp_path / "srun", "#!/bin/bash\nsleep 2\nexit 143\n")
+    program(
+        tmp_path / "scontrol",
+        f'#!/bin/bash\ncase "$1" in requeue) {requeue};; show) echo "NodeAddr=1 JobState=RUNNING Reason=None";; esac\n',
+    )
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "LOGS": f"{tmp_path}/logs"}
+    settings = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(
+        ["bash", str(ROOT / "launch/slurm.sbatch"), "any.py"],
+        cwd=tmp_path,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        job.kill()
+    assert job.returncode == status, out
+    assert ("not queued again: scontrol requeue failed" in out) == bool(status)
