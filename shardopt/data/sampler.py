@@ -21,7 +21,7 @@ T = TypeVar("T")
 _NO_MIXTURE = "no mixture"
 _REMEDY = (
     "make the sampler as it was for the save. A grown data set, other sources or weights begin a new order: load once "
-    'without the sampler, with select=r"^(?!data)" if its key in the app is "data"'
+    'without the sampler, with select=r"^(?!data(\\.|$))" if its key in the app is "data"'
 )
 
 _log = logging.getLogger("shardopt")
