@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+_PREPOSITIONS = ("of", "from", "in", "to", "with")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -29,7 +31,13 @@ def call_on(doing: str, url: str | os.PathLike[str]) -> Call:
 
 
 def as_call(what: str | Call) -> Call:
-    """Makes a call from a text, in which words with a slash (paths, URLs) are not compared."""
+    """Makes a call from a text. Words with a slash (paths, URLs) are not compared, nor a preposition before one."""
     if isinstance(what, Call):
         return what
-    return Call(what, " ".join(word for word in what.split() if "/" not in word))
+    same: list[str] = []
+    for word in what.split():
+        if "/" not in word:
+            same.append(word)
+        elif same and same[-1] in _PREPOSITIONS:
+            same.pop()
+    return Call(what, " ".join(same))

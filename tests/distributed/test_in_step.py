@@ -334,8 +334,8 @@ def test_ranks_in_different_calls_are_told_at_once(tmp_path):
     expected = {
         "load": "saving 1 on rank 0; loading on rank 1",
         "step": "saving step-00000010 on rank 0; saving step-00000011 on rank 1",
-        "restore": "loading on rank 0; restoring from on rank 1",
-        "another round": "restoring from on rank 0; restoring from the newest on rank 1",
+        "restore": "loading on rank 0; restoring on rank 1",
+        "another round": "restoring on rank 0; restoring the newest on rank 1",
         "init_state": "loading on rank 0; loading with init_state on rank 1",
         "check": "saving 1 on rank 0; comparing optimizers between ranks on rank 1",
         "verify": "loading on rank 0; loading (transactional) on rank 1",

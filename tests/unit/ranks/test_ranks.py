@@ -444,9 +444,10 @@ def in_calls(*calls):
 
 def test_ranks_in_different_calls_are_told_at_once_by_all(any_job):
     start = time.monotonic()
-    outcomes = together(any_job.start(), in_calls("saving /a/b", "loading /c", "saving /a/b"))
+    calls = "removing step 1 of /a/b", "restoring from /c on tiers", "removing step 1 of /b"
+    outcomes = together(any_job.start(), in_calls(*calls))
     assert alike(outcomes, RankError) == (
-        "ranks are in different calls: saving on ranks 0, 2; loading on rank 1; "
+        "ranks are in different calls: removing step 1 on ranks 0, 2; restoring on tiers on rank 1; "
         "all must make the same ones, in the same order [different-calls]"
     )
     assert time.monotonic() - start < 10  # not the deadline
