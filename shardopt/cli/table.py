@@ -160,7 +160,7 @@ VERBS = (
             _arg("--weights", help="write averages instead of the weights: their key, such as ema", metavar="KEY"),
             _arg(
                 "--max-file-bytes",
-                help="most bytes of tensors in a file; 5e9 by default",
+                help="most bytes of tensors in a file; 5000000000 by default",
                 type=int,
                 metavar="BYTES",
             ),

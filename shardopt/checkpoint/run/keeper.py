@@ -10,7 +10,7 @@ from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name
+from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name, remove_records
 from shardopt.checkpoint.run.retention import metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
@@ -220,9 +220,7 @@ class Keeper(Task):
                 self._tell_once(url, "could not be removed, and stays", failed[url], "writable")
             else:
                 self._staying.pop(url, None)
-        for id in free:
-            if record_name(id.name) in root.names and root.checkpoint(id).url not in failed:
-                root.storage.remove(record_name(id.name))
+        remove_records(root.storage, root.names, [id.name for id in free if root.checkpoint(id).url not in failed])
 
     def _tell_once(self, url: str, what: str, error: Exception, required: str) -> None:
         """Logs why a checkpoint stays: once, and not at each save."""

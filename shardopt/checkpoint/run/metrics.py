@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
@@ -102,6 +102,18 @@ def save_id_of(checkpoint: Storage) -> str | None:
 def record_name(name: str) -> str:
     """Returns the name of the file with the added metrics of the checkpoint of this name."""
     return f"{name}.{METRICS_NAME}"
+
+
+def remove_records(root: Storage, there: Collection[str], removed: Iterable[str]) -> None:
+    """Removes the metrics that were added to checkpoints under a root that are removed, where there are any.
+
+    Args:
+        there: the names directly under the root.
+        removed: names of checkpoints.
+    """
+    for name in map(record_name, removed):
+        if name in there:
+            root.remove(name)
 
 
 def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:

@@ -34,8 +34,9 @@ def convert(
 ) -> int:
     """Writes the checkpoint at `src` to `dst` in the format `to`."""
     wanted = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
-    if dtype is not None and not isinstance(wanted, torch.dtype):
-        raise OptionError("there is no such dtype", [Problem("--dtype", dtype, "a dtype of torch", "such as bfloat16")])
+    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        problem = Problem("--dtype", dtype, "a floating-point dtype of torch", "such as bfloat16")
+        raise OptionError("there is no such dtype", [problem])
     with checkpoint.progress_bar("converting") as progress:
         report = checkpoint.convert(
             src,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
+from shardopt.checkpoint.run.metrics import remove_records
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.sources.referred import references_under
@@ -50,6 +51,9 @@ def prune(
             with wrap_os_errors(f"remove checkpoints of {listing.url}"):
                 # At once, as they may refer to each other's files.
                 failed = remove_checkpoints([storage_of(each.url) for each in unwanted])
+                stay, under = {each.url for each in failed}, storage_of(root)
+                gone = [each.id.name for each in unwanted if each.id is not None and each.url not in stay]
+                remove_records(under, under.names(), gone)
         except KeyboardInterrupt:
             output.complain(f"interrupted: checkpoints may be without manifests, with files left; {_NEXT_SAVE}")
             raise

@@ -100,6 +100,7 @@ def test_a_wrong_call_is_status_2(arguments, capsys):
         ["prune", "a", "--keep-seconds", "nan"],
         ["ls", "a", "--keep-every", "5"],
         ["reshard", "a", "b", "--world-size", "0"],
+        ["convert", "a", "b", "--to", "dcp", "--dtype", "int8"],
         ["plot", "layout", "a", "-o", "a.png", "--world-size", "0"],
     ],
     ids=" ".join,

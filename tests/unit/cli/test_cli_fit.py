@@ -65,6 +65,7 @@ def test_it_prints_a_table(tmp_path, capsys):
         (["--steps", "0"], "--steps: found 0"),
         (["--measure", "-1"], "--measure: found -1"),
         (["--steps", "9", "--keep-seconds", "60"], "--seconds-per-step"),
+        (["--keep-last", "2", "--every", "3"], "--every, --keep-last: found no --steps"),
         (["--steps", "9", "--keep-every", "3"], "--keep-last, --keep-seconds: found neither"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -172,8 +172,12 @@ def test_prune_removes_what_a_manager_would(run, tmp_path, capsys):
     other = checkpoint.Manager(tmp_path / "other", keep=rules)
     for step in range(100, 600, 100):
         other.save(step, {"step": step}, metrics={"loss": 1.1 if step == 300 else 1 / step + 1})
+    manager = checkpoint.Manager(run)
+    for step in (100, 200):
+        manager.add_metrics(step, {"late": 1.0})
     document = listed(capsys, "prune", run, "--keep-last", "2", "--keep-every", "200", "--best", "loss:max:1", "--yes")
     assert steps_in(run) == other.steps() == [200, 300, 400, 500]
+    assert [each.name for each in run.glob("*.metrics.json")] == ["step-00000200.metrics.json"]
     assert document["removed"] == document["unwanted"] == [f"{run}/step-00000100"]
     assert not (run / "step-00000100").exists()
     assert checkpoint.Manager(run).restore({"w": torch.zeros(5000), "step": 0}) == 500
