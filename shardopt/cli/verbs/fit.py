@@ -29,7 +29,7 @@ def fit(
     if measure is not None and not measure >= 0:
         problem = Problem("--measure", str(measure), "0 seconds, or more", "give a number")
         raise OptionError("invalid arguments", [problem])
-    of_run = {"every": every, "keep-last": keep_last, "keep-every": keep_every, "best": best}
+    of_run: dict[str, object] = {"every": every, "keep-last": keep_last, "keep-every": keep_every, "best": best}
     of_run |= {"keep-seconds": keep_seconds, "seconds-per-step": seconds_per_step}
     given = [f"--{name}" for name, value in of_run.items() if value is not None]
     if given and steps is None:
