@@ -46,7 +46,7 @@ class VerifyReport(OfUrl):
         seconds: of the verification.
         remains: data files of other saves to this path that lie beside it. They are no damage, and no part of it; but
             torch's own reader takes all that lie in a directory, so they are better removed.
-        bytes_without_checksum: whose damage cannot be found: all of other libraries' safetensors, tensors in torch.save
+        bytes_without_checksum: whose damage cannot be found: all of other libraries' safetensors and of torch.save
             files without CRC32, and DCP's `.metadata`.
     """
 

@@ -36,7 +36,7 @@ class Source(ABC):
     read_through: Collection[str] = frozenset()
     """Keys in the files that are offered only as part of others: codes and scales, from which weights are computed."""
     unsummed_bytes = 0
-    """Of what was read on opening, without a checksum: only its structure was checked."""
+    """Of what was read on opening, those that no checksum covers: only their structure was checked."""
     digest: str
     """A text that is equal for equal contents, by which ranks check that they read the same."""
 

@@ -19,6 +19,7 @@ from shardopt.checkpoint.sources.grouping import with_options_by_member
 from shardopt.checkpoint.sources.leaves import HeldArrays, is_array, leaves_of
 from shardopt.checkpoint.sources.pickled.stand_ins import Unknown
 from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.pickled.zip_archive import zip_members
 from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
@@ -50,6 +51,12 @@ class _TorchFile(ArchivedTensors):
         unsummed = [leaf for leaf in self._records.values() if leaf.crc32 is None]
         ranges = sorted({(leaf.storage_begin, leaf.storage_begin + leaf.storage_nbytes) for leaf in unsummed})
         self._samples = dict(zip(ranges, self.samples(ranges), strict=True))
+        is_summed = not unsummed
+        if not self._records:  # else they tell, as an archive has either all checksums or none
+            members = zip_members(self.read_bytes, 0, self.nbytes, self.where)
+            is_summed = any(each.crc32 is not None for each in members.values())
+        self.other_unsummed_bytes = 0 if is_summed else self.nbytes - sum(end - begin for begin, end in ranges)
+        """Bytes without a checksum outside of storages, such as those of plain values."""
 
     def sum_of(self, leaf: TensorRecord) -> int | str:
         """Returns the checksum of a tensor's storage; of one that has none, a hash of some places in it."""
@@ -110,6 +117,7 @@ class TorchSource(Source):
         self.storage, self.url = storage, storage.url if url is None else url
         with wrap_os_errors(f"read {self.url}"):
             self._files = [_TorchFile(storage, name) for name in sorted(files)]
+        self.unsummed_bytes = sum(file.other_unsummed_bytes for file in self._files)
         tensors = StoredTensors()
         values: dict[str, tuple[Path, Any]] = {}
         unread: dict[str, str] = {}
