@@ -36,7 +36,7 @@ def convert(
     wanted = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         problem = Problem("--dtype", dtype, "a floating-point dtype of torch", "such as bfloat16")
-        raise OptionError("there is no such dtype", [problem])
+        raise OptionError("invalid arguments", [problem])
     with checkpoint.progress_bar("converting") as progress:
         report = checkpoint.convert(
             src,
