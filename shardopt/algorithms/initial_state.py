@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -38,6 +38,22 @@ def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str,
         if entry.name not in state:
             state[entry.name] = made_of(entry, group, local)
     return state
+
+
+def lacking(
+    spec: AlgorithmSpec, group: Mapping[str, Any], parameter: Tensor, there: Collection[str], is_strange: bool
+) -> list[str]:
+    """Returns the names of absent entries without which the others of a parameter's state would mislead a step.
+
+    Args:
+        spec: of the algorithm that is to step.
+        group: the options.
+        parameter: of any kind.
+        there: the names of the entries that there are.
+        is_strange: whether another algorithm has made them: then they are of use only if none is absent.
+    """
+    absent = [entry for entry in spec.entries(group, len(view_of(parameter).shape)) if entry.name not in there]
+    return [entry.name for entry in absent if is_strange or entry.needs_first_step]
 
 
 def is_initial(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:

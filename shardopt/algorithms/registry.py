@@ -162,6 +162,12 @@ class StateEntry:
         if self.dtype is Dtype.OF_KIND:
             object.__setattr__(self, "dtype", Dtype.COUNTER if self.kind is Kind.SCALAR else Dtype.PARAMETER)
 
+    @property
+    def needs_first_step(self) -> bool:
+        """Whether the first step makes it, in groups of any options: a counter past that step would leave it unmade."""
+        made = isinstance(self.initial, AtFirstStep) or self.kind is Kind.BLOCKS  # roots and bases, of first gradients
+        return made and self.exists is _always
+
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:

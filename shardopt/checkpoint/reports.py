@@ -89,7 +89,8 @@ class LoadReport(OfUrl):
         seconds: on this rank.
         world_size: of the job that saved it.
         saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
-        left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
+        left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out; and state of
+            parameters that lacks entries which the app's algorithm needs with the others.
         save_seconds: how long the save took, on its rank 0; None where that is not known.
         rename_rules: the rules of `rename` that the names in the app have been through: those recorded in the
             checkpoint, and those given. None if there are neither.

@@ -15,8 +15,8 @@ from shardopt.sharding.view import local_tensors, versions_of
 class HasMasters(Protocol):
     """An optimizer whose next step overwrites parameters by their masters."""
 
-    def stepped_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each such parameter, and its master."""
+    def masters(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields each parameter with its master, and the number of its steps; before the first a master is unused."""
 
 
 _holders: WeakSet[HasMasters] = WeakSet()
@@ -32,20 +32,33 @@ class MastersBeforeLoad:
 
     def __init__(self) -> None:
         self._seen = [
-            (param, versions_of(param), master, versions_of(master))
+            (*each, bool(each[2] > 0), [*map(versions_of, each)])
             for holder in list(_holders)
-            for param, master in holder.stepped_masters()
+            for each in holder.masters()
         ]
 
-    def undo(self) -> bool:
-        """Whether the next step undoes what was loaded since: into parameters that their masters do not make.
+    def settle(self) -> bool:
+        """Makes the masters whose counters alone were loaded of their parameters, as these are by now.
 
-        Not where the master was loaded as well. Changes nothing: who looks at another checkpoint puts the parameters
-        back, and steps on from the masters.
+        Otherwise masters that are older than their counters would replace the parameters.
+
+        Returns:
+            Whether the next step undoes what was loaded: into parameters that their masters do not make. Not where the
+            master was loaded as well. Those are left as they are: who looks at another checkpoint puts the parameters
+            back, and steps on from the masters.
         """
-        return any(
-            not torch.equal(local, made_of.to(local.device, local.dtype))
-            for param, versions, master, versions_of_master in self._seen
-            if versions_of(param) != versions and versions_of(master) == versions_of_master
-            for local, made_of in zip(local_tensors(param), local_tensors(master), strict=True)
-        )
+        is_lost = False
+        for param, master, steps, had_stepped, before in self._seen:
+            changed, is_loaded, is_counted = (
+                versions_of(each) != version for each, version in zip((param, master, steps), before, strict=True)
+            )
+            if is_loaded or not (changed or is_counted):
+                continue
+            pairs = [*zip(local_tensors(param), local_tensors(master), strict=True)]
+            if is_counted or not had_stepped:
+                with torch.no_grad():
+                    for local, own in pairs:
+                        own.copy_(local)
+            else:
+                is_lost |= any(not torch.equal(local, own.to(local.device, local.dtype)) for local, own in pairs)
+        return is_lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -139,18 +139,26 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
         return form_of(self.algorithm, group, view.shape, view.dtype).coded and bool(cuts_of_rows(parameter))
 
     @torch.no_grad()
-    def state_loaded(self, parameter: Tensor) -> None:
-        """Sets a parameter from its master after a load, if it was ever stepped."""
+    def state_loaded(self, parameter: Tensor, loaded: Collection[str]) -> None:
+        """Sets a parameter from its master after a load, or the master from the parameter, if it was ever stepped.
+
+        Args:
+            parameter: has state.
+            loaded: the entries that were loaded. A counter without its master makes another one stale.
+        """
         state = self.state.get(parameter, {})
         if MASTER in state and state[STEP] > 0:
             for local, master in zip(local_tensors(parameter), local_tensors(state[MASTER]), strict=True):
-                local.copy_(master)
+                if MASTER in loaded:
+                    local.copy_(master)
+                elif STEP in loaded:
+                    master.copy_(local)
 
-    def stepped_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter that was ever stepped, with its master, where it has one."""
+    def masters(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields each parameter that has a master, with this and the number of its steps."""
         for parameter, state in self.state.items():
-            if MASTER in state and state.get(STEP, 0) > 0:
-                yield parameter, state[MASTER]
+            if MASTER in state and STEP in state:
+                yield parameter, state[MASTER], state[STEP]
 
     @property
     def settles_late(self) -> bool:

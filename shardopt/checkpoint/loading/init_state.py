@@ -4,13 +4,18 @@ State that was made before the first step and never stepped means the same as no
 parameter that the checkpoint has none for is dropped, and what was stepped is left for the comparison to refuse. But
 where a run is taken back (`Manager.restore`) to before a parameter's first gradient, the checkpoint has the parameter
 in its groups, and no state of it: then it has none again.
+
+Stored state of a parameter that lacks some is left out before (`without_incomplete_state`). Another algorithm has
+entries of the same names ("step", "exp_avg_sq") and lacks others (the base weights of Schedule-Free, the roots of
+Shampoo). A step counter alone says that the first step has made those: the next one would go on from zeros.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +23,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
+from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.torchs_own import TorchsState, stored_state, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
+from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
-from shardopt.state.param_groups import ALGORITHM, other_algorithm
+from shardopt.state.param_groups import ALGORITHM, PARAMS, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 @dataclass(slots=True)
@@ -255,3 +264,86 @@ def _live_names(target: RestoreTarget, flat: FlatState, keys: Iterable[str], cho
             elif within in ((), ("state",)) and isinstance(leaf.value, Mapping):
                 state = leaf.value if within else leaf.value.get("state")
                 yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []
+
+
+def without_incomplete_state(names: Names, flat: FlatState, strictness: Strictness) -> Names:
+    """Returns a checkpoint without the state of parameters for which it lacks too much, if that would pass."""
+    if strictness.missing == "raise":
+        return names  # then it is refused
+    targets = [each for each in flat.targets if isinstance(each.object, Optimizer) and each.groups is not None]
+    below = keys_below(stored_paths(names.manifest), [each.path for each in targets])
+    incomplete: dict[str, str] = {}
+    for target in targets:
+        stored = _stored_entries(target, below[target.path], flat)
+        strange = _of_others(target, stored, names, flat)
+        torchs = torchs_state(target, below[target.path], names.manifest, flat.tied)
+        if torchs is not None:
+            found = _incomplete_of_torchs(torchs, stored, strange)
+        elif hasattr(target.object, "incomplete_state"):
+            found = target.object.incomplete_state(stored, strange)
+        else:
+            continue
+        for name, absent in found.items():
+            reason = f"{join(target.path)}: {name}, without {', '.join(absent)}"
+            incomplete |= dict.fromkeys(stored[name].values(), reason)
+    if not incomplete:
+        return names
+    manifest = names.manifest
+    tensors = StoredTensors((key, each) for key, each in manifest.tensors.items() if key not in incomplete)
+    values = {key: each for key, each in manifest.values.items() if key not in incomplete}
+    return replace(names, manifest=replace(manifest, tensors=tensors, values=values), incomplete=incomplete)
+
+
+def warn_of_incomplete(incomplete: Mapping[str, str]) -> None:
+    """Logs whose stored state a load has left out; `incomplete` as in `Names`."""
+    lines = [*dict.fromkeys(incomplete.values())]
+    if lines:
+        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        _log.warning(
+            "stored state of parameters was left out, and theirs stays as it is: it lacks entries that the algorithm "
+            "here needs with the others [optimizer-state]:\n  %s%s",
+            lines[0],
+            more,
+        )
+
+
+def _incomplete_of_torchs(
+    torchs: TorchsState, stored: Mapping[str, Collection[str]], strange: Collection[str]
+) -> dict[str, list[str]]:
+    """Returns the names of parameters of torch's own optimizer whose state is of no use to it, with what it lacks."""
+    lacking: dict[str, list[str]] = {}
+    names = {id(torchs.parameters[name]): name for name in stored if name in strange and name in torchs.parameters}
+    for group in torchs.optimizer.param_groups if names else ():
+        made: set[str] = set()  # the same for all of a group
+        for parameter in [each for each in group[PARAMS] if id(each) in names]:
+            if not made and makes_lazy_state_as_torch(torchs.optimizer):
+                made = {*lazy_state(torchs.optimizer, group, parameter)}
+            name = names[id(parameter)]
+            lacking[name] = sorted({*made, *torchs.state.get(parameter, {})}.difference(stored[name]))
+    return {name: absent for name, absent in lacking.items() if absent}
+
+
+def _stored_entries(target: RestoreTarget, keys: Iterable[str], flat: FlatState) -> dict[str, dict[str, str]]:
+    """Returns the stored state of an optimizer's parameters: name here → name of an entry → its key."""
+    held = target.held_names()
+    name_here = {flat.tied.get(name, name): name for name in held or ()}
+    prefix = f"{target.state_key}."
+    stored: dict[str, dict[str, str]] = {}
+    for key in keys:
+        if key.startswith(prefix):
+            name, entry = owner_of(key.removeprefix(prefix), name_here)
+            if name:
+                stored.setdefault(name_here[name], {})[entry] = key
+    return stored
+
+
+def _of_others(target: RestoreTarget, stored: Iterable[str], names: Names, flat: FlatState) -> set[str]:
+    """Returns the names, of these parameters, that another algorithm has stepped."""
+    section, values = (*target.path, PARAM_GROUPS), names.manifest.values
+    found = set()
+    for name in stored:
+        key = join((*section, flat.tied.get(name, name)))
+        options, own = values.get(key, ((), None))[1], flat.leaves.get(key)
+        if isinstance(options, Mapping) and own is not None and isinstance(own.value, Mapping):
+            found |= {name} if other_algorithm(options, str(own.value.get(ALGORITHM) or "")) else set()
+    return found

@@ -25,7 +25,7 @@ from shardopt.checkpoint.loading.hand_back import (
     warn_of_what_is_left,
     writer_told,
 )
-from shardopt.checkpoint.loading.init_state import init_unstepped
+from shardopt.checkpoint.loading.init_state import init_unstepped, warn_of_incomplete, without_incomplete_state
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
 from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
@@ -216,7 +216,8 @@ def prepare(
         def look() -> tuple[CheckpointReader, FlatState, Names]:
             reader, flat = opened(), flatten(app, options.tied)
             names = names_as_stored(reader, flat) if may_be_as_stored else None
-            return reader, flat, names or names_in_app(reader, flat, select, rename, skip)
+            names = names or names_in_app(reader, flat, select, rename, skip)
+            return reader, flat, without_incomplete_state(names, flat, options.strictness)
 
         if options.init_state:
             undo = init_unstepped(ranks, what, look, takes_back=isinstance(options.rename, LeftInScript))
@@ -241,13 +242,13 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
             bytes_read, loaded = _read(ranks, what, plan, options, unless_read)
     if schedules:
-        paths = [each.path for each in loaded]
-        warn_of_other_rates([each for each in schedules if each[0].path in paths], plan.flat)
+        warn_of_other_rates([each for each in schedules if any(each[0] is own for own in loaded)], plan.flat)
         for line in arguments:
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
     if ranks.rank == 0:
         warn_of_other_options(plan.flat, match.values)
         warn_of_other_classes(plan.flat, match.values)
+        warn_of_incomplete(names.incomplete)
         if plan.growing:
             warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
@@ -266,7 +267,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         seconds=world().monotonic() - begin,
         world_size=manifest.world_size,
         saved_at=manifest.saved_at,
-        left_out=plan.reader.left_out,
+        left_out=(*plan.reader.left_out, *names.incomplete),
         merged=tuple(match.merged),
         save_seconds=manifest.seconds,
         rename_rules=manifest.renamed if rules is None else rules.been_through,
@@ -353,7 +354,7 @@ def _read(
     def put_back() -> bool:
         if plan.broadcast is not None:
             plan.broadcast.exchange()
-        is_lost = masters.undo()  # before a hand-back makes parameters of their masters
+        is_lost = masters.settle()  # before a hand-back makes parameters of their masters
         for marked in changing.values():
             marked.begin_late()
         for key, value in plan.match.values.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -20,12 +20,14 @@ class Names:
         renamed: key of the app → key in the data files, where they differ.
         chosen: the app's keys that are to be loaded.
         aliases: key of the manifest → the key of the app that is declared to stand for it, and is in the manifest too.
+        incomplete: key of state that the manifest is without, as it is of no use alone → what it lacks, for the log.
     """
 
     manifest: Manifest
     renamed: Mapping[str, str]
     chosen: frozenset[str]
     aliases: Mapping[str, str]
+    incomplete: Mapping[str, str] = field(default_factory=dict)
 
 
 def names_as_stored(reader: CheckpointReader, flat: FlatState) -> Names | None:

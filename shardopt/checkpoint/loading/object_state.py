@@ -61,6 +61,8 @@ class StateOfObject:
         saved = [key for key in self.there if key.startswith(prefix) and key in self.names.manifest.tensors]
         if live == bool(saved if live else self._belonging(saved)):
             return None
+        if live and any(key.startswith(prefix) for key in self.names.incomplete):
+            return None  # there is some, which was left out
         return self._another_algorithm() or self._no_state_on_one_side(live)
 
     def _no_state_on_one_side(self, live: bool) -> Problem:

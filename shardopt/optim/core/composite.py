@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.core.node import Node
 from shardopt.optim.local.modes import step_in_own_modes
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_named_groups
+from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_named_groups, without_key
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.runtime.partial_loads import refuse_partly_loaded
 from shardopt.runtime.torch_private import not_compiled, step_nested
@@ -101,6 +101,27 @@ class CompositeOptimizer(KeyedOptimizer):
 
     def _after_step(self) -> None:
         """Called in each step after the children have stepped; does nothing here."""
+
+    def incomplete_state(
+        self, entries: Mapping[str, Collection[str]], strange: Collection[str] = ()
+    ) -> dict[str, list[str]]:
+        """Returns the names whose stored state is of no use to a child, with the entries that it lacks.
+
+        Args:
+            entries: name, as for `init_state` → the names of what is stored of it.
+            strange: names whose state another algorithm has saved.
+        """
+        found: dict[str, list[str]] = {}
+        for key, child in self._parts:
+            seen_as = {name: without_key(name, key) for name in entries if without_key(name, key) in child.params}
+            seen_as = {name: inner for name, inner in seen_as.items() if with_key(inner, key) == name}
+            if hasattr(child, "incomplete_state"):
+                of_child = child.incomplete_state(
+                    {inner: entries[name] for name, inner in seen_as.items()},
+                    {inner for name, inner in seen_as.items() if name in strange},
+                )
+                found |= {with_key(inner, key): absent for inner, absent in of_child.items()}
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients of every child."""

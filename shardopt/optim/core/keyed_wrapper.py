@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.communicating import AlgorithmOptimizer
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE
-from shardopt.algorithms.initial_state import made_of
+from shardopt.algorithms.initial_state import lacking, made_of
 from shardopt.algorithms.low_precision.conversion import CannotConvert, converted
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.algorithms.registry import Kind
@@ -29,7 +29,7 @@ from shardopt.optim.state_dict.saved_form import KeyedGroup
 from shardopt.runtime.torch_private import not_compiled
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import is_held
-from shardopt.state.param_groups import GIVEN, PARAMS, UNTOUCHED, are_named, options_by_member
+from shardopt.state.param_groups import GIVEN, PARAMS, UNTOUCHED, are_named, options_by_member, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE
 
 
@@ -135,6 +135,29 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                 made = {entry.name: made_of(entry, group, parameter) for entry in absent}
                 self.state[parameter] = {**state, **made}
 
+    def incomplete_state(
+        self, entries: Mapping[str, Collection[str]], strange: Collection[str] = ()
+    ) -> dict[str, list[str]]:
+        """Returns the names of parameters whose stored state is of no use, with the entries that it lacks.
+
+        A step counter without what the first step makes would have the next step go on from zeros.
+
+        Args:
+            entries: name, as for `init_state` → the names of what is stored of it.
+            strange: names whose state another algorithm has saved: that is taken whole or not at all.
+        """
+        narrow = self._local.state.narrow
+        spec = self._local.spec if narrow is None else narrow.algorithm
+        if spec is None:
+            return {}
+        found = {
+            name: lacking(spec, group, parameter, entries[name], name in strange)
+            for group in self.param_groups
+            for parameter, name in ((each, self._names[each]) for each in group[PARAMS])
+            if entries.get(name)
+        }
+        return {name: absent for name, absent in found.items() if absent}
+
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
         """Returns the names whose state equals what `init_state` would make; makes one of each to compare.
 
@@ -175,7 +198,17 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         refuse_swapped(LOAD_IN_SWAP, chain.from_iterable(with_masters))  # of which parameters are made
         if plan.convert_state:
             offered = self._converted(plan, with_named_groups(offered))
-        super()._plan(plan, offered)
+        super()._plan(plan, offered if plan.strict else self._complete(with_named_groups(offered)))
+
+    def _complete(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the offered state without that of parameters of which too little is offered (`incomplete_state`)."""
+        state, groups = offered.get(STATE), offered.get(PARAM_GROUPS)
+        if not isinstance(state, Mapping):
+            return offered
+        by_member = options_by_member(groups) if are_named(groups) else {}
+        strange = {name for name, options in by_member.items() if other_algorithm(options, self.algorithm)}
+        left_out = self.incomplete_state({k: v for k, v in state.items() if isinstance(v, Mapping)}, strange)
+        return {**offered, STATE: {name: entries for name, entries in state.items() if name not in left_out}}
 
     def _converted(self, plan: LoadPlan, offered: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the offered state, converted to the form in which each parameter's group stores it."""
@@ -254,4 +287,4 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             if entries and any(
                 entry in entries for entry in offered[STATE][name]
             ):  # of another algorithm there is none
-                self._local.state.loaded(self._params[name], name in untouched)
+                self._local.state.loaded(self._params[name], offered[STATE][name], name in untouched)

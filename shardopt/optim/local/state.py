@@ -219,21 +219,24 @@ class LocalState(MutableMapping[Any, Any]):
             return bool(tensors) and self.narrow.is_unstepped(group, parameter)
         return bool(tensors) and tensors[0] in self._untouched
 
-    def loaded(self, parameter: Tensor, untouched: bool) -> None:
+    def loaded(self, parameter: Tensor, entries: Collection[str], untouched: bool) -> None:
         """Notes that the state of a parameter was loaded.
 
         Args:
             parameter: has state.
+            entries: the names of what was loaded of it.
             untouched: whether the loaded state is that of a parameter which never had a step.
         """
         self._changed()
         for local in self.local_tensors(parameter):
-            self._put(local, self._of_local(local), untouched and self._settled)
+            early = self._untouched.get(local)
+            if early is None or early.written():  # else nothing of it was loaded
+                self._put(local, self._of_local(local), untouched and self._settled)
         state = self._of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
         if self.narrow is not None:
-            self.narrow.state_loaded(parameter)
+            self.narrow.state_loaded(parameter, entries)
 
     def follow(self, shards: Shards, group: Group) -> None:
         """Moves the state of a sharded parameter to its current local tensors, if they have changed.

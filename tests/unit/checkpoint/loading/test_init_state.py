@@ -91,8 +91,7 @@ def test_state_of_another_algorithm_is_none_of_it(tmp_path):
     checkpoint.save(tmp_path / "c", stepped(app_of("adamw", {}), range(2)))
     app = app_of("sgd", {"momentum": 0.5})
     checkpoint.load(tmp_path / "c", app, init_state=True, strict=False)
-    entries = {entry for state in app["optimizer"].state_dict()["state"].values() for entry in state}
-    assert entries == {"momentum_buffer"}
+    assert not app["optimizer"].state_dict()["state"]
 
 
 def test_an_interrupt_behind_the_last_round_takes_no_loaded_state_away(tmp_path, monkeypatch):
