@@ -7,7 +7,7 @@ model.layers.0.weight                                                what both a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.manifest import StoredTensors
@@ -16,6 +16,7 @@ from shardopt.state.param_groups import AVERAGING, N_AVERAGED
 
 _OWN = f"state.{AVERAGING}.{N_AVERAGED}"
 _OF_TORCH = "module."
+_MASTER = ".master"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,42 @@ def with_averages(tensors: StoredTensors, weights: str) -> tuple[StoredTensors, 
         for key, average in instead.items()
     }
     return StoredTensors(rest), instead
+
+
+def with_masters(
+    tensors: StoredTensors, stored_as: Mapping[str, str], is_state: Callable[[str], bool]
+) -> tuple[StoredTensors, dict[str, str]]:
+    """Returns the tensors with averages also in place of the fp32 masters of which a load makes these weights.
+
+    A master of which it is not clear whose it is goes. Also returns the averages' keys by the masters' keys.
+
+    Args:
+        stored_as: as from `with_averages`.
+        is_state: whether a key is of an optimizer.
+    """
+    masters = [key for key in tensors if key.endswith(_MASTER) and is_state(key)]
+    by_end: dict[str, list[str]] = {}
+    for key in [key for key in tensors if not is_state(key)] if masters else ():
+        for end in _ends(key):
+            by_end.setdefault(end, []).append(key)
+    instead: dict[str, str] = {}
+    made = dict(tensors.items())
+    for key in masters:
+        name = key.removesuffix(_MASTER)
+        weights = next((by_end[end] for end in _ends(name) if end in by_end), [])
+        average = tensors[weights[0]] if len(weights) == 1 else None
+        if average is None or average.layout.shape != tensors[key].layout.shape:
+            del made[key]
+        elif weights[0] in stored_as:
+            instead[key] = stored_as[weights[0]]
+            made[key] = average._replace(path=tensors[key].path, dtype=tensors[key].dtype, tied_to=None)
+    return StoredTensors(made), instead
+
+
+def _ends(key: str) -> Iterator[str]:
+    """Yields the ends of a key, the longest first."""
+    parts = key.split(".")
+    return (".".join(parts[at:]) for at in range(len(parts)))
 
 
 def _stored(tensors: StoredTensors, key: str) -> str:

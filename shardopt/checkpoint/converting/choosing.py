@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardopt.checkpoint.converting.averages import averages_in, with_averages
+from shardopt.checkpoint.converting.averages import averages_in, with_averages, with_masters
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.manifest import RenameRules, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
@@ -95,6 +95,11 @@ def choose(
     averages = {key for each in averages_in(manifest.tensors).values() for key in each.keys}
     roots = optimizer_roots((*manifest.tensors, *manifest.values))
     roots |= _roots_without_groups([each.path for key, each in manifest.tensors.items() if key not in averages])
+    if stored_as:
+        averaged, of_masters = with_masters(
+            manifest.tensors, stored_as, lambda key: key in averages or is_optimizer_state(key, roots)
+        )
+        manifest, stored_as = replace(manifest, tensors=averaged), stored_as | of_masters
     new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
     new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}
     wanted = re.compile(select or "")

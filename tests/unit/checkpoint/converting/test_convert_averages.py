@@ -52,6 +52,37 @@ def written(path):
     return load_file(path / "model.safetensors")
 
 
+def with_masters(seed):
+    """A model in bf16 that is stepped by its masters, a part that is not averaged, and averages."""
+    torch.manual_seed(seed)
+    model, other = torch.nn.Linear(3, 2).bfloat16(), torch.nn.Linear(3, 2, bias=False).bfloat16()
+    params = {f"{name}.{own}": each for name, m in (("a", model), ("b", other)) for own, each in m.named_parameters()}
+    optimizer = shardopt.keyed("adamw", params, lr=0.25, master_dtype=torch.float32)
+    return {"a": model, "b": other, "ema": shardopt.EMA(model, decay=0.5), "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("to", ["shardopt", "torch", "dcp"])
+def test_a_load_of_averages_makes_parameters_of_averages(tmp_path, to):
+    app = with_masters(0)
+    for _ in range(3):
+        (app["a"](torch.ones(1, 3).bfloat16()) + app["b"](torch.ones(1, 3).bfloat16())).square().sum().backward()
+        app["optimizer"].step()
+        app["ema"].update()
+    checkpoint.save(tmp_path / "c", app)
+    checkpoint.convert(tmp_path / "c", tmp_path / "out", to, weights="ema", check=True)
+    into = with_masters(1)
+    del into["ema"]
+    checkpoint.load(tmp_path / "out", into, init_state=True)
+    with app["ema"].swap():
+        wanted = {key: {name: each.clone() for name, each in app[key].state_dict().items()} for key in "ab"}
+    for key in "ab":
+        assert all(torch.equal(each, wanted[key][name]) for name, each in into[key].state_dict().items())
+    masters = {name: each["master"] for name, each in into["optimizer"].state_dict()["state"].items()}
+    assert all(torch.equal(masters[f"a.{name}"], each.float()) for name, each in wanted["a"].items())
+    trained = app["optimizer"].state_dict()["state"]
+    assert all(torch.equal(masters[f"b.{name}"], trained[f"b.{name}"]["master"]) for name in wanted["b"])
+
+
 KINDS = [shardopt.EMA, shardopt.SWA, AveragedModel]
 
 
