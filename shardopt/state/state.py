@@ -150,7 +150,7 @@ class RestoreTarget:
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
     what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks. `numbered` is there
     where the object's own state has numbers in place of the names that `state` has. `unnamed` says why numbers that a
-    checkpoint has are not known to be which of the names.
+    checkpoint has are not known to be which of the names, and `in_doubt` whether another order of them would fit too.
     """
 
     path: Path
@@ -162,6 +162,7 @@ class RestoreTarget:
     elsewhere: OptionsByMember = field(default_factory=dict)
     numbered: Numbered | None = None
     unnamed: Problem | None = None
+    in_doubt: bool = False
 
     @property
     def held_names(self) -> Callable[[], Collection[str]] | None:

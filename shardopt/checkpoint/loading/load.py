@@ -28,6 +28,7 @@ from shardopt.checkpoint.loading.hand_back import (
 from shardopt.checkpoint.loading.init_state import init_unstepped, warn_of_incomplete, without_incomplete_state
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.positional_params import warn_of_order
 from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
 from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
 from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
@@ -249,8 +250,8 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         warn_of_other_options(plan.flat, match.values)
         warn_of_other_classes(plan.flat, match.values)
         warn_of_incomplete(names.incomplete)
-        if plan.growing:
-            warn_of_gone(plan.growing)
+        warn_of_order(loaded)
+        warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
     if rules is not None and ranks.rank == 0:
         announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -89,11 +89,24 @@ def _names_by_order(
             [Problem(join(target.path), found, "one meaning", remedy)],
             code="by-position",
         )
-    if orders and len(stored.groups) > 1:
-        text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
-        _log.warning(text, join(target.path))
+    target.in_doubt = bool(orders) and (len(stored.groups) > 1 or _are_alike(target, orders[0].values()))
     target.unnamed = None if orders else _other_groups(join(target.path), counts, own_counts)
     return orders[0] if orders else {}
+
+
+def warn_of_order(loaded: Iterable[RestoreTarget]) -> None:
+    """Logs which optimizers have loaded state by numbers that only the order of their parameters explains."""
+    for target in loaded:
+        if target.in_doubt:
+            text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
+            _log.warning(text, join(target.path))
+
+
+def _are_alike(target: RestoreTarget, names: Iterable[str]) -> bool:
+    """Whether some of these parameters have one shape, so that another order of them would fit as well."""
+    parameters = _parameters_of(target)
+    shapes = [view_of(parameters[name], name).shape for name in names if name in parameters]
+    return len({*shapes}) < len(shapes)
 
 
 def _other_groups(key: str, counts: Sequence[int], own: Sequence[int]) -> Problem:

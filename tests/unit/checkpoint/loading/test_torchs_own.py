@@ -216,6 +216,33 @@ def test_positions_that_may_be_either_of_two_are_refused_and_the_remedy_works(tm
     assert equal(state_of(loaded, "doubtful"), state_of(wanted, "doubtful"))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rename", "told"),
+    [
+        ([(3, 3), (3, 3)], None, 1),
+        (
+            [(3, 3), (3, 3)],
+            {r"^optimizer\.state\.0\.": "optimizer.state.a.", r"^optimizer\.state\.1\.": "optimizer.state.b."},
+            0,
+        ),
+        ([(3, 3), (2, 3)], None, 0),
+    ],
+)
+def test_an_order_that_nothing_confirms_is_told(tmp_path, caplog, sizes, rename, told):
+    def made(kind):
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in zip("ab", sizes, strict=True)})
+        optimizer = shardopt.keyed("adamw", model.named_parameters()) if kind == "keyed" else None
+        return {"model": model, "optimizer": optimizer or torch.optim.AdamW(model.parameters())}
+
+    app = made("torch")
+    for parameter in app["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    app["optimizer"].step()
+    torch.save({key: each.state_dict() for key, each in app.items()}, tmp_path / "c.pt")
+    checkpoint.load(tmp_path / "c.pt", made("keyed"), init_state=True, rename=rename)
+    assert sum("unconfirmed [by-position]" in line for line in caplog.messages) == told
+
+
 def test_positions_of_l_bfgs_are_kept(tmp_path):
     loaded, wanted = golden(("first", "second"), "lbfgs"), expected("lbfgs")
     checkpoint.load(POSITIONS, loaded, strict=Strictness(unexpected="ignore"), init_state=True)
