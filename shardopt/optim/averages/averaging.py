@@ -250,13 +250,13 @@ class Averaging:
         """Puts the averages into the model's own memory; called again, restores the weights, bit for bit.
 
         All parameters and buffers come back as they were, so batch-norm statistics may be recomputed in between
-        (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
-        copy of this rank's shards. Until then nothing here can be updated, saved or loaded. Keyed and attached
-        optimizers refuse to step and to change their mode. Other averages of these weights refuse to be updated or put
-        in. The model alone can be saved, and is then that of the averages; `checkpoint.load` into it is refused. If
-        somebody else writes into its parameters, as torch's `load_state_dict` does, they are not put back until swap()
-        is called again. The unsharded parameters that a forward of `fully_shard` has left are freed. Local, but every
-        rank must swap.
+        (`update_bn`). Before the first update the averages are the weights. While the averages stand in the model its
+        own weights are kept beside it: memory for one more copy of this rank's shards. Until then nothing here can be
+        updated, saved or loaded. Keyed and attached optimizers refuse to step and to change their mode. Other averages
+        of these weights refuse to be updated or put in. The model alone can be saved, and is then that of the averages;
+        `checkpoint.load` into it is refused. If somebody else writes into its parameters, as torch's `load_state_dict`
+        does, they are not put back until swap() is called again. The unsharded parameters that a forward of
+        `fully_shard` has left are freed. Local, but every rank must swap.
 
         Returns:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
@@ -388,6 +388,8 @@ class Averaging:
         with torch.no_grad():
             if self._in_model is None:
                 refuse_replaced(each for each in {**self._params, **now} if self._params.get(each) is not now.get(each))
+                for averages, weights in () if self.n_averaged else buckets(list(self._pairs())):  # not as once made
+                    torch._foreach_copy_(averages, weights)
                 self._in_model = AveragesInModel(self, self._params, self._whole_model(), list(self._pairs()))
                 self._in_model.put_in()
             else:

@@ -160,6 +160,18 @@ def test_swap_gives_the_averages_and_everything_back(kind):
     assert torch.equal(net[2].weight, own["2.weight"])
 
 
+@every_kind
+def test_before_the_first_update_the_averages_are_the_weights(tmp_path, kind):
+    saved, into = model(), model(seed=1)
+    checkpoint.save(tmp_path / "c", {"model": saved})
+    averaging = KINDS[kind][0](into)
+    checkpoint.load(tmp_path / "c", {"model": into, "ema": averaging}, strict=checkpoint.Strictness(missing="ignore"))
+    with averaging.swap():
+        assert_equal(values(into), values(saved))
+    assert_equal(values(into), values(saved))
+    assert averaging.n_averaged == 0
+
+
 def test_training_continues_after_a_swap_as_if_there_was_none():
     results = []
     for swapping in (False, True):
