@@ -12,7 +12,7 @@ import torch
 
 from shardopt.checkpoint.converting.averages import averages_in, with_averages, with_masters
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.manifest import RenameRules, StoredTensors
+from shardopt.checkpoint.format.manifest import Manifest, RenameRules, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
 from shardopt.checkpoint.loading.names_in_app import contents
 from shardopt.checkpoint.loading.renaming import Rename, refuse_collisions, renamer
@@ -89,17 +89,9 @@ def choose(
     manifest = contents(reader, skip)
     stored_as: dict[str, str] = {}
     if weights is not None:
-        averaged, stored_as = with_averages(manifest.tensors, weights)
-        manifest = replace(manifest, tensors=averaged)
+        manifest, stored_as = _with_averages(manifest, weights)
     renamed = renamer(rename)
-    averages = {key for each in averages_in(manifest.tensors).values() for key in each.keys}
-    roots = optimizer_roots((*manifest.tensors, *manifest.values))
-    roots |= _roots_without_groups([each.path for key, each in manifest.tensors.items() if key not in averages])
-    if stored_as:
-        averaged, of_masters = with_masters(
-            manifest.tensors, stored_as, lambda key: key in averages or is_optimizer_state(key, roots)
-        )
-        manifest, stored_as = replace(manifest, tensors=averaged), stored_as | of_masters
+    roots, averages = _optimizers_and_averages(manifest)
     new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
     new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}
     wanted = re.compile(select or "")
@@ -146,6 +138,22 @@ def choose(
         {new_key[key]: key for key in per_rank},
         tuple(dict.fromkeys((*(manifest.renamed or ()), *rename.items()))) if rename else manifest.renamed,
     )
+
+
+def _optimizers_and_averages(manifest: Manifest) -> tuple[set[tuple[str, ...]], set[str]]:
+    """Returns the paths of optimizers, and the keys of averages."""
+    averages = {key for each in averages_in(manifest.tensors).values() for key in each.keys}
+    roots = optimizer_roots((*manifest.tensors, *manifest.values))
+    roots |= _roots_without_groups([each.path for key, each in manifest.tensors.items() if key not in averages])
+    return roots, averages
+
+
+def _with_averages(manifest: Manifest, weights: str) -> tuple[Manifest, dict[str, str]]:
+    """Returns a manifest with averages in place of weights and their masters, and the averages' keys by theirs."""
+    averaged, instead = with_averages(manifest.tensors, weights)
+    roots, others = _optimizers_and_averages(replace(manifest, tensors=averaged))
+    averaged, of_masters = with_masters(averaged, instead, lambda key: key in others or is_optimizer_state(key, roots))
+    return replace(manifest, tensors=averaged), instead | of_masters
 
 
 def whole_choice(reader: CheckpointReader) -> Choice:
