@@ -115,8 +115,8 @@ def load(
         url: of a committed checkpoint.
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
-            False also takes what fits of the state of another algorithm, but none of its options, with a warning in the
-            log, and merges state of table rows. A stored key is unexpected if no rank has a place for it.
+            False also takes state of another algorithm, by parameter where all is there that the own keeps, but none
+            of its options, as the log warns. It merges state of rows. Unexpected is what no rank has a place for.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
         rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".

@@ -130,8 +130,8 @@ class KeyedOptimizer(Node):
                 `named_parameters()`, which has "param_names" in its groups. Options go by parameter: each group takes
                 those that all of its parameters have, regardless of the groups in which they were saved.
             strict: whether parameters, state and options on one side only, and groups that another algorithm
-                has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
-                options; the rest stays as it is and is returned.
+                has saved, are errors. Otherwise keys on both sides are loaded. Of another algorithm no options are, and
+                of each parameter's state all that is kept here or nothing. The rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
                 that it cannot hold are errors.
             convert_state: whether state that was stored by other options (`state_dtype`, `master_dtype`, `rounding`) is
