@@ -230,7 +230,8 @@ class LocalState(MutableMapping[Any, Any]):
         self._changed()
         for local in self.local_tensors(parameter):
             early = self._untouched.get(local)
-            if early is None or early.written():  # else nothing of it was loaded
+            # State that nothing was loaded into is untouched still; where there are no elements nobody can tell.
+            if early is None or early.written() or not local.numel():
                 self._put(local, self._of_local(local), untouched and self._settled)
         state = self._of(parameter)
         if isinstance(state, ShardedState):

@@ -139,6 +139,31 @@ def _on_shards(root):
     assert_equal(weights(into), weights(saved))
 
 
+    _ranks_without_elements_say_no_other(root)
+
+
+def _ranks_without_elements_say_no_other(root):
+    """A bias of one element: state that was loaded is stepped state, also by the rank that has none of it."""
+
+    def made():
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(4, 1), mesh=init_device_mesh("cpu", (2,)))
+        return {"model": model, "optimizer": shardopt.keyed("sgd", model.named_parameters(), lr=0.1, momentum=0.5)}
+
+    checkpoint.save(f"{root}/s", stepped(app := made()))
+    wanted = weights(stepped(app))
+    for way in ("made for the load", "made before"):
+        into = made()
+        if way == "made before":
+            into["optimizer"].init_state()
+        checkpoint.load(f"{root}/s", into, init_state=way != "made before")
+        checkpoint.save(f"{root}/{way}", into)
+        again = made()
+        checkpoint.load(f"{root}/{way}", again, init_state=True)
+        assert all(group["untouched"] == [] for group in again["optimizer"].state_dict()["param_groups"])
+        assert_equal(weights(stepped(again)), wanted)
+
+
 def test_so_they_do_on_shards(tmp_path):
     run_ranks(2, _on_shards, str(tmp_path))
 
