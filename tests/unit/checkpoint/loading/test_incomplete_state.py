@@ -138,7 +138,6 @@ def _on_shards(root):
     checkpoint.load(f"{root}/b", into, strict=LENIENT, init_state=True)
     assert_equal(weights(into), weights(saved))
 
-
     _ranks_without_elements_say_no_other(root)
 
 
