@@ -325,8 +325,8 @@ def _incomplete_of_torchs(
 
 def _stored_entries(target: RestoreTarget, keys: Iterable[str], flat: FlatState) -> dict[str, dict[str, str]]:
     """Returns the stored state of an optimizer's parameters: name here → name of an entry → its key."""
-    held = target.held_names()
-    name_here = {flat.tied.get(name, name): name for name in held or ()}
+    held = target.held_names() if target.held_names is not None else ()
+    name_here = {flat.tied.get(name, name): name for name in held}
     prefix = f"{target.state_key}."
     stored: dict[str, dict[str, str]] = {}
     for key in keys:

@@ -361,12 +361,10 @@ class Averaging:
         state = {name: {self._entry: assemble(tensors[name], each)} for name, each in self._averages.items()}
         return {**state, AVERAGING: {N_AVERAGED: self._n_averaged}}
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors to average. Looks up buffers each time, as a module may replace them."""
-        return self._whole_model() if self._use_buffers else self._params
-
-    def _whole_model(self) -> dict[str, Tensor]:
-        return {**self._params, **by_plain_name(self._model, self._model.named_buffers())}
+    def _tensors(self, whole: bool = False) -> dict[str, Tensor]:
+        """Returns the tensors to average, or all of the model. Looks up buffers each time: a module may replace them."""
+        buffers = self._model.named_buffers() if whole or self._use_buffers else ()
+        return {**self._params, **by_plain_name(self._model, buffers)}
 
     def _pairs(self) -> Iterator[Pair]:
         """Yields each average with its local tensor. Averages follow weights that moved to another device."""
@@ -390,10 +388,10 @@ class Averaging:
                 refuse_replaced(each for each in {**self._params, **now} if self._params.get(each) is not now.get(each))
                 for averages, weights in () if self.n_averaged else buckets(list(self._pairs())):  # not as once made
                     torch._foreach_copy_(averages, weights)
-                self._in_model = AveragesInModel(self, self._params, self._whole_model(), list(self._pairs()))
+                self._in_model = AveragesInModel(self, self._params, self._tensors(whole=True), list(self._pairs()))
                 self._in_model.put_in()
             else:
-                self._in_model.put_back(self._whole_model(), now, lose)
+                self._in_model.put_back(self._tensors(whole=True), now, lose)
                 self._in_model = None
 
     def _refuse_swapped(self, why: str) -> None:
