@@ -128,7 +128,7 @@ class ResumableSampler:
         around it, a resume would skip them. A loader that ends early, as `islice(loader, 3)` does, ends the epoch.
 
         Raises:
-            OptionError: the batches of this DataLoader are not this sampler's.
+            OptionError: the batches of this DataLoader are not this sampler's, or come in another order than its own.
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
         self._refuse_others_batches(loader)
@@ -238,6 +238,7 @@ class ResumableSampler:
         """Raises OptionError for a DataLoader that takes its batches from elsewhere, of which nothing is known here."""
         if not isinstance(loader, DataLoader):
             return
+        refuse_any_order(loader)
         order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if order is not self:
             found = f"a {type(order).__name__}, which is not this sampler"
@@ -247,6 +248,18 @@ class ResumableSampler:
     def _order(self) -> Tensor:
         """Returns the samples of this epoch in order, int64 [size]."""
         return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
+
+
+def refuse_any_order(loader: Any) -> None:
+    """Raises OptionError for a DataLoader whose workers' batches come as they are ready: none could be counted then.
+
+    A resume goes on behind as many batches as were handed out. Of these some would not be the first ones.
+    """
+    loader = getattr(loader, "base_dataloader", loader)  # by which those of Accelerate read
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        found, required = "False, with workers", "True: a resume would skip samples"
+        problem = Problem("in_order", found, required, "leave in_order out, or num_workers")
+        raise OptionError("a position in batches that come in any order", [problem], code="data-position")
 
 
 def opened(loader: Iterable[T], at: ResumableSampler) -> Iterator[T]:

@@ -31,6 +31,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
+from shardopt.data.sampler import refuse_any_order
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
 from shardopt.integrations.optimizers import add_objects, make_keyed, require_keyed
@@ -161,7 +162,12 @@ class Accelerator(accelerate.Accelerator):
         Args:
             dataloader: what `prepare` gave.
             num_batches: how many of the epoch are done, on this rank.
+
+        Raises:
+            OptionError: some are done, and the loader has workers and `in_order=False`: others were done first.
         """
+        if num_batches:
+            refuse_any_order(dataloader)
         rest = super().skip_first_batches(dataloader, num_batches)
         if isinstance(rest, DataLoaderStateMixin) and isinstance(dataloader, DataLoaderStateMixin):
             reads = rest.base_dataloader

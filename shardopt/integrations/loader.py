@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.utils.data import ConcatDataset, DataLoader
 
 from shardopt.data.mixture import MixtureSampler
-from shardopt.data.sampler import ResumableSampler, opened, place_of, refuse_another
+from shardopt.data.sampler import ResumableSampler, opened, place_of, refuse_another, refuse_any_order
 from shardopt.errors import OptionError, Problem
 
 T = TypeVar("T")
@@ -77,6 +77,10 @@ class ResumableLoader:
         seed, shuffle, drop_last: as for `ResumableSampler`.
         weights: of the sources of a `ConcatDataset`, to mix them as a `MixtureSampler` does.
         options: others of torch's DataLoader.
+
+    Raises:
+        OptionError: `options` have `in_order=False` with workers; or there are weights, and the data set is no
+            concatenation.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class ResumableLoader:
             dataset, weights, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.position, **options)
+        refuse_any_order(self._loader)
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch, the same on any number of ranks."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shardopt.data.sampler import ResumableSampler
+from shardopt.data.sampler import ResumableSampler, refuse_any_order
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
@@ -41,8 +41,8 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         options: of `StatefulDataLoader`: workers, collating, pinned memory.
 
     Raises:
-        OptionError: the data set is a stream, or `options` have a sampler of their own; or there are weights, and the
-            data set is no concatenation.
+        OptionError: the data set is a stream, or `options` have a sampler of their own, or `in_order=False` with
+            workers; or there are weights, and the data set is no concatenation.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
             ranks=ranks,
         )
         super().__init__(dataset, batch_sampler=_Batches(self.positions), **options)
+        refuse_any_order(self)
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch, the same on any number of ranks."""

@@ -25,6 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from shardopt.checkpoint import Manager
 from shardopt.data.random_state import RandomState
+from shardopt.data.sampler import refuse_any_order
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.integrations.optimizers import make_keyed, require_keyed
@@ -245,6 +246,7 @@ class ShardoptCallback(TrainerCallback):
             required, remedy = "each rank reads its own batches", "leave it out"
             problems.append(Problem("accelerator_config.dispatch_batches", "True", required, remedy))
         elif not args.ignore_data_skip:
+            refuse_any_order(loader)
             problems += _unfit_for_skipping(loader, args.gradient_accumulation_steps)
         if problems:
             raise OptionError("training could not be resumed by this callback", problems, code="framework")

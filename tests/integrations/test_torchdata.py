@@ -208,6 +208,14 @@ def test_a_stream_has_no_position_for_other_ranks():
         ResumableStatefulLoader(TensorDataset(torch.arange(9)), batch_size=4, sampler=[1, 2])
 
 
+@pytest.mark.filterwarnings("ignore:using in_order=False")
+def test_batches_that_workers_give_in_any_order_are_refused():
+    from shardopt.integrations.torchdata import ResumableStatefulLoader
+
+    with pytest.raises(OptionError, match="in_order: found False, with workers"):
+        ResumableStatefulLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=2, in_order=False)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_that_is_opened_again_draws_none_of_the_programs_random_numbers(workers):
     loader = loader_of(workers)

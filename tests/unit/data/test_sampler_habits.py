@@ -86,6 +86,18 @@ def test_batches_of_another_sampler_are_refused(options):
         next(sampler.through(loader))
 
 
+def test_batches_that_workers_give_in_any_order_are_refused():
+    sampler, _ = sampler_and_loader()
+    loader = DataLoader(SAMPLES, batch_sampler=sampler, num_workers=2, in_order=False)
+    refused = pytest.raises(OptionError, match=r"in_order: found False, with workers; .*; leave in_order out")
+    with refused:
+        next(sampler.through(loader))
+    with refused:
+        ResumableLoader(SAMPLES, batch_size=4, num_workers=2, in_order=False)
+    alone = ResumableLoader(SAMPLES, batch_size=4, in_order=False)  # without workers there is one order
+    assert len([*alone]) == 10
+
+
 def test_a_sampler_may_be_that_of_a_loader_without_batches():
     sampler, _ = sampler_and_loader(shuffle=False)
     loader = DataLoader(SAMPLES, sampler=sampler, batch_size=None)
