@@ -52,7 +52,8 @@ class ResumableSampler:
         rank, ranks: default: of the job, at each use; 0 of 1 in a process that was started alone.
 
     Raises:
-        ValueError: a batch or the data set has too few samples, as far as the ranks are known; else at the first use.
+        ValueError: a batch or the data set has too few samples, or rank is none of the ranks, as far as the ranks are
+            known; else at the first use.
         RankError: at the first use; a launcher has started several processes, and there is no process group.
 
     Attributes:
@@ -79,7 +80,10 @@ class ResumableSampler:
         self._begun: tuple[int] | None = None  # the position at which the loop that runs over `through` began
         self._drawn_from: tuple[int, ...] | None = None  # where the batches begin that were drawn last
         self._warned: set[str] = set()
-        self._require_enough_for(self.ranks if ranks is not None or dist.is_initialized() else 1)
+        if dist.is_initialized() or None not in (rank, ranks):
+            self._require_share(self.rank, self.ranks)
+        else:
+            self._require_enough_for(1 if ranks is None else ranks)
 
     @property
     def rank(self) -> int:
@@ -101,7 +105,7 @@ class ResumableSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's samples of each remaining batch of this epoch. Counts nothing, as workers run ahead."""
         rank, ranks, order, begin, here = self.rank, self.ranks, self._order(), self.position, place_of(self)
-        self._require_enough_for(ranks)
+        self._require_share(rank, ranks)
         self._warn_if_uneven(ranks)
         try:
             for number in range(self._batches_from(begin)):
@@ -210,6 +214,11 @@ class ResumableSampler:
         """Returns a number of this process in the job; asked at each use, as the process group may be made later."""
         refuse_lone_processes("dealing samples to the ranks")
         return in_job() if dist.is_initialized() else alone
+
+    def _require_share(self, rank: int, ranks: int) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank: found {rank} of {ranks}; required 0 to {ranks - 1}; pass both, counted from 0")
+        self._require_enough_for(ranks)
 
     def _require_enough_for(self, ranks: int) -> None:
         if self.batch_size < ranks:

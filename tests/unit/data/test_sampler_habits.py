@@ -150,6 +150,15 @@ def test_a_batch_that_ranks_cannot_divide_is_warned_of_once(lines):
     assert lines() == []
 
 
+@pytest.mark.parametrize("rank", [-1, 2, 3])
+def test_a_rank_that_is_none_of_the_ranks_is_refused(rank):
+    with pytest.raises(ValueError, match=rf"rank: found {rank} of 2; required 0 to 1; pass both"):
+        sampler_and_loader(rank=rank, ranks=2)
+    alone, _ = sampler_and_loader(rank=rank)  # of how many is known at the first use
+    with pytest.raises(ValueError, match=rf"rank: found {rank} of 1; required 0 to 0"):
+        next(iter(alone))
+
+
 def made_before_the_group(store):
     sampler, loader = sampler_and_loader()
     with pytest.raises(RankError, match=r"WORLD_SIZE: found 2, and no process group.*call torch.distributed.init"):
