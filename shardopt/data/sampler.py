@@ -49,7 +49,9 @@ class ResumableSampler:
         drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
             is the last batch. If it has fewer samples than there are ranks, the first samples of the epoch fill it up
             to one for each.
-        rank, ranks: default: of the job, at each use; 0 of 1 in a process that was started alone.
+        rank, ranks: default: of the job, at each use; 0 of 1 in a process that was started alone. Ranks of tensor,
+            context or pipeline parallelism, which need the same samples, pass those of data parallelism:
+            `mesh["dp"].get_local_rank()` and `mesh["dp"].size()`.
 
     Raises:
         ValueError: a batch or the data set has too few samples, or rank is none of the ranks, as far as the ranks are
@@ -73,6 +75,7 @@ class ResumableSampler:
         ranks: int | None = None,
     ) -> None:
         self._rank, self._ranks = rank, ranks
+        self._dealt: tuple[int, int] | None = None  # rank and ranks by default, where a framework says them
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
@@ -88,12 +91,12 @@ class ResumableSampler:
     @property
     def rank(self) -> int:
         """The rank whose samples these are."""
-        return self._of_job(0, dist.get_rank) if self._rank is None else self._rank
+        return self._by_default(0, dist.get_rank) if self._rank is None else self._rank
 
     @property
     def ranks(self) -> int:
         """The number of ranks that share each batch."""
-        return self._of_job(1, dist.get_world_size) if self._ranks is None else self._ranks
+        return self._by_default(1, dist.get_world_size) if self._ranks is None else self._ranks
 
     def __len__(self) -> int:
         """The number of batches of the loop over `through` that runs; if none runs, of the next one.
@@ -210,10 +213,15 @@ class ResumableSampler:
         left = self.size - position
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
-    def _of_job(self, alone: int, in_job: Callable[[], int]) -> int:
-        """Returns a number of this process in the job; asked at each use, as the process group may be made later."""
+    def _by_default(self, number: int, in_job: Callable[[], int]) -> int:
+        """Returns the rank (0) or the ranks (1) where none were given.
+
+        The job's are asked for at each use, as the process group may be made later.
+        """
+        if self._dealt is not None:
+            return self._dealt[number]
         refuse_lone_processes("dealing samples to the ranks")
-        return in_job() if dist.is_initialized() else alone
+        return in_job() if dist.is_initialized() else number  # 0 of 1
 
     def _require_share(self, rank: int, ranks: int) -> None:
         if not 0 <= rank < ranks:
@@ -257,6 +265,27 @@ class ResumableSampler:
     def _order(self) -> Tensor:
         """Returns the samples of this epoch in order, int64 [size]."""
         return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
+
+
+def deal(at: ResumableSampler, rank: int, ranks: int) -> None:
+    """Has a sampler give the samples of a rank, of those that share each batch as a framework says.
+
+    Raises:
+        OptionError: it was made with other numbers.
+    """
+    at._dealt = rank, ranks
+    require_dealt(at, rank, ranks)
+
+
+def require_dealt(at: ResumableSampler, rank: int, ranks: int) -> None:
+    """Raises OptionError if a sampler does not give the samples of this rank, of so many that share each batch.
+
+    Ranks of tensor parallelism would then have different samples, and no collective of theirs would notice.
+    """
+    if (at.rank, at.ranks) != (rank, ranks):
+        found, required = f"rank {at.rank} of {at.ranks}", f"rank {rank} of {ranks}, as the mesh is for data parallelism"
+        problem = Problem("rank", found, required, f"make the sampler or loader with rank={rank}, ranks={ranks} here")
+        raise OptionError("samples that ranks do not share as their mesh says", [problem], code="data-position")
 
 
 def refuse_any_order(loader: Any) -> None:

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -31,9 +31,10 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoints
 from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
-from shardopt.data.sampler import refuse_any_order
+from shardopt.data.sampler import refuse_any_order, require_dealt
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
+from shardopt.integrations.loader import position_of
 from shardopt.integrations.optimizers import add_objects, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0, removal_told
 from shardopt.ranks import ranks_of
@@ -90,7 +91,9 @@ class Accelerator(accelerate.Accelerator):
 
         Raises:
             StateError: an optimizer is not keyed by parameter name.
+            OptionError: a loader of ours gives ranks of tensor or context parallelism different samples.
         """
+        self._require_shares([*(entries or {}).values(), *self._custom_objects])
         state = {
             "step": self.step,
             "processes": self._processes_of_schedules(),
@@ -105,6 +108,11 @@ class Accelerator(accelerate.Accelerator):
         if self._custom_objects:
             app["registered"] = [*self._custom_objects]
         return {**app, **(entries or {})}
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Registers objects as Accelerate does; raises OptionError for a loader, as `app` does."""
+        self._require_shares(objects)
+        super().register_for_checkpointing(*objects)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Saves a state; returns its path. Collective.
@@ -178,6 +186,13 @@ class Accelerator(accelerate.Accelerator):
                 dataloader.set_epoch(dataloader.iteration)
             rest.end = partial(_end_for_both, weakref.ref(rest), dataloader)
         return rest
+
+    def _require_shares(self, objects: Iterable[Any]) -> None:
+        parallel = self.parallelism_config
+        alike = parallel.non_data_parallel_size if parallel else 1  # ranks that need the same samples; neighbours
+        for at in map(position_of, objects if alike > 1 else ()):
+            if at is not None:
+                require_dealt(at, self.process_index // alike, self.num_processes // alike)
 
     def _schedules(self) -> list[Any]:
         return [getattr(each, "scheduler", each) for each in self._schedulers]

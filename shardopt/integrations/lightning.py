@@ -21,6 +21,7 @@ from shardopt.integrations.lightning_state import (
     METRICS,
     LoaderStates,
     app_of,
+    deal_all_as,
     draws_seed_in_each_epoch,
     end_short_epoch,
     is_epoch_over,
@@ -74,6 +75,7 @@ class ShardoptCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores: strategy, optimizers and schedules exist by now, and no data was requested yet."""
+        deal_all_as(trainer.strategy)
         framework, self._loaders, self._progress = FrameworkState(), LoaderStates(), None
         app = app_of(trainer, framework, self._loaders)
         self.restored = self._run.begin(app)

@@ -15,13 +15,14 @@ from functools import cache
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, __version__, callbacks
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from shardopt.data.random_state import RandomState
-from shardopt.data.sampler import ResumableSampler
+from shardopt.data.sampler import deal
 from shardopt.errors import Problem, StateError
-from shardopt.integrations.loader import batches_left
+from shardopt.integrations.loader import batches_left, position_of
 from shardopt.integrations.optimizers import add_objects, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
 from shardopt.ranks import ranks_of
@@ -147,8 +148,7 @@ def draws_seed_in_each_epoch(trainer: Trainer) -> bool:
 
 def _is_stateful(loader: Any) -> bool:
     """Whether a loader has the state of torchdata's, and not a position of ours."""
-    is_ours = isinstance(getattr(loader, "positions", None), ResumableSampler)
-    return not is_ours and any(kind.__name__ == _STATEFUL for kind in type(loader).__mro__)
+    return position_of(loader) is None and any(kind.__name__ == _STATEFUL for kind in type(loader).__mro__)
 
 
 def validates(trainer: Trainer) -> bool:
@@ -157,14 +157,35 @@ def validates(trainer: Trainer) -> bool:
     return by_batches and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
+def deal_as(strategy: Strategy, loader: Any) -> None:
+    """Has a loader of ours deal its batches to the ranks among which a strategy divides data.
+
+    Ranks of tensor parallelism get the same samples then. Raises OptionError if the loader was made for others.
+    """
+    at, share = position_of(loader), getattr(strategy, "distributed_sampler_kwargs", None)
+    if at is not None and share is not None:
+        deal(at, share["rank"], share["num_replicas"])
+
+
+def deal_all_as(strategy: Strategy) -> None:
+    """As `deal_as`, with each loader that Lightning gets from the module from now on, before it is iterated."""
+    process = strategy.process_dataloader
+
+    def process_dataloader(loader: object) -> object:
+        deal_as(strategy, loader)
+        return process(loader)
+
+    strategy.process_dataloader = process_dataloader  # type: ignore[method-assign]  # of this strategy
+
+
 def end_short_epoch(trainer: Trainer) -> None:
     """Begins the next epoch of loaders that have less left than an epoch of Lightning's (`limit_train_batches`).
 
     Such a loader would go on with that rest, in an epoch of the trainer that is too short.
     """
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
-        at = getattr(loader, "positions", getattr(loader, "position", None))
-        if isinstance(at, ResumableSampler) and at.position > 0 and batches_left(at) < trainer.num_training_batches:
+        at = position_of(loader)
+        if at is not None and at.position > 0 and batches_left(at) < trainer.num_training_batches:
             loader.load_state_dict({**at.state_dict(), "epoch": at.epoch + 1, "position": 0})
 
 

@@ -18,7 +18,7 @@ from shardopt import checkpoint as checkpoints
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_in_the_way
 from shardopt.checkpoint.storage import storage_of
-from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
+from shardopt.integrations.lightning_state import LoaderStates, app_of, deal_as, without_loaders
 from shardopt.integrations.run import FrameworkState, of_rank_0, removal_told, replace_checkpoint
 from shardopt.ranks import ranks_of
 
@@ -43,6 +43,11 @@ class ShardoptMixin:
     def lightning_restore_optimizer(self) -> bool:
         """Tells Lightning not to restore optimizers' state, as `load_checkpoint` has done so."""
         return False
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Has a loader of ours deal its batches to the ranks among which this strategy divides data."""
+        deal_as(self, dataloader)  # type: ignore[arg-type]  # as below
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns nothing, as the module is saved in place."""

@@ -52,6 +52,14 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
         at.epoch, at.position = at.epoch + 1, 0
 
 
+def position_of(loader: Any) -> ResumableSampler | None:
+    """Returns the sampler with the position of one of our loaders, or the sampler that this is; else None."""
+    for each in (loader, getattr(loader, "positions", None), getattr(loader, "position", None)):
+        if isinstance(each, ResumableSampler):
+            return each
+    return None
+
+
 def batches_left(at: ResumableSampler) -> int:
     """Returns the number of batches that are left of an epoch, the same on any number of ranks."""
     left = at.size - at.position
@@ -74,7 +82,7 @@ class ResumableLoader:
     Args:
         dataset: map-style.
         batch_size: of a global batch, in samples of all ranks together.
-        seed, shuffle, drop_last: as for `ResumableSampler`.
+        seed, shuffle, drop_last, rank, ranks: as for `ResumableSampler`.
         weights: of the sources of a `ConcatDataset`, to mix them as a `MixtureSampler` does.
         options: others of torch's DataLoader.
 
@@ -91,11 +99,20 @@ class ResumableLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        rank: int | None = None,
+        ranks: int | None = None,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         self.position = sampler_of(
-            dataset, weights, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+            dataset,
+            weights,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            rank=rank,
+            ranks=ranks,
         )
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.position, **options)
         refuse_any_order(self._loader)

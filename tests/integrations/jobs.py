@@ -12,6 +12,7 @@ import signal
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -303,3 +304,24 @@ def prepare_stateful_loader():
     be_quiet()
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     accelerator.prepare(torch.utils.data.DataLoader([1.0, 2.0]))
+
+
+def app_under_tensor_parallelism():
+    """Returns the samples of a loader that both ranks of tensor parallelism share; others are refused."""
+    from accelerate import ParallelismConfig
+
+    from shardopt.errors import OptionError
+    from shardopt.integrations.accelerate import Accelerator
+    from shardopt.integrations.loader import ResumableLoader
+
+    be_quiet()
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)  # which Accelerate takes on accelerators alone
+    other = ResumableLoader(torch.arange(16), batch_size=4, shuffle=False)
+    for pass_on in (accelerator.register_for_checkpointing, lambda loader: accelerator.app({"data": loader})):
+        with pytest.raises(OptionError, match=r"rank: found rank \d of 2; required rank 0 of 1"):
+            pass_on(other)
+    loader = ResumableLoader(torch.arange(16), batch_size=4, shuffle=False, rank=0, ranks=1)
+    accelerator.register_for_checkpointing(loader)
+    assert accelerator.app()["registered"] == [loader]
+    return [batch.tolist() for batch in loader]

@@ -295,6 +295,51 @@ def fit_and_evaluate(folder, saved_by):
     return found
 
 
+def samples_of_tensor_parallelism(folder, by, **share):
+    """Fits two ranks of tensor parallelism; returns the samples that this one was given."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    import shardopt
+    from shardopt.integrations.lightning import ShardoptCheckpoint
+    from shardopt.integrations.lightning_strategy import ShardoptStrategy
+    from shardopt.integrations.loader import ResumableLoader
+
+    seen = []
+
+    class Module(LightningModule):
+        def configure_model(self):
+            self.network = torch.nn.Linear(1, 2)
+            parallelize_module(self.network, self.device_mesh["tensor_parallel"], ColwiseParallel())
+
+        def training_step(self, batch, batch_index):
+            seen.append(batch.flatten().tolist())
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return shardopt.keyed("adamw", self.named_parameters(), lr=0.01)
+
+        def train_dataloader(self):
+            return ResumableLoader(torch.arange(16.0).view(16, 1), batch_size=4, shuffle=False, **share)
+
+    strategy = ShardoptStrategy if by == "strategy" else ModelParallelStrategy
+    Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy(1, 2, process_group_backend="gloo"),
+        max_epochs=1,
+        logger=False,
+        callbacks=[ModelCheckpoint(folder) if by == "strategy" else ShardoptCheckpoint(folder)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module())
+    return seen
+
+
 def remove_on_rank_0(folder):
     """Removes a checkpoint, and one that cannot be removed, as a rank may that decides by a metric of its own."""
     from shardopt import checkpoint

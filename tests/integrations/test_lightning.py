@@ -128,6 +128,15 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by)
         )
 
 
+@pytest.mark.parametrize("by", ["strategy", "callback"])
+def test_ranks_of_tensor_parallelism_get_the_same_samples(tmp_path, by):
+    shared = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    job = lightning_job.samples_of_tensor_parallelism
+    assert run_ranks(2, job, str(tmp_path / "a"), by, deadline_seconds=DEADLINE) == [shared] * 2
+    with pytest.raises(RanksFailed, match="rank: found rank 0 of 2; required rank 0 of 1"):
+        run_ranks(2, job, str(tmp_path / "b"), by, ranks=2, deadline_seconds=DEADLINE)
+
+
 def random_numbers_of_fits(folder, at, end):
     """Those of a fit without a break, and of one that was resumed, for a loader of a program's own class."""
     whole = lightning_job.random_numbers_of(f"{folder}/a", end, own_class=True)

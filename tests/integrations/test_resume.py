@@ -161,3 +161,9 @@ def test_states_under_automatic_names_go_on_behind_those_that_are_there(tmp_path
 def test_loaders_with_a_state_of_accelerates_are_refused_when_they_are_prepared():
     with pytest.raises(RanksFailed, match=r"use_stateful_dataloader: found True; .*skip_first_batches\(loader, "):
         run_ranks(1, jobs.prepare_stateful_loader, deadline_seconds=DEADLINE_SECONDS)
+
+
+@NEEDS_ACCELERATE
+def test_accelerate_refuses_a_loader_that_gives_ranks_of_tensor_parallelism_other_samples():
+    shared = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert run_ranks(2, jobs.app_under_tensor_parallelism) == [shared] * 2
