@@ -283,7 +283,7 @@ def require_dealt(at: ResumableSampler, rank: int, ranks: int) -> None:
     Ranks of tensor parallelism would then have different samples, and no collective of theirs would notice.
     """
     if (at.rank, at.ranks) != (rank, ranks):
-        found, required = f"rank {at.rank} of {at.ranks}", f"rank {rank} of {ranks}, as the mesh is for data parallelism"
+        found, required = f"rank {at.rank} of {at.ranks}", f"rank {rank} of {ranks}, as data parallelism has them"
         problem = Problem("rank", found, required, f"make the sampler or loader with rank={rank}, ranks={ranks} here")
         raise OptionError("samples that ranks do not share as their mesh says", [problem], code="data-position")
 

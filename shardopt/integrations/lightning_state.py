@@ -175,7 +175,7 @@ def deal_all_as(strategy: Strategy) -> None:
         deal_as(strategy, loader)
         return process(loader)
 
-    strategy.process_dataloader = process_dataloader  # type: ignore[method-assign]  # of this strategy
+    strategy.process_dataloader = process_dataloader
 
 
 def end_short_epoch(trainer: Trainer) -> None:

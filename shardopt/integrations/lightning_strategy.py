@@ -46,7 +46,7 @@ class ShardoptMixin:
 
     def process_dataloader(self, dataloader: object) -> object:
         """Has a loader of ours deal its batches to the ranks among which this strategy divides data."""
-        deal_as(self, dataloader)  # type: ignore[arg-type]  # as below
+        deal_as(self, dataloader)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
