@@ -45,7 +45,7 @@ def train(out: Path, set_up: Callable[[Any], None] = lambda accelerator: None) -
     with checkpoint.Manager(out / "checkpoints", every=2, stop_on=signal.SIGTERM) as manager:
         manager.restore(accelerator.app(app))
         while progress["step"] < STEPS:
-            for batch in loader:
+            for batch in loader:  # the rest of an epoch; by epochs: for epoch in range(loader.epoch, epochs)
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
                 optimizer.step()

@@ -77,7 +77,11 @@ class ResumableLoader:
         ResumableLoader(dataset, batch_size=64, seed=0, num_workers=2)
 
     An epoch that was begun resumes: the next iteration gives the batches that are left. A batch counts as
-    seen once it is handed out; with the last one the next epoch begins.
+    seen once it is handed out; with the last one the next epoch begins. Loops over epochs resume so:
+
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:
+                ...
 
     Args:
         dataset: map-style.
@@ -116,6 +120,11 @@ class ResumableLoader:
         )
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.position, **options)
         refuse_any_order(self._loader)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch of the next batch, from 0."""
+        return self.position.epoch
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch, the same on any number of ranks."""

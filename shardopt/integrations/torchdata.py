@@ -27,8 +27,9 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
 
         loader = ResumableStatefulLoader(dataset, batch_size=64, seed=0, num_workers=4)
         app = {..., "data": loader}
-        for batch in loader:  # the rest of this epoch
-            ...
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:  # the rest of this epoch
+                ...
 
     Each pass yields the rest of an epoch. Batches count as they are handed out, whatever workers have fetched ahead.
 
@@ -71,6 +72,11 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         )
         super().__init__(dataset, batch_sampler=_Batches(self.positions), **options)
         refuse_any_order(self)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch of the next batch, from 0."""
+        return self.positions.epoch
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch, the same on any number of ranks."""

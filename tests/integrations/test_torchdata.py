@@ -216,6 +216,12 @@ def test_batches_that_workers_give_in_any_order_are_refused():
         ResumableStatefulLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=2, in_order=False)
 
 
+def test_the_epoch_of_a_loader_is_that_of_its_next_batch():
+    loader = loader_of(workers=0)
+    at = [loader.epoch for _ in range(2) for _ in loader]
+    assert at == [0] * 9 + [1] * 10 + [2]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_that_is_opened_again_draws_none_of_the_programs_random_numbers(workers):
     loader = loader_of(workers)

@@ -183,3 +183,15 @@ def test_a_position_loaded_in_the_middle_of_a_loop_over_a_loader_is_refused():
             loader.load_state_dict(saved)
     assert loader.state_dict() == saved
     assert len([*loader]) == 4
+
+
+@pytest.mark.parametrize("done", [1, 3, 4, 5, 11, 12])
+def test_a_loop_over_epochs_ends_where_it_would_have_without_a_resume(done):
+    def loop(loader):
+        return (batch.tolist() for _ in range(loader.epoch, 3) for batch in loader)
+
+    whole = [*loop(ResumableLoader(torch.arange(16), batch_size=4))]
+    stopped, resumed = (ResumableLoader(torch.arange(16), batch_size=4) for _ in range(2))
+    seen = [batch for _, batch in zip(range(done), loop(stopped), strict=False)]
+    resumed.load_state_dict(stopped.state_dict())
+    assert seen + [*loop(resumed)] == whole and len(whole) == 12
