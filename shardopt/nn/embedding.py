@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, cast, overload
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
 from shardopt.algorithms.row_wise.row_gradients import mark_alike
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
-from shardopt.nn.cuts import CutTable, cut_tables
+from shardopt.nn.cuts import CutTable, Pieces, cut_tables
 from shardopt.nn.directory import Directory
 from shardopt.nn.route import find_route
 from shardopt.nn.rows import Collector, RowGradients, added_up, fetch
@@ -158,12 +159,21 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     def _compare_tables(self, ranks: Ranks, weights: Sequence[Tensor]) -> None:
         """Raises on every rank if ranks have different tables: with other numbers or dtypes no exchange would end well.
 
+        Raises also if replicas differ, as where ranks drew them with different seeds: each rank would train its own.
         Collective, and of two messages a rank, so it is done once. Later lookups compare a digest, in what they send.
         """
         tables = [f"{each}, of {of.dtype}" for each, of in zip(self._directory.described, weights, strict=True)]
         described = [*tables, f"mean_gradients={self.mean_gradients}"]
         what = "a first lookup in sharded tables"
-        ranks.agree(what, lambda: None, lambda _: described, _refuse_different_tables)
+        pieces = self._directory.tables
+        replicated = [number for number, each in enumerate(pieces) if any(piece and piece.replica for piece in each.on)]
+
+        def refuse(of_ranks: Sequence[tuple[Sequence[str], Sequence[int]]]) -> None:
+            _refuse_different_tables([own for own, _ in of_ranks])
+            prints = zip(*(own for _, own in of_ranks), strict=True)
+            _refuse_different_replicas([pieces[number] for number in replicated], prints)
+
+        ranks.agree(what, lambda: [_print_of(weights[i]) for i in replicated], lambda own: (described, own), refuse)
         self._are_compared = True
 
     def _take_gradients(self, row_gradients: RowGradients) -> None:
@@ -212,6 +222,9 @@ class ShardedEmbeddingBag(_ShardedTables):
     parameter's post-accumulate-grad hooks run, and with them `in_backward`. No other hooks do, and torch.autograd.grad
     and backward(inputs=...) do not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters
     to its `ignored_params`.
+
+    Replicas are drawn by each rank: with equal default generators of torch on all ranks (`torch.manual_seed`) they are
+    equal, as the first lookup requires, unless a load has made them so before.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
@@ -270,7 +283,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
         Raises:
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
-            StateError: ranks have different tables.
+            StateError: ranks have different tables, or replicas differ at the first lookup.
             RankError: a rank is not at its first lookup, or died while others refused one.
         """
         return self._look_up(ids, (offsets, per_sample_weights), pools=True, ends=self.include_last_offset)
@@ -300,7 +313,7 @@ class ShardedEmbedding(_ShardedTables):
 
         Raises:
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
-            StateError: ranks have different tables.
+            StateError: ranks have different tables, or replicas differ at the first lookup.
             RankError: a rank is not at its first lookup, or died while others refused one.
         """
         return self._look_up(ids, (), pools=False, ends=False)
@@ -362,3 +375,25 @@ def _refuse_different_tables(of_ranks: Sequence[Sequence[str]]) -> None:
     ]
     if problems:
         raise StateError("ranks have different tables", problems, code="embedding-tables")
+
+
+def _print_of(weight: Tensor) -> int:
+    """Returns a checksum of up to 1,024 elements of this rank's piece; waits for the device."""
+    elements = local_tensors(weight)[0].detach().reshape(-1)
+    some = elements[:: len(elements) // 1024 + 1].contiguous()
+    return crc32(some.view(torch.uint8).cpu().numpy())
+
+
+def _refuse_different_replicas(tables: Sequence[Pieces], prints: Iterable[Sequence[int]]) -> None:
+    """Raises if ranks with the same piece of a table have other elements there; of each table, prints by rank."""
+    remedy = "make them with the same torch.manual_seed on every rank, or load a checkpoint before the first lookup"
+    problems = []
+    for pieces, of_ranks in zip(tables, prints, strict=True):
+        firsts: dict[tuple[int, int], int] = {}
+        for rank, piece in enumerate(pieces.on):
+            first = rank if piece is None else firsts.setdefault(piece.part, rank)
+            if of_ranks[rank] != of_ranks[first]:
+                found, required = f"other rows on rank {rank} than on rank {first}", "the same rows in every replica"
+                problems.append(Problem(f"{pieces.table.name}.weight", found, required, remedy))
+    if problems:
+        raise StateError("replicas of tables differ", problems, code="replicas-differ")

@@ -225,6 +225,26 @@ def test_ranks_with_different_tables_refuse_a_lookup():
     assert "found users: 20 x 8, cut 'rows', mode 'mean', padding_idx None, of torch.float32" in first[4]
 
 
+def refuse_replicas_drawn_apart():
+    """Looks up replicas under each mesh that has some, drawn with seeds of the ranks; and again once they are equal."""
+    found = []
+    for groups, cut in ((1, "replicated"), (2, "rows"), (2, "whole"), (2, "replicated")):
+        torch.manual_seed(dist.get_rank())
+        module = ShardedEmbeddingBag([Table("own", 20, 8, cut=cut), Table("other", 20, 8)], mesh_of(groups))
+        ids = {"own": torch.tensor([[1, 2]])}
+        with pytest.raises(StateError, match=r"replicas of tables differ \[replicas-differ\]") as raised:
+            module(ids)
+        found.append(str(raised.value).count("found other rows on rank 1 than on rank 0"))
+        torch.manual_seed(0)
+        module.reset_parameters()
+        module(ids)
+    return found
+
+
+def test_replicas_that_ranks_drew_apart_refuse_a_lookup():
+    assert run_ranks(2, refuse_replicas_drawn_apart, deadline_seconds=30) == [[1, 2, 2, 2]] * 2
+
+
 def fused_columns():
     """What a fused step by columns exchanges; and what happens where one rank's options refuse the gradient."""
     module = ShardedEmbeddingBag(Table("users", 20, 8, mode="sum", cut="columns"), mesh_of(1))
