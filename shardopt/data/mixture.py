@@ -19,8 +19,9 @@ class MixtureSampler(ResumableSampler):
         sampler = shardopt.data.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
         loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
 
-    A source gives the same number of samples to each epoch, and the next epoch continues where it was. Each of its
-    samples is drawn once before any is drawn again, however many epochs or passes that takes. All of that follows from
+    A source gives the same number of samples to each epoch, and the next epoch continues where it was. So at the end of
+    each epoch its samples were all drawn equally often, or some once more. Within a shuffled epoch that goes through a
+    source several times, or over the end of a pass, a sample may come again before others. All of that follows from
     seed, epoch and position, so that any number of ranks resumes with what was not seen.
 
     Args:

@@ -32,7 +32,7 @@ class Solution:
         shapes: of the tables, in their order, with ranks; the name of a cut only where it says those ranks.
         bytes_per_rank: of tables and state.
         seconds_per_rank: of a step.
-        bound: seconds that the busiest rank of no plan stays below.
+        bound: seconds that the busiest rank of no plan of the cuts tried stays below.
         why: table → a line.
     """
 

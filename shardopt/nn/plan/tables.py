@@ -33,7 +33,7 @@ class TablePlan:
         bytes_per_rank: that each rank holds, weights and optimizer state.
         seconds_per_rank: of a step, by the cost model.
         why: name of a table → one line with its cut, its bytes and its share of the load.
-        bound: seconds that the busiest rank has under any plan; it may be that none comes so low.
+        bound: of `seconds`, from below, for plans of the cuts that `plan_tables` tries; maybe none comes so low.
     """
 
     tables: tuple[Table, ...]

@@ -160,8 +160,10 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
     """
     if any(entry.initial is AtFirstStep.GRADIENT for entry in spec.entries(group)):
         option, why = "momentum", "a sparse buffer would grow with every step and could not be saved"
+        instead = "use SparseAdam or RowWiseAdagrad"
     elif spec.takes_sparse and group.get("weight_decay"):
         option, why = "weight_decay", "the decay changes every row"
+        instead = "make it dense (sparse=False in the Embedding)"
     else:
         return
     for name, local in sharded:
@@ -170,7 +172,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
                 key=f"{name}.grad",
                 found=f"a sparse gradient in a group with {option}",
                 required=f"a dense one, as {why}",
-                remedy=f"set {option} to 0 for this parameter, or use SparseAdam or RowWiseAdagrad",
+                remedy=f"set {option} to 0 for this parameter, or {instead}",
             )
             raise GradientError(
                 f"{option} does not go with sparse gradients of shards", [problem], code="sparse-gradient"

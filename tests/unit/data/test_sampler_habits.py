@@ -194,4 +194,4 @@ def test_a_loop_over_epochs_ends_where_it_would_have_without_a_resume(done):
     stopped, resumed = (ResumableLoader(torch.arange(16), batch_size=4) for _ in range(2))
     seen = [batch for _, batch in zip(range(done), loop(stopped), strict=False)]
     resumed.load_state_dict(stopped.state_dict())
-    assert seen + [*loop(resumed)] == whole and len(whole) == 12
+    assert [*seen, *loop(resumed)] == whole and len(whole) == 12
