@@ -381,7 +381,7 @@ def _print_of(weight: Tensor) -> int:
     """Returns a checksum of up to 1,024 elements of this rank's piece; waits for the device."""
     elements = local_tensors(weight)[0].detach().reshape(-1)
     some = elements[:: len(elements) // 1024 + 1].contiguous()
-    return crc32(some.view(torch.uint8).cpu().numpy())
+    return crc32(some.view(torch.uint8).cpu().numpy().data)
 
 
 def _refuse_different_replicas(tables: Sequence[Pieces], prints: Iterable[Sequence[int]]) -> None:

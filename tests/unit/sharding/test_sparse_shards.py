@@ -81,8 +81,11 @@ def test_what_would_change_other_rows_is_refused_on_shards_before_anything_has_c
         dense, table = torch.nn.Parameter(shard(FULL, mesh, Shard(0))), of_rows(mesh, 1)
         dense.grad = shard(torch.ones(6, 2), mesh, Shard(0))
         optimizer = shardopt.keyed(algorithm, {"dense": dense, "table": table}, lr=0.1, **{option: 0.9})
-        with pytest.raises(GradientError, match=rf"table\.grad: found a sparse gradient in a group with {option}"):
+        with pytest.raises(
+            GradientError, match=rf"table\.grad: found a sparse gradient in a group with {option}"
+        ) as raised:
             optimizer.step()
+        assert ("RowWiseAdagrad" in str(raised.value)) == (option == "momentum")  # which takes no decay either
         assert torch.equal(local_tensors(dense)[0], FULL[:3])
         assert all(float(state["step"]) == 0 for state in optimizer.state_dict()["state"].values())
         assert local_tensors(dense)[0].grad is None and table.grad is not None
