@@ -270,8 +270,7 @@ class ResumableSampler:
 def deal(at: ResumableSampler, rank: int, ranks: int) -> None:
     """Has a sampler give the samples of a rank, of those that share each batch as a framework says.
 
-    Raises:
-        OptionError: it was made with other numbers.
+    Numbers that it was made with stay. Raises OptionError as `require_dealt`.
     """
     at._dealt = rank, ranks
     require_dealt(at, rank, ranks)
@@ -280,9 +279,10 @@ def deal(at: ResumableSampler, rank: int, ranks: int) -> None:
 def require_dealt(at: ResumableSampler, rank: int, ranks: int) -> None:
     """Raises OptionError if a sampler does not give the samples of this rank, of so many that share each batch.
 
-    Ranks of tensor parallelism would then have different samples, and no collective of theirs would notice.
+    Ranks of tensor parallelism would then have different samples, and no collective of theirs would notice. Fewer ranks
+    may share each batch, as the program says: a framework may not know of all that need the same samples.
     """
-    if (at.rank, at.ranks) != (rank, ranks):
+    if at.ranks >= ranks and (at.rank, at.ranks) != (rank, ranks):
         found, required = f"rank {at.rank} of {at.ranks}", f"rank {rank} of {ranks}, as data parallelism has them"
         problem = Problem("rank", found, required, f"make the sampler or loader with rank={rank}, ranks={ranks} here")
         raise OptionError("samples that ranks do not share as their mesh says", [problem], code="data-position")

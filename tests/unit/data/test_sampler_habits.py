@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardopt
+from shardopt.data.sampler import deal
 from shardopt.errors import MismatchError, OptionError, RankError
 from shardopt.integrations.loader import ResumableLoader
 from tests.harness import run_ranks
@@ -157,6 +158,23 @@ def test_a_rank_that_is_none_of_the_ranks_is_refused(rank):
     alone, _ = sampler_and_loader(rank=rank)  # of how many is known at the first use
     with pytest.raises(ValueError, match=rf"rank: found {rank} of 1; required 0 to 0"):
         next(iter(alone))
+
+
+def test_a_framework_says_who_shares_batches_where_the_program_does_not():
+    sampler, loader = sampler_and_loader(shuffle=False)
+    deal(sampler, 1, 2)
+    deal(sampler, 1, 4)  # another fit
+    assert (sampler.rank, sampler.ranks) == (1, 4) and next(sampler.through(loader))[0].tolist() == [1]
+    for rank, ranks in ((0, 1), (0, 2)):
+        deal(sampler_and_loader(rank=rank, ranks=ranks)[0], 0, 2)
+    fewer, _ = sampler_and_loader(rank=0, ranks=1)
+    deal(fewer, 1, 2)
+    assert (fewer.rank, fewer.ranks) == (0, 1)
+    for rank, ranks in ((1, 2), (3, 4)):
+        with pytest.raises(
+            OptionError, match=rf"rank: found rank {rank} of {ranks}; required rank 0 of 2.*ranks=2 here"
+        ):
+            deal(sampler_and_loader(rank=rank, ranks=ranks)[0], 0, 2)
 
 
 def made_before_the_group(store):
