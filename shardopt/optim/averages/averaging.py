@@ -362,7 +362,7 @@ class Averaging:
         return {**state, AVERAGING: {N_AVERAGED: self._n_averaged}}
 
     def _tensors(self, whole: bool = False) -> dict[str, Tensor]:
-        """Returns the tensors to average, or all of the model. Looks up buffers each time: a module may replace them."""
+        """Returns the tensors to average, or all of the model. Looks up buffers each time: modules replace some."""
         buffers = self._model.named_buffers() if whole or self._use_buffers else ()
         return {**self._params, **by_plain_name(self._model, buffers)}
 
