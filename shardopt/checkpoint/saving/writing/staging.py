@@ -334,8 +334,9 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     """Returns the keys of tensors that only a step of an optimizer in the state changes.
 
     These are parameters of optimizers, wherever they stand in the state, and the optimizers' own state; but not of an
-    optimizer that updates parameters within backward. Options, which schedules change, and numbers, which cost nothing
-    to copy, are not among them.
+    optimizer that updates parameters within backward, nor those that are not trained: no step changes them, but a
+    forward may, as that of a momentum encoder. Options, which schedules change, and numbers, which cost nothing to
+    copy, are not among them.
     """
     optimizers = _optimizers_of(flat)
     within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
@@ -357,7 +358,8 @@ def _optimizers_of(flat: FlatState) -> list[Optimizer]:
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {_place(local) for group in groups for parameter in group["params"] for local in local_tensors(parameter)}
+    trained = (each for group in groups for each in group["params"] if each.requires_grad)
+    return {_place(local) for parameter in trained for local in local_tensors(parameter)}
 
 
 def _place(local: Tensor) -> tuple[Any, ...]:

@@ -194,6 +194,19 @@ def test_what_may_change_before_a_step_is_not_left_for_later():
     assert changed_by_steps_alone(flatten({"net": model})) == set()
 
 
+def test_a_parameter_that_is_not_trained_is_copied_in_the_call_though_an_optimizer_has_it(gate, saver, tmp_path):
+    model = Net()  # as a momentum encoder, which the forward changes
+    optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=0.1)
+    app = {"model": model, "optimizer": optimizer}
+    expected = snapshot(app)
+    pending = saver.save(tmp_path / "one", app, stage="lazy")
+    model.frozen.data.add_(1)
+    assert not pending.staged
+    gate.set()
+    pending.result(30)
+    assert_stored(tmp_path / "one", expected)
+
+
 class InBackward(shardopt.optim.KeyedOptimizerWrapper):
     """Momentum SGD whose updates are made when a gradient is there; calls no hook."""
 
