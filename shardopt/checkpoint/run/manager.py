@@ -33,9 +33,10 @@ from shardopt.checkpoint.run.options import (
     check_step,
     preemption_of,
 )
+from shardopt.checkpoint.run.resuming import summary_of, warn_of_other_step
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.steps import Steps, summary_of, warn_of_other_step
+from shardopt.checkpoint.run.steps import Steps
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import Stage
@@ -248,15 +249,14 @@ class Manager:
         With `stage` it returns as soon as `async_save` does. Checkpoints that are no longer wanted are removed when the
         new one is committed.
 
-        If this Manager has already committed the step, or was restored from it, nothing is saved, and a log line says
-        so. The call returns the report of that save if it was the last one, else None.
+        Steps rise. The last saved or restored one is not saved again; returns the report of its save, or None.
 
         Args:
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
 
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
-            CheckpointExistsError: somebody else has committed this step.
+            CheckpointExistsError: the step is there: from somebody else, or a higher one was saved or restored since.
             CheckpointError: this thread is in the middle of a save, a load or a step, as where a signal handler saves.
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """

@@ -8,29 +8,26 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.loading.hand_back import earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
+from shardopt.checkpoint.run.resuming import restore_newest
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
-from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptionError,
+    CheckpointExistsError,
     GradientError,
+    Problem,
     StateError,
-    UnreadableError,
 )
-from shardopt.world import utc_text, world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -59,7 +56,7 @@ class Steps:
         self._run, self._after, self._tiers = run, after, after.tiers
         self._stage, self._incremental, self._terms = stage, incremental, terms
         self._anchor_every, self._since_anchor = anchor_every, 0
-        self._last: tuple[CheckpointId, SaveReport | PendingSave] | None = None
+        self._last: tuple[CheckpointId, SaveReport | PendingSave | None] | None = None  # saved or restored
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self._warned_of_step = False
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
@@ -95,13 +92,13 @@ class Steps:
             at_root: whether to save to the root in any case, where nothing is lost with its hosts.
 
         Returns:
-            As `Manager.save`: nothing is saved where the step was committed or restored here, and is there.
+            As `Manager.save`: nothing is saved where the step is the last saved or restored one, and is there.
         """
         if self._after.copying:
             self._raise_failure_of_copy()
         id = self._id_to_save(int(step))
         if self._has(id, at_root):
-            return self._last[1] if self._last is not None and self._last[0] == id else None
+            return None if self._last is None else self._last[1]
         self._warn_of_other_step(step, app)
         self._after.prepare(id, in_turn=True)
         urls = [self._run.root.checkpoint(id).url]
@@ -122,7 +119,8 @@ class Steps:
         earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
         try:
             id = self._id_to_save(int(step))
-            if not self._has(id, at_root=True):
+            has = self._has(id, at_root=True)
+            if not has:
                 self._warn_of_other_step(step, app)
                 self._after.prepare(id, in_turn=False)
                 seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
@@ -132,7 +130,7 @@ class Steps:
             for failure in filter(None, earlier):
                 _log.error("failed before the stop was requested: %s", failure)
         if self._run.ranks.rank == 0:
-            _log.warning("stop requested: saved step %d, exiting", step)
+            _log.warning("stop requested: %s step %d, exiting", "already saved" if has else "saved", step)
         stop.leave()
 
     def _id_to_save(self, step: int) -> CheckpointId:
@@ -149,17 +147,35 @@ class Steps:
         return self._run.branches.id_of(step)
 
     def _has(self, id: CheckpointId, at_root: bool) -> bool:
-        """Whether a step was committed or restored here and still exists; logs it. Collective.
+        """Whether a step is the last saved or restored one and still exists; logs it. Collective.
 
         Args:
             at_root: as for `AfterCommit.url_of`.
+
+        Raises:
+            CheckpointExistsError: a lower one exists: a counter that starts over would lose what is saved by it.
         """
-        if self._last is not None and self._last[0] == id:
-            self.background.wait()  # which may have failed, and then is no checkpoint
+        last = None if self._last is None else self._last[0]
+        if last is None or id.step > last.step:
+            return False
+        if id != last:
+            self._refuse_lower(id, last)
+            return False
+        self.background.wait()  # which may have failed, and then is no checkpoint
         url = self._after.url_of(id, at_root)
         if url is not None and self._run.ranks.rank == 0:
             announce(f"step {id.step} is already in {url}: nothing to save")
         return url is not None
+
+    def _refuse_lower(self, id: CheckpointId, last: CheckpointId) -> None:
+        root = self._run.root.checkpoint(id)
+        doing = f"looking for step {id.step} in {self._run.root.url}"
+        at_root = self._run.ranks.on_rank_0(doing, lambda: root.exists(MANIFEST_NAME))
+        url = root.url if at_root else self._after.url_of(id, at_root=False)
+        if url is not None:
+            found, required = f"a checkpoint, and step {last.step} was saved or restored since", "steps that rise"
+            remedy = "count steps over all phases of the run; to do steps again, call restore(app, step=...) first"
+            raise CheckpointExistsError("the path is taken", [Problem(url, found, required, remedy)])
 
     def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
         """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
@@ -275,7 +291,8 @@ class Steps:
             if step is not None or branch is not None:
                 self._take_back(restored.id.step, seen_from, newer)
             renamed = restored.report.rename_rules or ()
-        self._last, self.restored_step = None, None if restored is None else restored.id.step
+        self._last = None if restored is None else (restored.id, None)
+        self.restored_step = None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
         self._passed_over = self._warn_of_lacking()
@@ -335,64 +352,3 @@ def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]
         return {} if metrics is None else numbers_of(metrics)
     except StateError:
         return {}
-
-
-def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:
-    """Loads the first whole checkpoint of the candidates; returns None if there are none. Collective.
-
-    Args:
-        look: returns the candidates, the best first, the same on every rank. Called again after each that did not
-            load, since another process of the job, which is not dead yet, may have removed that one for a newer one.
-        load: loads from a URL.
-
-    Raises:
-        CorruptionError, CheckpointNotFoundError: there were some, and none is whole: the error of the last one.
-        The errors of `load` that are not about damage. All say if a load before them may have changed the app.
-    """
-    failures: dict[str, CheckpointError] = {}
-    tried_twice: set[str] = set()
-    changed_by: list[str] = []
-    while True:
-        with earlier_told(changed_by):
-            candidates = look()
-            candidate = next((each for each in candidates if each.url not in failures), None)
-            if candidate is None:
-                for failure in reversed(failures.values()):
-                    raise failure
-                return None
-        try:
-            with earlier_told(changed_by, candidate.url):
-                report = load(candidate.url)
-        except (CorruptionError, CheckpointNotFoundError) as error:
-            if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
-                tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
-                _log.warning("%s: trying again", error)
-                continue
-            failures[candidate.url] = error
-            what = "damaged" if isinstance(error, CorruptionError) else "gone"
-            step = candidate.id.step
-            _log.warning("step %d is %s, resuming from the previous checkpoint: %s", step, what, error)
-        else:
-            return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})
-
-
-def warn_of_other_step(restored: Restored | None, app: Mapping[str, Any]) -> None:
-    """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed."""
-    counted = app.get("step") if restored is not None and "step" in restored.report.loaded else None
-    if restored is not None and type(counted) is int and counted != restored.id.step:
-        _log.warning(
-            'app["step"] is %d, and the step that was restored %d: its directory was renamed, or it was saved so. '
-            'Name it as before, or set app["step"] to what restore returns: %d [run-root]',
-            *(counted, restored.id.step, restored.id.step),
-        )
-
-
-def summary_of(restored: Restored, select: str | None) -> str:
-    """Returns a log line about a restore, of all keys or of those that `select` matches."""
-    report = restored.report
-    saved = f"saved by {plural(report.world_size, 'rank')}"
-    if report.saved_at is not None:
-        seconds = max(round(world().wall_clock() - report.saved_at), 1)  # clocks of hosts differ
-        saved += f" on {utc_text(report.saved_at)}, {seconds_text(seconds)} ago"
-    alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"
-    return f"resumed step {restored.id.step} from {report.url}, {saved}{alone}"

@@ -21,7 +21,14 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.writing import staging
-from shardopt.errors import CheckpointError, CorruptionError, MismatchError, OptionError, StateError
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptionError,
+    MismatchError,
+    OptionError,
+    StateError,
+)
 
 STAGES = (None, "now", "lazy")
 
@@ -56,6 +63,27 @@ def test_a_run_keeps_what_its_rules_say(tmp_path, stage):
         app = app_of()
         checkpoint.load(manager.path(step), app)  # strict: the metrics are in nobody's way
         assert app["number"] == step and app["w"].eq(step).all()
+
+
+@pytest.mark.parametrize("on_tier", [False, True])
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_only_the_last_step_is_passed_over_and_steps_rise(tmp_path, stage, on_tier):
+    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)] if on_tier else []
+    with checkpoint.Manager(tmp_path / "run", every=5, stage=stage, destinations=tiers) as manager:
+        for step in (5, 10):
+            manager.save(step, {"x": step})
+        manager.save(10, {"x": 11})
+        with pytest.raises(CheckpointExistsError, match="steps that rise"):
+            manager.save(5, {"x": 15})
+        app = {"x": 0}
+        assert manager.restore(app) == app["x"] == 10
+        assert manager.save(10, app) is None
+        with pytest.raises(CheckpointExistsError, match="steps that rise"):
+            manager.save(5, {"x": 15})
+        assert manager.restore(app, step=5) == app["x"] == 5
+        assert manager.save(5, app) is None
+        assert manager.save(10, {"x": 20}) is not None  # of a new branch
+        assert manager.restore(app) == 10 and app["x"] == 20
 
 
 def test_all_stay_where_there_are_no_rules(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from shardopt import checkpoint
 from shardopt.checkpoint.run import stopping
 from shardopt.checkpoint.run.stopping import Stop
+from shardopt.errors import CheckpointExistsError
 from shardopt.ranks import Ranks
 from shardopt.runtime import signals
 from shardopt.runtime.signals import Listener
@@ -287,6 +288,24 @@ def test_any_of_several_signals_stops(tmp_path, no_deadline, sent, code):
         assert manager.steps() == [2]
     for each, handler in zip(several, before, strict=True):
         signal.signal(each, handler)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_stop_at_a_step_that_exists_does_not_say_it_is_saved(tmp_path, no_deadline, caplog, restored):
+    before = signal.getsignal(signal.SIGTERM)
+    with checkpoint.Manager(tmp_path, every=5, stop_on=signal.SIGTERM) as manager:
+        for step in (5, 10):
+            manager.save(step, {"x": step})
+        if restored:
+            manager.restore({"x": 0})
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(CheckpointExistsError, match="step 10 was saved or restored since; required steps that"):
+            manager.save(5, {"x": 15})  # of a second phase, which counts its own steps
+        assert "stop requested" not in caplog.text
+        with pytest.raises(SystemExit):
+            manager.save(10, {"x": 10})
+        assert "stop requested: already saved step 10, exiting" in caplog.text
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_the_first_of_several_signals_says_how_it_ends(tmp_path, no_deadline):
