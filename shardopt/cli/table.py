@@ -67,7 +67,7 @@ def _rename(keys: str) -> Argument:
 def _rules(keep_last: str) -> tuple[Argument, ...]:
     return (
         _arg("--keep-last", help=keep_last, type=int, metavar="N"),
-        _arg("--keep-every", help="keep steps that are multiples of this", type=int, metavar="STEPS"),
+        _arg("--keep-every", help="keep the first step at or after each multiple of this", type=int, metavar="STEPS"),
         _arg("--best", help="keep the N best by a metric, such as loss:min:2", metavar="METRIC:min|max:N"),
         _arg("--keep-seconds", help="keep what was saved less than so long ago", type=float, metavar="SECONDS"),
     )

@@ -62,12 +62,11 @@ class FrameworkState:
 
 
 class TrainingRun:
-    """A `checkpoint.Manager` that is made when training begins, and saves after a step however steps are counted.
+    """A `checkpoint.Manager` that is made when training begins, and saves after steps.
 
     Args:
         root: of the run's checkpoints, as for `checkpoint.Manager`.
-        every: save when this many steps have been done since the last multiple of it; or, a `timedelta`, at the first
-            step after each such time, as for `checkpoint.Manager`.
+        every: as for `checkpoint.Manager`.
         start_from: the URL of a checkpoint of another program, from which a run without any checkpoint takes models
             and optimizers; what else is in it stays out. It is opened with the `storage_options` of `options`.
         stop_on: as for `checkpoint.Manager`: at which all ranks save the same step and exit; None for no signal.

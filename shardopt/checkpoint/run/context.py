@@ -24,14 +24,17 @@ _KEEP_ALL = Retention()
 
 
 class Due:
-    """Says which steps are saved to the root of a run: multiples of a number, or the first one after each interval.
+    """Says which steps are saved: at or after multiples of a number, or after each interval of time.
+
+    A step is due of every n if it is a multiple of n, or if one lies between it and the step before it. A program may
+    leave steps out, or count samples.
 
     All ranks ask for the same steps, in the same order. By time it is rank 0's clock that counts. Until it has come
     nothing is sent, and nobody waits: then the step after the foremost that a rank has passed is due on all of them.
-    Steps are counted here, as a program may leave some out.
+    There questions are counted, not steps.
 
     Args:
-        every: a number of steps, or a time.
+        every: of the root: a number of steps, or a time.
         group: of the ranks that ask.
     """
 
@@ -39,23 +42,42 @@ class Due:
         self._steps = None if isinstance(every, timedelta) else int(every)
         self._seconds = every.total_seconds() if isinstance(every, timedelta) else 0.0
         self._group = group
+        self._passed = 0  # the step that the program has come to
+        self._jumps: dict[int, int] = {}  # saved steps, and the steps before them, where some were left out between
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that ask; a new one for each time
         self._next = world().monotonic() + self._seconds
         self._asked, self._asked_for = 0, -1  # questions of this time, and the step of the last one
         self._is_at: int | None = None  # the question at which it is due; None until that is known
         self._were: set[int] = set()
 
+    def restored(self, step: int) -> None:
+        """Continues from a step, 0 where nothing was restored. Local."""
+        self._passed = step
+        self._jumps.clear()
+
+    def passed(self, step: int, is_saved: bool) -> bool:
+        """Notes that the program has come to a step; returns whether it is saved. Local."""
+        if is_saved and step > self._passed + 1:
+            self._jumps[step] = self._passed
+        self._passed = step
+        return is_saved
+
+    def of(self, every: int, step: int) -> bool:
+        """Whether a step is due of every so many: one that is saved, or that the program comes to next. Local."""
+        before = self._jumps.get(step, self._passed)
+        return step % every == 0 or step // every > before // every
+
     def at(self, step: int) -> bool:
-        """Whether a step is due. By time it is collective at the first step, and at the step after each due one."""
+        """Whether a step is due at the root. By time it is collective at the first, and at those after due ones."""
         if self._steps is not None:
-            return step % self._steps == 0
+            return self.of(self._steps, step)
         if step != self._asked_for:
             self._ask(step)
         return step in self._were
 
     def was_at(self, step: int) -> bool:
         """Whether a step that `at` was called for is due. Local."""
-        return step % self._steps == 0 if self._steps is not None else step in self._were
+        return self.of(self._steps, step) if self._steps is not None else step in self._were
 
     def may_have_been_at(self, step: int) -> bool:
         """Whether a step saved by an earlier process may have been due. Local."""
@@ -110,7 +132,7 @@ class Run:
         root: in which its checkpoints are.
         group: of its ranks.
         mirror: that copies them to a second root; None where there is none.
-        every: which steps are saved to the root: multiples of it, or the first after every such time.
+        every: which steps are saved to the root: the first at or after each multiple, or after every such time.
         rules: which checkpoints stay.
 
     Attributes:

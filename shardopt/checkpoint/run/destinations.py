@@ -20,7 +20,7 @@ class Tier:
     Args:
         path: the same on every host, of a directory that each has for itself: in its memory ("/dev/shm/run") or on its
             disks. It is made with mode 0700 if it is missing; one that other users may use is refused.
-        every: saves go here at steps that are multiples of this.
+        every: saves go here at the first step at or after each multiple of this.
         keep_last: how many of the newest stay, of those that are copied; what is newer stays too.
         copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
         domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains if

@@ -68,8 +68,8 @@ class Manager:
             due, and to the root (`every`). Not with `incremental`.
             A mirror is a second root, such as "s3://bucket/run". Committed checkpoints are copied there in the
             background, and removed by the same rules.
-        every: `save` writes at steps that are multiples of this. With a `timedelta`, all write at the first step after
-            each such time by rank 0's clock; `save` or `should_save` must then be called at every step.
+        every: `save` writes at the first step at or after each multiple of this, or after each such `timedelta` by rank
+            0's clock; `save` or `should_save` must then be called at every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
             the one that was saved last, and the one that the run was restored from.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
@@ -263,7 +263,7 @@ class Manager:
         self._require_open()
         if type(step) is not int or step < 0:
             check_step(step)
-        if not (force or self.should_save(step)):
+        if not self._run.due.passed(step, force or self.should_save(step)):
             return None
         refuse_within(f"saving step {step} of {self._run.root.url}", app)
         with self._run.ranks.beating():

@@ -29,7 +29,7 @@ class Retention:
 
     Args:
         last: so many of the newest. None keeps all, regardless of `every` and `best`, unless `seconds` is given.
-        every: those of steps that are multiples of this.
+        every: the first at or after each multiple of this.
         best: `(metric, mode, n)`: the n checkpoints whose metric is the least ("min") or the greatest ("max"). One
             without the metric is never among them.
         seconds: those that were saved less than so many seconds ago, by the clock of rank 0, which looks after each
@@ -127,7 +127,8 @@ def reasons_to_keep(
             rules_and_steps.append((f"last {rules.last}", steps[-max(rules.last, 1) :]))
         if rules.every is not None:
             every = rules.every
-            rules_and_steps.append((f"every {every}", [step for step in steps if step % every == 0]))
+            firsts = {step // every: step for step in reversed(steps)}  # of each stretch that a multiple begins
+            rules_and_steps.append((f"every {every}", [step for n, step in firsts.items() if n or step == 0]))
         if rules.best is not None:
             best = Best(*rules.best)
             values = {step: metrics.get(step, {}).get(best.metric, math.nan) for step in steps}

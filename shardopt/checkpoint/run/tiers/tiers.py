@@ -249,7 +249,7 @@ class Tiers(Task):
         return [hosts_of(self._ranks, tier.path) for tier in self._tiers]
 
     def _due(self, step: int) -> list[int]:
-        return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
+        return [number for number, tier in enumerate(self._tiers) if self._run.due.of(tier.every, step)]
 
     def _remove_spares(self) -> None:
         for path in self._led:

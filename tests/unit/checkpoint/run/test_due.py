@@ -50,6 +50,39 @@ def test_what_a_tier_has_goes_to_the_root_where_it_is_time(tmp_path):
         assert manager.steps() == [3]
 
 
+def test_steps_that_jump_over_multiples_are_saved_at_the_first_after_each(tmp_path):
+    app = {"step": 0}
+
+    def run(upto, by=2048, **options):
+        with checkpoint.Manager(tmp_path, every=5000, **options) as manager:
+            manager.restore(app)
+            while app["step"] < upto:
+                app["step"] += by
+                due = manager.should_save(app["step"])
+                assert (manager.save(app["step"], app) is not None) is due is manager.should_save(app["step"])
+            manager.wait()
+            return manager.steps()
+
+    assert run(6144) == [6144]
+    assert run(12288) == [6144, 10240]  # from the restored step on
+    assert run(20480, stage="now") == [6144, 10240, 16384, 20480]
+    assert run(26_000, keep=checkpoint.Retention(last=1, every=10_000)) == [10240, 20480, 26624]
+    assert run(30_001, by=1) == [10240, 20480, 26624, 30_000]
+
+
+def test_tiers_count_steps_that_jump_as_the_root_does(tmp_path):
+    tiers = [checkpoint.Tier(str(tmp_path / name), every=every, keep_last=9) for name, every in (("a", 3), ("b", 8))]
+    with checkpoint.Manager(tmp_path / "root", destinations=tiers, every=10) as manager:
+        for step in range(0, 28, 2):
+            if manager.should_save(step):
+                manager.save(step, {"x": step})
+                manager.wait()
+        where = manager.where()
+    on = {name: [step for step, places in where.items() if str(tmp_path / name) in places] for name in ("a", "b")}
+    assert on == {"a": [0, 4, 6, 10, 12, 16, 18, 22, 24], "b": [0, 8, 16, 24]}
+    assert manager.steps() == [0, 10, 20]
+
+
 class Own(World):
     """A clock of each rank's own, and for all but rank 0 one on which it is always time."""
 

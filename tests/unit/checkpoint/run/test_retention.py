@@ -48,7 +48,10 @@ def test_what_every_choice_holds(steps_and_resumed, rules, losses, ages):
     newest = set(sorted(steps)[-(rules.last or 1) :])
     young = {step for step in steps & ages.keys() if rules.seconds and ages[step] < rules.seconds}
     assert newest | young <= keep
-    by_every = {step for step in steps if rules.every and step % rules.every == 0}
+    multiples = [n * rules.every for n in range(61)] if rules.every else []
+    stretches = [[step for step in steps if each <= step < each + rules.every] for each in multiples[1:]]
+    by_every = {min(each) for each in stretches if each} | ({0} & steps if rules.every else set())
+    assert {step for step in steps if step in multiples} <= by_every
     assert by_every <= keep
     measured = {step: losses[step] for step in steps if not math.isnan(losses.get(step, math.nan))}
     bests = set()
