@@ -33,7 +33,7 @@ from shardopt.checkpoint.run.options import (
     check_step,
     preemption_of,
 )
-from shardopt.checkpoint.run.resuming import summary_of, warn_of_other_step
+from shardopt.checkpoint.run.resuming import summary_of
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
@@ -345,7 +345,7 @@ class Manager:
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:
             announce(run.root.tell_none() if restored is None else summary_of(restored, select))
-            warn_of_other_step(restored, app)
+            self._steps.warn_restored(restored, app, select)
         return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)

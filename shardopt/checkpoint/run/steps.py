@@ -15,8 +15,9 @@ from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
-from shardopt.checkpoint.run.resuming import restore_newest
+from shardopt.checkpoint.run.resuming import restore_newest, warn_of_other_step
 from shardopt.checkpoint.run.stopping import Stop
+from shardopt.checkpoint.run.unheld import warn_of_unheld
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.save import save_now
@@ -59,6 +60,7 @@ class Steps:
         self._last: tuple[CheckpointId, SaveReport | PendingSave | None] | None = None  # saved or restored
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self._warned_of_step = False
+        self._has_looked = False  # for what optimizers step and the app lacks
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
         self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
@@ -99,7 +101,7 @@ class Steps:
         id = self._id_to_save(int(step))
         if self._has(id, at_root):
             return None if self._last is None else self._last[1]
-        self._warn_of_other_step(step, app)
+        self._warn_of_app(step, app)
         self._after.prepare(id, in_turn=True)
         urls = [self._run.root.checkpoint(id).url]
         if self._tiers is not None and not at_root:
@@ -121,7 +123,7 @@ class Steps:
             id = self._id_to_save(int(step))
             has = self._has(id, at_root=True)
             if not has:
-                self._warn_of_other_step(step, app)
+                self._warn_of_app(step, app)
                 self._after.prepare(id, in_turn=False)
                 seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
                 terms = replace(self._terms, deadline_seconds=seconds)
@@ -177,10 +179,17 @@ class Steps:
             remedy = "count steps over all phases of the run; to do steps again, call restore(app, step=...) first"
             raise CheckpointExistsError("the path is taken", [Problem(url, found, required, remedy)])
 
-    def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
-        """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
-        counted = app.get("step") if isinstance(app, Mapping) else None
-        if type(counted) is not int or counted == step or self._warned_of_step or self._run.ranks.rank:
+    def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:
+        """Warns once if the app has another step than the saved one, as in a loop that counts differently.
+
+        At the first save also if it lacks what its optimizers step.
+        """
+        if self._run.ranks.rank or not isinstance(app, Mapping):
+            return
+        self._warn_of_unheld(app)
+        self._has_looked = True
+        counted = app.get("step")
+        if type(counted) is not int or counted == step or self._warned_of_step:
             return
         self._warned_of_step = True
         _log.warning(
@@ -188,6 +197,16 @@ class Steps:
             'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
             *(counted, step, counted),
         )
+
+    def warn_restored(self, restored: Restored | None, app: Mapping[str, Any], select: str | None) -> None:
+        """Warns of what does not fit in an app that was restored; of all of it, without `select`. Local; on rank 0."""
+        warn_of_other_step(restored, app)
+        if select is None:
+            self._warn_of_unheld(app)
+
+    def _warn_of_unheld(self, app: Mapping[str, Any]) -> None:
+        if not self._has_looked:
+            self._has_looked = warn_of_unheld(app)
 
     def _save_in_background(
         self,

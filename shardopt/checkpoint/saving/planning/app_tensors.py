@@ -98,7 +98,7 @@ def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, M
     that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole.
     """
     owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
-    each_with_path = [(each.path, child) for each in optimizers for child in _children_of(each.object)]
+    each_with_path = [(each.path, child) for each in optimizers for child in children_of(each.object)]
     problems = [_strange(join(path), optimizer, modules, owned) for path, optimizer in each_with_path]
     if any(problems):
         raise StateError(
@@ -111,7 +111,7 @@ def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, M
 def _strange(
     key: str, optimizer: Optimizer, modules: Mapping[str, Mapping[str, Tensor]], owned: set[int]
 ) -> Problem | None:
-    named = _names_of(optimizer)
+    named = names_of(optimizer)
     if named is None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if any(id(tensor) in owned for tensor in tensors):
@@ -152,7 +152,7 @@ def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
     return {plain.get(name, plain_name(name)): parameter for name, parameter in parameters.items()}
 
 
-def _children_of(optimizer: Any) -> Iterator[Optimizer]:
+def children_of(optimizer: Any) -> Iterator[Optimizer]:
     """Yields an optimizer, or the optimizers that it combines, each with the names of its own model.
 
     But none of those that say they step tensors of their own, which have the names of the model's all the same.
@@ -162,12 +162,12 @@ def _children_of(optimizer: Any) -> Iterator[Optimizer]:
     children = getattr(optimizer, "optimizers", None)
     if isinstance(children, list) and children and all(isinstance(each, tuple) and len(each) == 2 for each in children):
         for _, child in children:
-            yield from _children_of(child)
+            yield from children_of(child)
     else:
         yield optimizer
 
 
-def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
+def names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
     """Returns the parameters of a keyed optimizer, or of torch's over named parameters, by name; None for others."""
     params = getattr(optimizer, "params", None)
     if isinstance(params, Mapping):
