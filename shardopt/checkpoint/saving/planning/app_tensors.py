@@ -45,6 +45,9 @@ def check_optimizers(flat: FlatState) -> None:
     (`unshared_tensors()`). That replicas have drifted apart is found without this, but by samples; where few rows have
     changed these may miss it.
 
+    An optimizer by names whose parameters have changed places in the model, as where layers are put in another order,
+    would save their state under each other's names, and a resume would give it to the wrong ones.
+
     Averages in the place of stepped parameters (`EMA.swap`) would be trained after a resume. A model without its
     optimizer may be saved so.
 
@@ -71,8 +74,10 @@ def check_optimizers(flat: FlatState) -> None:
         refuse_swapped(_SAVE_IN_SWAP, stepped)
         if modules and not owned.issuperset(map(id, stepped)):
             strange.append(each)
+    parameters = {join(each.path): _parameters_of(each) for each in modules}
     if strange:
-        _refuse_strange(strange, {join(each.path): _parameters_of(each) for each in modules})
+        _refuse_strange(strange, parameters)
+    _refuse_moved(optimizers, parameters)
     if places:
         _refuse_unshared(flat, places)
 
@@ -140,6 +145,26 @@ def _strange(
         f"{len(strange)} parameters that no module of the app has, such as {name!r}, while {module!r} has another one"
     )
     return Problem(key, foreign, "the model's own parameters", _REMEDY)
+
+
+def _refuse_moved(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raises StateError for keyed optimizers two of whose parameters have changed places in a module."""
+    problems = []
+    for each in optimizers:
+        for named in (getattr(child, "params", None) for child in children_of(each.object)):
+            if not isinstance(named, Mapping):
+                continue
+            stepped = set(map(id, named.values()))
+            for module, own in modules.items():
+                others = {name: own[name] for name, tensor in named.items() if own.get(name, tensor) is not tensor}
+                here = set(map(id, own.values())) if others else set()
+                moved = [name for name, other in others.items() if id(other) in stepped and id(named[name]) in here]
+                if moved:
+                    found = f"{len(moved)} parameters, such as {moved[0]!r}, that {module!r} now has under other names"
+                    remedy = "make the optimizer again after layers change places, or use torch's, which has no names"
+                    problems.append(Problem(join(each.path), found, "the names that they had when it was made", remedy))
+    if problems:
+        raise StateError("parameters have changed places in the model", problems, code="stale-parameters")
 
 
 def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:

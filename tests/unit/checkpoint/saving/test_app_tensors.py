@@ -103,6 +103,8 @@ def meant():
     tied.again = tied[1]
     yield "tied weights", {"model": tied, "optimizer": keyed(tied)}
     compiled = torch.compile(model, backend="eager")
+    deep = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    yield "parts with names of the whole", {"model": deep, "of part": keyed(deep[1]), "of other": keyed(deep[:1])}
     yield "a compiled model", {"model": compiled, "optimizer": keyed(compiled), "same": keyed(model)}
     yield (
         "unnamed, of another model",
@@ -126,6 +128,21 @@ def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
     model[1] = nn.Linear(3, 1)
     with pytest.raises(StateError, match=r"found 2 parameters .* such as '1\.weight', while 'model' has another one"):
         checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("algorithm", ["adam", "adam and sgd"])
+def test_layers_that_change_places_in_the_model(tmp_path, algorithm):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    groups = [{"match": "bias", "algorithm": "sgd"}] if "sgd" in algorithm else None
+    optimizer = shardopt.keyed("adam", model.named_parameters(), groups=groups)
+    torchs = torch.optim.Adam(model.parameters())
+    model[0], model[2] = model[2], model[0]
+    checkpoint.save(tmp_path / "torch", {"model": model, "optimizer": torchs})
+    with pytest.raises(
+        StateError, match=r"optimizer: found \d parameters, such as '0\.\w+', that 'model' now has"
+    ):
+        checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    checkpoint.save(tmp_path / "again", {"model": model, "optimizer": keyed(model)})
 
 
 def test_a_table_that_was_made_larger_after_the_optimizer(tmp_path):
