@@ -134,7 +134,9 @@ def save_again(root, stage):
         again = manager.save(10, app, force=True)
         outcomes.append(again is first)
         manager.save(11, app, force=True)
-        outcomes += [manager.save(10, app), manager.save(11, app, force=True) is not None, manager.steps()]
+        with pytest.raises(CheckpointExistsError, match="steps that rise"):
+            manager.save(10, app)
+        outcomes += [manager.save(11, app, force=True) is not None, manager.steps()]
     with checkpoint.Manager(root, every=10, stage=stage) as manager:
         app = app_of(0)
         manager.restore(app)
@@ -151,8 +153,8 @@ def save_again_in_stages(root):
     return [save_again(f"{root}/{stage}", stage) for stage in (None, "now")]
 
 
-def test_a_step_that_this_manager_has_committed_or_restored_is_not_saved_again(tmp_path):
-    expected = [True, None, True, [10, 11], None, [10, 11], "exists"]
+def test_the_step_that_this_manager_has_committed_or_restored_last_is_not_saved_again(tmp_path):
+    expected = [True, True, [10, 11], None, [10, 11], "exists"]
     assert run_ranks(2, save_again_in_stages, str(tmp_path)) == [[expected] * 2] * 2
 
 

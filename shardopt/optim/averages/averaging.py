@@ -279,7 +279,7 @@ class Averaging:
 
         Raises:
             StateError: the averages stand in the model, where a checkpoint would take them for its weights; or the
-                model has another parameter in the place of one.
+                model has other parameters than when the averages were made.
         """
         self._refuse_swapped("averages cannot be saved or loaded")
         return {STATE: self._state()}
@@ -355,7 +355,7 @@ class Averaging:
         return {STATE: state}
 
     def _state(self) -> dict[str, Any]:
-        refuse_replaced(self._places.replaced(also_modules=True))
+        self._places.refuse_others()
         list(self._pairs())  # averages follow their weights
         tensors = self._tensors()
         state = {name: {self._entry: assemble(tensors[name], each)} for name, each in self._averages.items()}
@@ -385,7 +385,7 @@ class Averaging:
         now = by_plain_name(self._model, self._model.named_parameters())
         with torch.no_grad():
             if self._in_model is None:
-                refuse_replaced(each for each in {**self._params, **now} if self._params.get(each) is not now.get(each))
+                self._places.refuse_others()
                 for averages, weights in () if self.n_averaged else buckets(list(self._pairs())):  # not as once made
                     torch._foreach_copy_(averages, weights)
                 self._in_model = AveragesInModel(self, self._params, self._tensors(whole=True), list(self._pairs()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.averages.tensors import Pair, refuse_other_shapes
+from shardopt.optim.averages.tensors import Pair, by_plain_name, refuse_other_shapes
 from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.torch_gradients import reshard
 from shardopt.sharding.swapped import note_swapped, note_swapped_back
@@ -136,13 +136,23 @@ class Places:
         now = {id(param) for param in self._model.parameters()}
         return [name for name, param in self._params.items() if id(param) not in now]
 
+    def refuse_others(self) -> None:
+        """Raises StateError if the model has other parameters than those that are averaged, also added ones. Local."""
+        reshard(self._model)
+        now = by_plain_name(self._model, self._model.named_parameters())
+        refuse_replaced(name for name in {**self._params, **now} if self._params.get(name) is not now.get(name))
+
     def _are_as_seen(self) -> bool:
         return all(of_module.get(name) is param for of_module, name, param in self._seen)
 
 
 def refuse_replaced(names: Iterable[str]) -> None:
     """Raises StateError if parameters were replaced: their averages would follow what nobody trains."""
-    texts = "another parameter in the model, or none", "the one that is averaged", "make the averages again"
+    remedy = (
+        "make the averages again where the model changes: state = ema.state_dict() before, then "
+        "EMA(model).load_state_dict(state, strict=False)"
+    )
+    texts = "another parameter in the model, or none, or none that is averaged", "the one that is averaged", remedy
     problems = [Problem(name, *texts) for name in names]
     if problems:
         raise StateError("a model has changed", problems, code="averages")

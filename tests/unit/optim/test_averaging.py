@@ -805,6 +805,22 @@ def test_torchs_averages_of_another_model_are_refused_by_name(tmp_path):
         checkpoint.load(tmp_path / "theirs", {"model": model, "ema": shardopt.EMA(smaller)})
 
 
+@pytest.mark.parametrize("call", [shardopt.EMA.state_dict, shardopt.EMA.swap])
+def test_averages_of_a_model_that_has_grown_are_not_saved_without_the_new_layer(call):
+    model = normed()
+    ema = shardopt.EMA(model, 0.5)
+    ema.update()
+    state = ema.state_dict()
+    model.append(torch.nn.Linear(1, 1))
+    with pytest.raises(StateError, match=r"3\.weight: found another .*load_state_dict\(state, strict=False\)"):
+        call(ema)
+    grown = shardopt.EMA(model, 0.5)
+    grown.load_state_dict(state, strict=False)
+    assert grown.n_averaged == 1
+    grown.update()
+    assert torch.equal(grown.state_dict()["state"]["3.weight"]["ema"], model[3].weight)
+
+
 def test_torchs_calls_are_taken_or_refused_by_name():
     model = normed()
     ema = shardopt.EMA(model, 0.5)

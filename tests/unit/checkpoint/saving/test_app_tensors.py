@@ -138,9 +138,7 @@ def test_layers_that_change_places_in_the_model(tmp_path, algorithm):
     torchs = torch.optim.Adam(model.parameters())
     model[0], model[2] = model[2], model[0]
     checkpoint.save(tmp_path / "torch", {"model": model, "optimizer": torchs})
-    with pytest.raises(
-        StateError, match=r"optimizer: found \d parameters, such as '0\.\w+', that 'model' now has"
-    ):
+    with pytest.raises(StateError, match=r"optimizer: found \d parameters, such as '0\.\w+', that 'model' now has"):
         checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     checkpoint.save(tmp_path / "again", {"model": model, "optimizer": keyed(model)})
 
