@@ -31,6 +31,7 @@ from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
 from shardopt.state.param_groups import SAVED_BY
+from shardopt.state.paths import PARAM_GROUPS
 from shardopt.state.state import FlatState
 
 _UNEXPECTED = (
@@ -41,6 +42,7 @@ _IN_OBJECT = (
     "if an object of the app holds an optimizer, make its state before loading (init_state(), or a step), or save and "
     "load the optimizer itself too; otherwise "
 )
+_GROWN = 'if the run added a group for it, call add_param_group({"params": {…}}) before the load; otherwise '
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
@@ -154,7 +156,12 @@ def _other_names(problems: Sequence[Problem], match: Match, names: Names) -> str
 
 def _causes_first(problems: Iterable[Problem]) -> list[Problem]:
     """Sorts problems: first what names its cause, then weights, then optimizer state; stable."""
-    return sorted(problems, key=lambda each: (SAVED_BY not in each.found, _OF_OPTIMIZERS.search(each.key) is not None))
+
+    def rank(each: Problem) -> tuple[bool, bool]:
+        names_cause = SAVED_BY in each.found or each.remedy.startswith(_GROWN)
+        return not names_cause, _OF_OPTIMIZERS.search(each.key) is not None
+
+    return sorted(problems, key=rank)
 
 
 def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:
@@ -163,12 +170,13 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
     choice = strictness.unexpected
     if choice == "ignore":
         return []
+    grown = _grown_by(match.unexpected, names.chosen)
     problems = [
         Problem(
             key,
             f"{kind_of_stored(names.manifest, key)} in the checkpoint",
             "nothing under this key",
-            f"{_IN_OBJECT if _is_within_leaf(key, names.chosen) else ''}{_UNEXPECTED}",
+            f"{_IN_OBJECT if _is_within_leaf(key, names.chosen) else ''}{_GROWN if key in grown else ''}{_UNEXPECTED}",
         )
         for key in match.unexpected
     ]
@@ -176,6 +184,16 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
         return problems
     match.warnings += problems
     return []
+
+
+def _grown_by(unexpected: Collection[str], chosen: Collection[str]) -> set[str]:
+    """Returns the unexpected keys of optimizers' groups for parameters that a model of the app has."""
+    names = {key: key.partition(f".{PARAM_GROUPS}.")[2] for key in unexpected if f".{PARAM_GROUPS}." in key}
+    if not names:
+        return set()
+    of_models = [key for key in chosen if not _OF_OPTIMIZERS.search(key)]
+    ends = {key[start:] for key in of_models for start in (0, *(at + 1 for at, each in enumerate(key) if each == "."))}
+    return {key for key, name in names.items() if name in ends}
 
 
 def _is_within_leaf(key: str, leaves: Collection[str]) -> bool:

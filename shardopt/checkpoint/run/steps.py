@@ -12,12 +12,12 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
+from shardopt.checkpoint.run.app_warnings import warn_of_frozen, warn_of_unheld
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
 from shardopt.checkpoint.run.resuming import restore_newest, warn_of_other_step
 from shardopt.checkpoint.run.stopping import Stop
-from shardopt.checkpoint.run.unheld import warn_of_unheld
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.save import save_now
@@ -201,6 +201,8 @@ class Steps:
     def warn_restored(self, restored: Restored | None, app: Mapping[str, Any], select: str | None) -> None:
         """Warns of what does not fit in an app that was restored; of all of it, without `select`. Local; on rank 0."""
         warn_of_other_step(restored, app)
+        if restored is not None:
+            warn_of_frozen(app)
         if select is None:
             self._warn_of_unheld(app)
 

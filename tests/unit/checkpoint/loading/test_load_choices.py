@@ -113,6 +113,28 @@ def test_one_sided_optimizer_state_may_be_left(saved):
         checkpoint.load(saved[0], app_of(*model_and_optimizer(False)), strict=Strictness(uninitialized="warn"))
 
 
+@pytest.mark.parametrize("in_model", [True, False])
+def test_a_group_that_the_run_added_is_told_of_first_where_the_model_has_its_parameters(tmp_path, in_model):
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        return {"model": model, "optimizer": shardopt.keyed("adam", model[0].named_parameters("0"))}
+
+    app = make()
+    app["optimizer"].add_param_group({"params": dict(app["model"][1].named_parameters("1"))})
+    app["optimizer"].init_state()
+    checkpoint.save(tmp_path / "grown", app)
+    app = make()
+    if not in_model:
+        app["model"] = app["model"][:1]
+    with pytest.raises(MismatchError) as error:
+        checkpoint.load(tmp_path / "grown", app, init_state=True)
+    told = [each.key for each in error.value.problems if "call add_param_group(" in each.remedy]
+    first = [each.key for each in error.value.problems[:2]]
+    assert told == (first if in_model else []) and (
+        not in_model or set(first) == {"optimizer.param_groups.1.weight", "optimizer.param_groups.1.bias"}
+    )
+
+
 def test_missing_and_unexpected_have_a_choice_each(saved):
     app = app_of(*model_and_optimizer()) | {"extra": torch.full((2,), 5.0)}
     del app["step"]

@@ -1,4 +1,4 @@
-"""An optimizer in a run's app whose parameters the app lacks is told of, once; whatever may hold them counts."""
+"""Optimizers by whose parameters a resume would train otherwise: those that the app lacks, and those frozen again."""
 
 import pytest
 import torch
@@ -64,3 +64,36 @@ def test_whatever_holds_it_counts(tmp_path, caplog, held):
         manager.restore(app)
         manager.save(1, app)
     assert "nothing in the app" not in caplog.text
+
+
+OPTIMIZERS = {
+    "keyed": lambda model: shardopt.keyed("adamw", model.named_parameters(), lr=0.1),
+    "keyed sgd": lambda model: shardopt.keyed("sgd", model.named_parameters(), lr=0.1, momentum=0.9),
+    "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "combined": lambda model: shardopt.optim.CombinedOptimizer([("all", OPTIMIZERS["keyed"](model))]),
+}
+
+
+@pytest.mark.parametrize("unfrozen", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_layer_that_is_frozen_again_after_a_resume_is_told_of(tmp_path, caplog, kind, unfrozen):
+    def make():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model[0].requires_grad_(False)
+        return {"model": model, "optimizer": OPTIMIZERS[kind](model), "step": 0}
+
+    app = make()
+    with checkpoint.Manager(tmp_path, every=2) as manager:
+        for step in (1, 2):
+            if step == 2 and unfrozen:
+                app["model"][0].requires_grad_(True)
+            app["model"](torch.ones(1, 2)).sum().backward()
+            app["optimizer"].step()
+            app["step"] = step
+            manager.save(step, app)
+    app = make()
+    checkpoint.Manager(tmp_path).restore(app)
+    lines = [each for each in caplog.messages if "frozen now" in each]
+    name = "one of shape (2, 2)" if kind == "torch" else "0.weight"
+    said = f"optimizer has made steps of 2 parameters that are frozen now, such as {name}: "
+    assert [line.startswith(said) for line in lines] == [True] * unfrozen

@@ -1,6 +1,8 @@
-"""Tells of optimizers in an app whose parameters nothing in the app holds, such as a criterion's or SAC's log_alpha.
+"""Tells of optimizers in an app by whose parameters a resume would train otherwise than the run did.
 
-Their moments are saved, and their values are not: a resume would give the moments to new values.
+Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha: their moments are saved, and their
+values are not, so that a resume would give the moments to new values. And parameters that are not trained, though they
+were: a layer that the script unfreezes once, at a step before the restored one, stays frozen in a resumed run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def warn_of_unheld(app: Mapping[str, Any]) -> bool:
     _look_into(app, (), optimizers, held)
     told = False
     for key, optimizer in optimizers.items():
-        unheld = [name for child in children_of(optimizer) for name, each in _named(child) if not _is_held(each, held)]
+        unheld = [
+            name for child in children_of(optimizer) for name, each in _named(child, True) if not _is_held(each, held)
+        ]
         if unheld:
             told = True
             _log.warning(
@@ -43,6 +47,26 @@ def warn_of_unheld(app: Mapping[str, Any]) -> bool:
                 *(key, len(unheld), unheld[0]),
             )
     return told
+
+
+def warn_of_frozen(app: Mapping[str, Any]) -> None:
+    """Logs a warning for each optimizer with state, of steps that were made, of parameters that are frozen. Local."""
+    optimizers: dict[str, Optimizer] = {}
+    _look_into(app, (), optimizers, set())
+    for key, optimizer in optimizers.items():
+        children = list(children_of(optimizer))
+        frozen = [name for each in children for name, own in _named(each, False) if _has_stepped(each.state.get(own))]
+        if frozen:
+            _log.warning(
+                "%s has made steps of %d parameters that are frozen now, such as %s: if the run unfroze them at a "
+                "step, set requires_grad again before the loop; requires_grad is not saved [optimizer-state]",
+                *(key, len(frozen), frozen[0]),
+            )
+
+
+def _has_stepped(state: Mapping[str, Any] | None) -> bool:
+    step = (state or {}).get("step")
+    return bool(state) if step is None else bool(step > 0)
 
 
 def _look_into(value: Any, path: Path, optimizers: dict[str, Optimizer], held: set[Any], depth: int = 0) -> None:
@@ -67,13 +91,13 @@ def _look_into(value: Any, path: Path, optimizers: dict[str, Optimizer], held: s
             _look_into(child, path, optimizers, held, depth + 1)
 
 
-def _named(optimizer: Any) -> list[tuple[str, Tensor]]:
-    """Returns the parameters that an optimizer trains, with what an error may call them."""
+def _named(optimizer: Any, trained: bool) -> list[tuple[str, Tensor]]:
+    """Returns the trained or the frozen parameters of an optimizer, with what an error may call them."""
     named = names_of(optimizer)
     pairs = [
         (f"one of shape {tuple(each.shape)}", each) for group in optimizer.param_groups for each in group["params"]
     ]
-    return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad]
+    return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad is trained]
 
 
 def _is_held(tensor: Tensor, held: set[Any]) -> bool:
