@@ -114,6 +114,8 @@ def _has_optimizer(state: Any) -> bool:
 class PerRank:
     """A plain value that differs between ranks by intent, such as a random state; each rank gets its own back.
 
+    A load replaces `value`, also where it is a tensor, which is not filled in place.
+
     Args:
         value: plain values and small CPU tensors, nested.
         on_resize: what loading does when the number of ranks is another than when it was saved: "raise", or

@@ -99,9 +99,9 @@ def test_a_group_goes_to_the_one_that_is_meant():
     one, other = app_of(steps=1), app_of(steps=1)
     combined = shardopt.optim.CombinedOptimizer([("a", one["optimizer"]), ("b", other["optimizer"])])
     group = {"params": {"scale": torch.nn.Parameter(torch.ones(2))}}
-    remedy = "call add_param_group of the one that is meant, in `optimizers`"
+    remedy = "call add_param_group of the one that is meant: optimizers[0][1] (AdamW), optimizers[1][1] (AdamW)"
     refused(remedy, combined.add_param_group, group)
-    dict(combined.optimizers)["b"].add_param_group(group)
+    combined.optimizers[1][1].add_param_group(group)
     assert "b.scale" in combined.params
     remedy = "change it in the one that is meant, in `optimizers`"
     refused(remedy, setattr, combined, "param_groups", [])

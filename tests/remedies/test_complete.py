@@ -30,6 +30,8 @@ TEXTS = {
     "checkpoint.load(…, app, rename=…": "tests/unit/checkpoint/loading/test_rename_left_in_script.py",
     "give one of them memory of its own": "tests/unit/checkpoint/loading/test_overlapping.py",
     "end `with ema.swap():` before": "tests/unit/optim/test_averaging.py",
+    "make the averages again where the model changes": "tests/unit/optim/test_averaging.py follows it",
+    "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks, or PerRank(": RANKS,

@@ -127,11 +127,13 @@ class CombinedOptimizer(CompositeOptimizer):
             raise StateError("a parameter is added twice", problems, code="bad-parameters")
         candidates = set.intersection(*(meant(name, self._keys) for name in params))
         if len(candidates) != 1:
+            numbers = sorted(candidates) or range(len(self._children))
+            calls = [f"optimizers[{number}][1] ({self._children[number].algorithm})" for number in numbers]
             problem = Problem(
                 key=listed(params),
                 found=f"names that fit {len(candidates)} of the optimizers, whose keys are {self._keys}",
                 required="names that all begin with the key of one",
-                remedy="call add_param_group of the one that is meant, in `optimizers`",
+                remedy=f"call add_param_group of the one that is meant: {listed(calls)}",
             )
             raise StateError("a group can go to no optimizer, or to several", [problem], code="combined-optimizers")
         index = candidates.pop()
