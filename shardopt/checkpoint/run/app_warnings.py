@@ -21,7 +21,8 @@ from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import Path, join
 from shardopt.state.state import PerRank
 
-_MOST_DEPTH = 3  # of attributes of objects within objects
+_MOST_DEPTH = 3  # of attributes of objects, and of what is in their lists and dicts
+_MOST_WITHIN = 1000  # items of such a list or dict, as a longer one is data
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -66,7 +67,9 @@ def warn_of_frozen(app: Mapping[str, Any]) -> None:
 
 def _has_stepped(state: Mapping[str, Any] | None) -> bool:
     step = (state or {}).get("step")
-    return bool(state) if step is None else bool(step > 0)
+    if isinstance(step, Tensor):
+        return any(bool((local > 0).any()) for local in local_tensors(step))
+    return bool(state) if step is None else step > 0
 
 
 def _look_into(value: Any, path: Path, optimizers: dict[str, Optimizer], held: set[Any], depth: int = 0) -> None:
@@ -80,12 +83,10 @@ def _look_into(value: Any, path: Path, optimizers: dict[str, Optimizer], held: s
         held.update(_place(local) for each in tensors for local in local_tensors(each))
     elif isinstance(value, PerRank):
         _look_into(value.value, path, optimizers, held, depth)
-    elif isinstance(value, Mapping):
-        for key, child in value.items():
-            _look_into(child, (*path, key), optimizers, held, depth)
-    elif isinstance(value, list | tuple):
-        for number, child in enumerate(value):
-            _look_into(child, (*path, number), optimizers, held, depth)
+    elif isinstance(value, Mapping | list | tuple):
+        if depth < _MOST_DEPTH and (not depth or len(value) <= _MOST_WITHIN):
+            for part, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+                _look_into(child, (*path, part), optimizers, held, depth and depth + 1)
     elif depth < _MOST_DEPTH:
         for child in getattr(value, "__dict__", {}).values():
             _look_into(child, path, optimizers, held, depth + 1)
