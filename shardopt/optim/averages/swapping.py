@@ -138,7 +138,7 @@ class Places:
 
     def refuse_others(self) -> None:
         """Raises StateError if the model has other parameters than those that are averaged, also added ones. Local."""
-        reshard(self._model)
+        reshard(self._model.modules())
         now = by_plain_name(self._model, self._model.named_parameters())
         refuse_replaced(name for name in {**self._params, **now} if self._params.get(name) is not now.get(name))
 
