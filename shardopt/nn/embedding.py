@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, cast, overload
+from typing import Any, Self, cast, overload
 from zlib import crc32
 
 import torch
@@ -55,6 +55,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         # A module that is made within torch.device("meta") gets its memory later, as torch's do.
         default = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
         where = torch.device(device or default)
+        self._place = torch.empty(0, device=where)
         position = mesh.mesh.flatten().tolist().index(dist.get_rank())
         cut = cut_tables(tables, mesh)
         for pieces, on, placements in cut:
@@ -110,15 +111,16 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         return [cast(CutTable, self.get_submodule(table.name)).weight for table in self.tables]
 
     def _device(self) -> torch.device:
-        """Returns the device of this rank's pieces; without one, that on which the mesh's ranks communicate.
+        """Returns the device of this rank's pieces; without one, that of the module.
 
         Of a parameter of which a rank has no piece it says nothing: torch moves that to the CPU.
         """
-        for table in self.tables:
-            cut = cast(CutTable, self.get_submodule(table.name))
-            if cut.piece is not None:
-                return device_of(cut.weight)
-        return torch.empty(0, device=self.mesh.device_type).device
+        cuts = (cast(CutTable, self.get_submodule(table.name)) for table in self.tables)
+        return next((device_of(cut.weight) for cut in cuts if cut.piece is not None), self._place.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._place = fn(self._place)
+        return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _look_up(
         self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
@@ -182,13 +184,12 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             for _, values in row_gradients.values():
                 values /= self.mesh.size()
         # torch's own sum is not coalesced on a GPU, and to coalesce it the host would wait once for each table.
-        earlier = {number: _rows_on_accelerator(weights[number].grad) for number in row_gradients}
+        seen = row_gradients if self._fused is None else ()  # a fused step is of this backward alone
+        earlier = {number: _rows_on_accelerator(weights[number].grad) for number in seen}
         added = added_up({number: [own, row_gradients[number]] for number, own in earlier.items() if own is not None})
         gradients = {}
         for number, (rows, values) in {**row_gradients, **added}.items():
             weight = weights[number]
-            if number in added:
-                weight.grad = None
             size = local_tensors(weight)[0].shape
             gradients[weight] = torch.sparse_coo_tensor(
                 rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True
@@ -200,8 +201,8 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
                 mark_alike(gradient)
             self._fused.update({weight: assemble(weight, [gradient]) for weight, gradient in gradients.items()})
             return
-        for weight, gradient in gradients.items():
-            if weight.grad is not None:
+        for (weight, gradient), number in zip(gradients.items(), {**row_gradients, **added}, strict=True):
+            if weight.grad is not None and number not in added:
                 gradient = local_tensors(weight.grad)[0] + gradient
             weight.grad = assemble(weight, [gradient])
             for hook in gradient_hooks(weight):

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardopt
 from shardopt import checkpoint
 from shardopt.nn import ShardedEmbeddingBag, Table
-from tests.accelerator.support import each_kind, needs_gpu, on_accelerator
+from shardopt.sharding.view import local_tensors
+from tests.accelerator.support import each_kind, needs_gpu, needs_standin, on_accelerator
 
 STEPS, EVERY, STOP = 6, 2, 5  # what follows the save at step 4 is lost
 ROWS = {"a": 11, "b": 3, "c": 5, "d": 7}  # of tables
@@ -104,6 +105,31 @@ def look_up(model, kind, step):
     offsets = torch.tensor([0, 2, 2, 5]).to(kind)
     found = model({name: (each, offsets) for name, each in ids.items()})
     sum(vectors.square().sum() for vectors in found.values()).backward()
+
+
+def fused_and_moved(standin):
+    """Returns whether a fused step is of its backward alone, and where gradients of tables are that were moved."""
+    found = []
+    for kind in (standin.KIND, "cpu"):
+        model, *_ = tables(kind)
+        look_up(model, kind, 0)  # whose gradients stay
+        model.fuse("rowwiseadagrad", lr=0.1)
+        look_up(model, kind, 1)
+        found.append([local(each) for weight in model.parameters() for each in (weight, *gradients(weight))])
+    moved = tables(standin.KIND)[0].cpu()
+    look_up(moved, "cpu", 0)
+    devices = {each.device.type for weight in moved.parameters() for each in gradients(weight)}
+    return [torch.allclose(*pair) for pair in zip(*found, strict=True)], devices
+
+
+def gradients(weight):
+    return [] if weight.grad is None else [each.coalesce().values() for each in local_tensors(weight.grad)]
+
+
+@needs_standin
+def test_a_fused_step_of_tables_is_of_its_backward_alone_and_moved_tables_look_up_where_they_are():
+    for same, devices in on_accelerator(2, fused_and_moved):
+        assert len(same) > 4 and all(same) and devices == {"cpu"}
 
 
 JOBS = {

@@ -269,6 +269,19 @@ def bits(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
+def empty_neighbours(standin):
+    host, there = torch.zeros(3), torch.arange(3.0).to(standin.KIND)
+    empty = torch.empty(0, 4), torch.empty(0, 4, device=standin.KIND)
+    device_stream.begin_copies(there.device, [empty, empty, (host, there), empty])
+    torch.accelerator.synchronize()
+    return host.tolist()
+
+
+@each_kind
+def test_tensors_without_elements_are_no_neighbours(kind):
+    assert on_accelerator(1, empty_neighbours, kind=kind) == [[0, 1, 2]]
+
+
 def small_ones(standin):
     """Saves tensors of many dtypes and sizes, which change right after; returns whether their bits are stored, and how
     many copies each save took.

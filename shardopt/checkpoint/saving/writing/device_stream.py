@@ -93,6 +93,7 @@ def begin_copies(device: torch.device, pairs: Sequence[Pair]) -> None:
         pairs: where neighbours in memory follow one another, small ones are copied together.
     """
     streams = has_streams(device)
+    pairs = [pair for pair in pairs if pair[0].nbytes]  # tensors without elements have no place
     with torch.no_grad(), on_stream(copy_stream(device)) if streams else nullcontext():
         alone: list[Pair] = []
         for run in _neighbours(pairs) if streams else [pairs]:
