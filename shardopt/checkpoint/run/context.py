@@ -14,6 +14,7 @@ from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, New
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import Root, refuse_seen_by_some
+from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
 from shardopt.world import utc_text, world
@@ -119,6 +120,17 @@ class Restored(NamedTuple):
     url: str
     report: LoadReport
     damaged: frozenset[str]
+
+
+def summary_of(restored: Restored, select: str | None) -> str:
+    """Returns a log line about a restore, of all keys or of those that `select` matches."""
+    report = restored.report
+    saved = f"saved by {plural(report.world_size, 'rank')}"
+    if report.saved_at is not None:
+        seconds = max(round(world().wall_clock() - report.saved_at), 1)  # clocks of hosts differ
+        saved += f" on {utc_text(report.saved_at)}, {seconds_text(seconds)} ago"
+    alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"
+    return f"resumed step {restored.id.step} from {report.url}, {saved}{alone}"
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Newer
-from shardopt.checkpoint.run.context import Run
+from shardopt.checkpoint.run.context import Run, summary_of
 from shardopt.checkpoint.run.destinations import Destination, refuse_unfit_tiers, tiers_and_mirror
 from shardopt.checkpoint.run.export import Export, Exporter
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -33,7 +33,6 @@ from shardopt.checkpoint.run.options import (
     check_step,
     preemption_of,
 )
-from shardopt.checkpoint.run.resuming import summary_of
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
@@ -345,7 +344,8 @@ class Manager:
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:
             announce(run.root.tell_none() if restored is None else summary_of(restored, select))
-            self._steps.warn_restored(restored, app, select)
+            loaded = () if restored is None else restored.report.loaded
+            self._steps.warnings.of_restored(self.restored_step, app, loaded, is_whole=select is None)
         return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)

@@ -10,24 +10,28 @@ from typing import Any, NoReturn
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.loading.hand_back import earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
-from shardopt.checkpoint.run.app_warnings import warn_of_frozen, warn_of_unheld
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
-from shardopt.checkpoint.run.resuming import restore_newest, warn_of_other_step
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
+from shardopt.checkpoint.saving.planning.app_warnings import AppWarnings
 from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.errors import (
+    CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptionError,
     GradientError,
     Problem,
     StateError,
+    UnreadableError,
 )
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -59,8 +63,7 @@ class Steps:
         self._anchor_every, self._since_anchor = anchor_every, 0
         self._last: tuple[CheckpointId, SaveReport | PendingSave | None] | None = None  # saved or restored
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
-        self._warned_of_step = False
-        self._has_looked = False  # for what optimizers step and the app lacks
+        self.warnings = AppWarnings()
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
         self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
@@ -180,35 +183,8 @@ class Steps:
             raise CheckpointExistsError("the path is taken", [Problem(url, found, required, remedy)])
 
     def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:
-        """Warns once if the app has another step than the saved one, as in a loop that counts differently.
-
-        At the first save also if it lacks what its optimizers step.
-        """
-        if self._run.ranks.rank or not isinstance(app, Mapping):
-            return
-        self._warn_of_unheld(app)
-        self._has_looked = True
-        counted = app.get("step")
-        if type(counted) is not int or counted == step or self._warned_of_step:
-            return
-        self._warned_of_step = True
-        _log.warning(
-            'app["step"] is %d, and the step that is saved %d: after a restore the loop would resume from %d. Set '
-            'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
-            *(counted, step, counted),
-        )
-
-    def warn_restored(self, restored: Restored | None, app: Mapping[str, Any], select: str | None) -> None:
-        """Warns of what does not fit in an app that was restored; of all of it, without `select`. Local; on rank 0."""
-        warn_of_other_step(restored, app)
-        if restored is not None:
-            warn_of_frozen(app)
-        if select is None:
-            self._warn_of_unheld(app)
-
-    def _warn_of_unheld(self, app: Mapping[str, Any]) -> None:
-        if not self._has_looked:
-            self._has_looked = warn_of_unheld(app)
+        if self._run.ranks.rank == 0:
+            self.warnings.of_saved(step, app)
 
     def _save_in_background(
         self,
@@ -374,3 +350,42 @@ def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]
         return {} if metrics is None else numbers_of(metrics)
     except StateError:
         return {}
+
+
+def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:
+    """Loads the first whole checkpoint of the candidates; returns None if there are none. Collective.
+
+    Args:
+        look: returns the candidates, the best first, the same on every rank. Called again after each that did not
+            load, since another process of the job, which is not dead yet, may have removed that one for a newer one.
+        load: loads from a URL.
+
+    Raises:
+        CorruptionError, CheckpointNotFoundError: there were some, and none is whole: the error of the last one.
+        The errors of `load` that are not about damage. All say if a load before them may have changed the app.
+    """
+    failures: dict[str, CheckpointError] = {}
+    tried_twice: set[str] = set()
+    changed_by: list[str] = []
+    while True:
+        with earlier_told(changed_by):
+            candidates = look()
+            candidate = next((each for each in candidates if each.url not in failures), None)
+            if candidate is None:
+                for failure in reversed(failures.values()):
+                    raise failure
+                return None
+        try:
+            with earlier_told(changed_by, candidate.url):
+                report = load(candidate.url)
+        except (CorruptionError, CheckpointNotFoundError) as error:
+            if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
+                tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
+                _log.warning("%s: trying again", error)
+                continue
+            failures[candidate.url] = error
+            what = "damaged" if isinstance(error, CorruptionError) else "gone"
+            step = candidate.id.step
+            _log.warning("step %d is %s, resuming from the previous checkpoint: %s", step, what, error)
+        else:
+            return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})

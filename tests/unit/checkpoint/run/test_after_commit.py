@@ -103,6 +103,5 @@ def test_a_manager_with_none_of_them_enters_none_of_their_code(tmp_path):
         "context.py",
         "keeper.py",
         "root.py",
-        "resuming.py",
         "branches.py",
     }

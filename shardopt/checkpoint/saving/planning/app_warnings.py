@@ -1,6 +1,6 @@
-"""Tells of optimizers in an app by whose parameters a resume would train otherwise than the run did.
+"""Tells of what in a run's app would make a resume train otherwise than the run did.
 
-Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha: their moments are saved, and their
+A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha: their moments are saved, and their
 values are not, so that a resume would give the moments to new values. And parameters that are not trained, though they
 were: a layer that the script unfreezes once, at a step before the restored one, stays frozen in a resumed run.
 """
@@ -8,7 +8,7 @@ were: a layer that the script unfreezes once, at a step before the restored one,
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,54 @@ _MOST_DEPTH = 3  # of attributes of objects, and of what is in their lists and d
 _MOST_WITHIN = 1000  # items of such a list or dict, as a longer one is data
 
 _log = logging.getLogger("shardopt.checkpoint")
+
+
+class AppWarnings:
+    """Warns of what does not fit in the app of one run. On rank 0."""
+
+    def __init__(self) -> None:
+        self._told_of_step = False
+        self._has_looked = False  # for what optimizers step and the app lacks
+
+    def of_saved(self, step: int, app: Any) -> None:
+        """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
+        if not isinstance(app, Mapping):
+            return
+        self._of_unheld(app)
+        self._has_looked = True
+        counted = app.get("step")
+        if type(counted) is not int or counted == step or self._told_of_step:
+            return
+        self._told_of_step = True
+        _log.warning(
+            'app["step"] is %d, and the step that is saved %d: after a restore the loop would resume from %d. Set '
+            'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
+            *(counted, step, counted),
+        )
+
+    def of_restored(self, step: int | None, app: Mapping[str, Any], loaded: Collection[str], is_whole: bool) -> None:
+        """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed.
+
+        Args:
+            step: that was restored; None for none.
+            loaded: keys.
+            is_whole: whether the app is all that the run saves.
+        """
+        counted = app.get("step") if "step" in loaded else None
+        if type(counted) is int and counted != step:
+            _log.warning(
+                'app["step"] is %d, and the step that was restored %d: its directory was renamed, or it was saved so. '
+                'Name it as before, or set app["step"] to what restore returns: %d [run-root]',
+                *(counted, step, step),
+            )
+        if step is not None:
+            warn_of_frozen(app)
+        if is_whole:
+            self._of_unheld(app)
+
+    def _of_unheld(self, app: Mapping[str, Any]) -> None:
+        if not self._has_looked:
+            self._has_looked = warn_of_unheld(app)
 
 
 def warn_of_unheld(app: Mapping[str, Any]) -> bool:
