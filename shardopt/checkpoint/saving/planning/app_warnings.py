@@ -1,8 +1,9 @@
 """Tells of what in a run's app would make a resume train otherwise than the run did.
 
-A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha: their moments are saved, and their
-values are not, so that a resume would give the moments to new values. And parameters that are not trained, though they
-were: a layer that the script unfreezes once, at a step before the restored one, stays frozen in a resumed run.
+A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha:
+their moments are saved, and their values are not, so that a resume would give the moments to new values. And parameters
+that are not trained, though they were: a layer that the script unfreezes once, at a step before the restored one, stays
+frozen in a resumed run.
 """
 
 from __future__ import annotations
