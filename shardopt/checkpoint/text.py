@@ -1,8 +1,13 @@
-"""Formats numbers for people: bytes, counts, lengths of time."""
+"""Texts for people: bytes, counts, lengths of time, and a remedy that several errors have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+WHERE_TAKEN = (
+    "save to a new path; a committed checkpoint is never written over. A Manager's steps must rise over all phases of "
+    "a run; to do steps again, call restore(app, step=...) first"
+)
 
 
 def nbytes_text(nbytes: float) -> str:

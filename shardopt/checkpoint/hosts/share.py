@@ -21,6 +21,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.spare import FILE_MODE, keep_spare, take_spare
 from shardopt.checkpoint.storage import LocalStorage, is_temporary
+from shardopt.checkpoint.text import WHERE_TAKEN
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
 from shardopt.world import world
 
@@ -48,8 +49,7 @@ class Share(LocalStorage):
         """
         for name in (RECORD_NAME, MANIFEST_NAME):
             if self.exists(name):
-                remedy = "save to a new path; a committed checkpoint is never written over"
-                problem = Problem(self.url, "a checkpoint", "no checkpoint", remedy)
+                problem = Problem(self.url, "a checkpoint", "no checkpoint", WHERE_TAKEN)
                 raise CheckpointExistsError("the path is taken", [problem])
         self.make()
         for name in self.names():

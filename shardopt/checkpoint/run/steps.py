@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
-from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.loading.hand_back import earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
@@ -25,11 +24,9 @@ from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failure
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptionError,
     GradientError,
-    Problem,
     StateError,
     UnreadableError,
 )
@@ -154,33 +151,18 @@ class Steps:
     def _has(self, id: CheckpointId, at_root: bool) -> bool:
         """Whether a step is the last saved or restored one and still exists; logs it. Collective.
 
+        An earlier one that exists is refused by its save: a counter that starts over would lose what is saved by it.
+
         Args:
             at_root: as for `AfterCommit.url_of`.
-
-        Raises:
-            CheckpointExistsError: a lower one exists: a counter that starts over would lose what is saved by it.
         """
-        last = None if self._last is None else self._last[0]
-        if last is None or id.step > last.step:
-            return False
-        if id != last:
-            self._refuse_lower(id, last)
+        if self._last is None or self._last[0] != id:
             return False
         self.background.wait()  # which may have failed, and then is no checkpoint
         url = self._after.url_of(id, at_root)
         if url is not None and self._run.ranks.rank == 0:
             announce(f"step {id.step} is already in {url}: nothing to save")
         return url is not None
-
-    def _refuse_lower(self, id: CheckpointId, last: CheckpointId) -> None:
-        root = self._run.root.checkpoint(id)
-        doing = f"looking for step {id.step} in {self._run.root.url}"
-        at_root = self._run.ranks.on_rank_0(doing, lambda: root.exists(MANIFEST_NAME))
-        url = root.url if at_root else self._after.url_of(id, at_root=False)
-        if url is not None:
-            found, required = f"a checkpoint, and step {last.step} was saved or restored since", "steps that rise"
-            remedy = "count steps over all phases of the run; to do steps again, call restore(app, step=...) first"
-            raise CheckpointExistsError("the path is taken", [Problem(url, found, required, remedy)])
 
     def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:
         if self._run.ranks.rank == 0:

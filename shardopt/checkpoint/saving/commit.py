@@ -26,6 +26,7 @@ from shardopt.checkpoint.sources.referred import files_by_directory, referred_in
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.storage.no_space import explain_no_space
+from shardopt.checkpoint.text import WHERE_TAKEN
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
 from shardopt.ranks import Call, Ranks
 from shardopt.version import WRITER
@@ -98,8 +99,7 @@ def refuse_committed(storage: Storage) -> None:
 
 
 def _taken(storage: Storage) -> CheckpointExistsError:
-    remedy = "save to a new path; a committed checkpoint is never written over"
-    problem = Problem(storage.url, "a committed checkpoint", "no checkpoint", remedy)
+    problem = Problem(storage.url, "a committed checkpoint", "no checkpoint", WHERE_TAKEN)
     return CheckpointExistsError("the path is taken", [problem])
 
 
