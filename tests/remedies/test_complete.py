@@ -18,7 +18,6 @@ ELSEWHERE = {
     r"checkpoint/saving/planning/tied.py": RANKS,
     r"algorithms/low_precision/optimizer.py": "a class of tensors that is somebody else's, on several ranks",
     r"checkpoint/run/options.py": "a Manager that is made reaches it, and no load",
-    r"checkpoint/run/steps.py": LINE,
     r"checkpoint/run/root.py": LINE,
     r"checkpoint/loading/other_names.py": "tests/unit/checkpoint/loading/test_other_names.py follows the rule",
     r"checkpoint/rearrange/row_state.py": "tests/unit/checkpoint/loading/test_row_state.py follows it",
@@ -44,6 +43,7 @@ TEXTS = {
     "resumes from what was saved since, and begins": "tests/unit/checkpoint/run/test_restore.py follows it",
     "loaded with strict=False from another algorithm": LINE,
     "is rounded at random from here on": LINE,
+    "of the app only what select=": LINE,
     'with rounding="nearest": a step changes': "tests/remedies/test_calls.py reads the line",
     "an axis has a name, and its size": "tests/remedies/test_load.py: a ValueError",
 }
