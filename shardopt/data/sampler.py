@@ -43,7 +43,8 @@ class ResumableSampler:
 
     Args:
         size: of the data set, in samples.
-        batch_size: of a global batch, in samples of all ranks together; at least the number of ranks.
+        batch_size: of a global batch, in samples of all ranks together; at least the number of ranks. It may be set
+            between loops.
         seed: of the order; not negative.
         shuffle: whether to put the samples in a random order.
         drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
@@ -107,12 +108,13 @@ class ResumableSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's samples of each remaining batch of this epoch. Counts nothing, as workers run ahead."""
-        rank, ranks, order, begin, here = self.rank, self.ranks, self._order(), self.position, place_of(self)
+        rank, ranks, order, here = self.rank, self.ranks, self._order(), place_of(self)
+        begin, size = self.position, self.batch_size
         self._require_share(rank, ranks)
         self._warn_if_uneven(ranks)
         try:
             for number in range(self._batches_from(begin)):
-                batch = order[begin + number * self.batch_size :][: self.batch_size]
+                batch = order[begin + number * size :][:size]
                 filled = torch.cat([batch, order[: max(0, ranks - len(batch))]])
                 self._drawn_from = here
                 yield filled[rank::ranks].tolist()
@@ -135,7 +137,8 @@ class ResumableSampler:
         around it, a resume would skip them. A loader that ends early, as `islice(loader, 3)` does, ends the epoch.
 
         Raises:
-            OptionError: the batches of this DataLoader are not this sampler's, or come in another order than its own.
+            OptionError: the batches of this DataLoader are not this sampler's, or come in another order than its own;
+                or `batch_size` was set meanwhile, and this loader gives batches of another.
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
         self._refuse_others_batches(loader)
@@ -147,9 +150,10 @@ class ResumableSampler:
             )
         begun = self._begun = (self.position,)
         try:
-            batches, here = opened(loader, self), place_of(self)
+            batches, here, size = opened(loader, self), place_of(self), self.batch_size
             for batch in batches:
                 refuse_another(self, here)
+                refuse_other_batches(self, size)
                 self.position = min(self.position + self.batch_size, self.size)
                 here = place_of(self)
                 yield batch
@@ -325,6 +329,14 @@ def refuse_another(at: ResumableSampler, here: tuple[int, ...]) -> None:
         required = f"epoch {here[1]}, sample {here[2]}, where the loop's loader is"
         problem = Problem("position", found, required, "leave the loop after a load, and begin it again")
         raise MismatchError("a position in the data that the loader does not have", [problem], code="data-position")
+
+
+def refuse_other_batches(at: ResumableSampler, size: int) -> None:
+    """Raises OptionError if batches no longer have the size with which a loop began: others would be counted."""
+    if at.batch_size != size:
+        found, required = f"{at.batch_size}, set in the middle of a loop", f"{size}, as of the loop's loader"
+        problem = Problem("batch_size", found, required, "leave the loop, set it, and begin the loop again")
+        raise OptionError("batches of another size than the loader's", [problem], code="data-position")
 
 
 def mixed(*seeds: int) -> int:

@@ -8,7 +8,14 @@ from typing import Any, TypeVar
 from torch.utils.data import ConcatDataset, DataLoader
 
 from shardopt.data.mixture import MixtureSampler
-from shardopt.data.sampler import ResumableSampler, opened, place_of, refuse_another, refuse_any_order
+from shardopt.data.sampler import (
+    ResumableSampler,
+    opened,
+    place_of,
+    refuse_another,
+    refuse_any_order,
+    refuse_other_batches,
+)
 from shardopt.errors import OptionError, Problem
 
 T = TypeVar("T")
@@ -38,10 +45,12 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
 
     Raises:
         MismatchError: the position was loaded meanwhile, and these are the batches of another.
+        OptionError: `batch_size` of the sampler was set meanwhile, and these are batches of another.
     """
-    left, here = len(at), place_of(at)
+    left, here, size = len(at), place_of(at), at.batch_size
     for number, batch in enumerate(opened(batches, at)):
         refuse_another(at, here)
+        refuse_other_batches(at, size)
         if number >= left - 1:
             at.epoch, at.position = at.epoch + 1, 0
         else:

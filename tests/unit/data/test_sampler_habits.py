@@ -213,3 +213,30 @@ def test_a_loop_over_epochs_ends_where_it_would_have_without_a_resume(done):
     seen = [batch for _, batch in zip(range(done), loop(stopped), strict=False)]
     resumed.load_state_dict(stopped.state_dict())
     assert [*seen, *loop(resumed)] == whole and len(whole) == 12
+
+
+@pytest.mark.parametrize(("workers", "resumable"), [(0, False), (1, False), (0, True)])
+def test_batches_of_another_size_begin_with_a_loop(workers, resumable):
+    """A loader goes on with its own, which workers have fetched, and each would be counted as one of the new size."""
+    samples = torch.arange(40)
+    data = shardopt.ResumableSampler(40, batch_size=4)
+    loader = DataLoader(samples, batch_sampler=data, num_workers=workers)
+    if resumable:
+        loader = ResumableLoader(samples, batch_size=4, num_workers=workers)
+        data = loader.position
+
+    def loop(until, size):
+        for batch in loader if resumable else data.through(loader):
+            seen.append(batch.tolist())
+            if len(seen) == until:
+                data.batch_size = size
+
+    seen = []
+    with pytest.raises(OptionError, match=r"batch_size: found 8, set in .*; required 4, .*; leave the loop, set it"):
+        loop(2, 8)
+    assert len(seen) == 2 and data.position == 8
+    loop(6, 10)  # the last batch of the epoch
+    assert sorted(sum(seen, [])) == [*range(40)] and data.epoch == 1
+    del seen[:]
+    loop(0, 0)
+    assert [*map(len, seen)] == [10] * 4 and sorted(sum(seen, [])) == [*range(40)]
