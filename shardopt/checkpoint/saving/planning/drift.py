@@ -28,6 +28,10 @@ _OF_COUNTER = (
     "it counts steps with a gradient: in some step a rank had none, or did not step; give the parameter one on all "
     "ranks, zeros where it is not used, and load the last checkpoint that they agreed on"
 )
+_OF_STATE = (
+    "where only one rank steps each parameter and sends it to the others, these lack the state until a load gives it "
+    "to all: call optimizer.state.pop(p, None) after each on the ranks that do not step p; otherwise "
+)
 
 _PARTS = 16  # that a range is cut into
 _MOST_RANGES = 1 << 16  # that are followed, over all ranks
@@ -145,11 +149,16 @@ def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
             other, expected = first.setdefault(number, (rank, digest))
             if digest != expected and number not in problems:
                 difference = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
-                remedy = _OF_COUNTER if ".state." in key and key.endswith(".step") else _REMEDY
-                problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
+                problems[number] = Problem(key, difference, "the same on every rank that holds it", _remedy(key))
     if problems:
         raise StateError(
             "replicas have drifted apart",
             sorted(problems.values(), key=lambda each: (each.key, each.found)),
             code="replicas-differ",
         )
+
+
+def _remedy(key: str) -> str:
+    if ".state." not in key:
+        return _REMEDY
+    return _OF_STATE + (_OF_COUNTER if key.endswith(".step") else _REMEDY)

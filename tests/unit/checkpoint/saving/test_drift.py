@@ -53,13 +53,17 @@ def test_each_replica_that_differs_is_named_with_its_ranks(tmp_path):
     assert largest < 4 << 10  # where the hashes of all are 50 KiB
 
 
-def test_of_a_counter_that_differs_the_cause_is_named(tmp_path):
+def test_of_state_that_differs_the_causes_are_named(tmp_path):
     def refuse(ranks):
-        groups = {"g": [("optimizer.state.w.step", "[]", f"{ranks.rank:016}")]}
+        keys = ("model.w", "optimizer.state.w.momentum_buffer", "optimizer.state.w.step")
+        groups = {"g": [(key, "[]", f"{ranks.rank:016}") for key in keys]}
         drift.refuse_drifted(ranks, as_call("saving"), groups, ["g"])
 
     for outcome in together(Job("hash", tmp_path).start(2), refuse):
-        assert "in some step a rank had none" in str(outcome)
+        of_weight, of_moment, of_counter = (each.remedy for each in outcome.problems)
+        assert "in some step a rank had none" in of_counter
+        assert "wrap the value in PerRank" in of_weight and "wrap the value in PerRank" in of_moment
+        assert ["state.pop(p, None)" in each for each in (of_weight, of_moment, of_counter)] == [False, True, True]
 
 
 def test_ranks_that_do_not_hold_a_group_say_nothing_of_it(tmp_path):
