@@ -226,7 +226,7 @@ class Averaging:
         """Updates after each step of `optimizer`, which then refuses to step while the model holds the averages.
 
         Steps that a GradScaler skips do not count; to know it of torch's fused optimizers waits for the device.
-        Attached twice is once. A copy of the optimizer is not attached.
+        Attached twice is once. Of several optimizers attach to the one that steps last: each counts. Copies are not.
 
         Returns:
             A function that ends this.

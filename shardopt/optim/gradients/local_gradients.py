@@ -64,8 +64,9 @@ def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
     if trained and not any(map(has_gradient, trained)):
         _log.warning(
             "not one of the %d parameters of an optimizer has a gradient in its first step, which moves nothing (%s). "
-            "Most likely it was made before fully_shard, parallelize_module or to_empty gave the model other "
-            "parameters: make the optimizer after these, from the model's new named_parameters() [stale-parameters]",
+            "Unless this step left these layers out, it was most likely made before fully_shard, parallelize_module or "
+            "to_empty gave the model other parameters: make the optimizer after these, from the model's new "
+            "named_parameters() [stale-parameters]",
             len(trained),
             listed(trained.values()),
         )
