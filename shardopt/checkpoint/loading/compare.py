@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +105,7 @@ def compare(
         elif view is None or tensor is None:
             found = _match_value(key, leaf, flat, view, names.manifest, match, world_size)
         else:
-            found = _match_tensor(key, view, tensor, match, strictness)
+            found = _match_tensor(key, view, tensor, match, strictness, names)
         if found is not None:
             problems.append(found)
     absent = [key for key in flat.leaves if key in chosen and key not in stored]
@@ -185,7 +186,9 @@ def _missing(
     return missing
 
 
-def _match_tensor(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
+def _match_tensor(
+    key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness, names: Names
+) -> Problem | None:
     """Compares the tensors that both sides have under a key; returns the problem with them, if any."""
     dtype, shape = TORCH_DTYPES[tensor.dtype.name], tensor.layout.shape
     # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
@@ -196,11 +199,19 @@ def _match_tensor(key: str, view: View, tensor: StoredTensor, match: Match, stri
             remedy = "load it into a tensor of the shape and dtype that were saved"
             if castable:
                 remedy += ', or with Strictness(dtype="cast")'
+            if shape != view.shape and strictness.choice_for_missing(key) != "raise":
+                remedy += f", or leave it as it is with {_skip_of(names.renamed.get(key, key))}"
             required = describe_tensor(view.shape, view.dtype)
             return Problem(key, describe_tensor(shape, dtype), required, remedy)
         match.cast.append(key)
     match.tensors[key] = (view, tensor)
     return None
+
+
+def _skip_of(key: str) -> str:
+    """Returns the argument that leaves out the stored tensors of a module, of which this is one."""
+    module = key.rpartition(".")[0]
+    return f'skip=r"^{re.escape(module)}\\."' if "." in module else f'skip=r"^{re.escape(key)}$"'
 
 
 def _not_to_be_filled(match: Match, needs_memory: bool) -> Iterator[Problem]:

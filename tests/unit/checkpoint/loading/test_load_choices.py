@@ -310,3 +310,23 @@ def test_a_file_of_only_an_optimizers_state_loads_by_the_names_of_the_model_in_t
     for stepped, parameter in zip(model.parameters(), fresh.parameters(), strict=True):
         for entry, value in before.state[stepped].items():
             assert torch.equal(app["optimizer"].state[parameter][entry], value)
+
+
+def test_another_head_is_left_out_by_the_regex_that_the_error_names(tmp_path):
+    def net(classes):
+        model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 3), "head": torch.nn.Linear(3, classes)})
+        model.scale = torch.nn.Parameter(torch.ones(classes))
+        return model
+
+    saved, model = net(5), net(2)
+    checkpoint.save(tmp_path / "c", {"net": saved})
+    rename = {r"^net\.": "model."}
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path / "c", {"model": model}, strict=False, rename=rename)
+    regexes = {re.search(r'leave it as it is with skip=r"(.+)"$', each.remedy)[1] for each in caught.value.problems}
+    assert regexes == {r"^net\.head\.", r"^net\.scale$"}
+    report = checkpoint.load(tmp_path / "c", {"model": model}, strict=False, rename=rename, skip="|".join(regexes))
+    assert sorted(report.loaded) == ["model.body.bias", "model.body.weight"]
+    assert torch.equal(model["body"].weight, saved["body"].weight)
+    with pytest.raises(MismatchError, match="(?s)^(?!.*skip=)"):  # where what is missing does not pass either
+        checkpoint.load(tmp_path / "c", {"model": model}, rename=rename)
