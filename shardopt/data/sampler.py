@@ -126,7 +126,8 @@ class ResumableSampler:
         """Yields the rest of this epoch from a loader with this sampler; counts each batch as it is yielded.
 
         After a resume behind an epoch's last batch that is none, so that what a program does at the end of an epoch is
-        done. Loops over epochs resume so:
+        done. Schedules count by `app["step"]`: an index in this loop, and `len(loader)`, are of the rest of the epoch.
+        Loops over epochs resume so:
 
             for epoch in range(data.epoch, epochs):
                 for batch in data.through(loader):
