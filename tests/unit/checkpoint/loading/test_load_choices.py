@@ -328,5 +328,5 @@ def test_another_head_is_left_out_by_the_regex_that_the_error_names(tmp_path):
     report = checkpoint.load(tmp_path / "c", {"model": model}, strict=False, rename=rename, skip="|".join(regexes))
     assert sorted(report.loaded) == ["model.body.bias", "model.body.weight"]
     assert torch.equal(model["body"].weight, saved["body"].weight)
-    with pytest.raises(MismatchError, match="(?s)^(?!.*skip=)"):  # where what is missing does not pass either
+    with pytest.raises(MismatchError, match=r"(?s)^(?!.*skip=)"):  # where what is missing does not pass either
         checkpoint.load(tmp_path / "c", {"model": model}, rename=rename)
