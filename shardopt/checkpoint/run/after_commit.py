@@ -188,33 +188,33 @@ class AfterCommit:
             CheckpointNotFoundError: there is no such checkpoint.
             StateError: something is no number.
         """
-        run, checkpoint = self._run, self._run.root.checkpoint(id)
-
-        def add() -> None:
-            numbers = numbers_of(metrics)
-            with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
-                known = self._known.get(id)
-                is_coming = self._is_uploading(id) or (known is not None and is_on_hosts(known.url))
-                roots = [root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)]
-                save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
-                if save_id is None or not roots:  # one that is known may be removed since
-                    raise run.not_found(id)
-                for root in roots:
-                    add_to(root, save_id, numbers)
-                if known is not None:
-                    known.added.update(numbers)
-                if run.root.is_committed(id):
-                    noted = noted_of(checkpoint)
-                    self._keeper.note(id, noted)
-                    if self._exporter is not None:
-                        self._exporter.note(id, noted)
-
+        run = self._run
         run.ranks.agree(
             f"adding metrics to step {id.step} of {run.root.url}",
             work=lambda: numbers_of(metrics),
             report=lambda _: None,
-            decide=lambda _: add(),
+            decide=lambda _: self._add(id, numbers_of(metrics)),
         )
+
+    def _add(self, id: CheckpointId, numbers: Mapping[str, float]) -> None:
+        """Adds metrics to a committed checkpoint, on rank 0."""
+        run, checkpoint = self._run, self._run.root.checkpoint(id)
+        with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
+            known = self._known.get(id)
+            is_coming = self._is_uploading(id) or (known is not None and is_on_hosts(known.url))
+            roots = [root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)]
+            save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
+            if save_id is None or not roots:  # one that is known may be removed since
+                raise run.not_found(id)
+            for root in roots:
+                add_to(root, save_id, numbers)
+            if known is not None:
+                known.added.update(numbers)
+            if run.root.is_committed(id):
+                noted = noted_of(checkpoint)
+                self._keeper.note(id, noted)
+                if self._exporter is not None:
+                    self._exporter.note(id, noted)
 
     def delete(self, id: CheckpointId) -> None:
         """Removes a checkpoint under all roots and on tiers; no copy is running then. Collective.
@@ -239,11 +239,12 @@ class AfterCommit:
         if self.base == self._run.root.checkpoint(id).url:
             self.base = None
 
-    def url_of(self, id: CheckpointId, at_root: bool) -> str | None:
+    def url_of(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None = None) -> str | None:
         """Returns the URL of a checkpoint that was committed or restored here; None if there is none. Collective.
 
         Args:
             at_root: whether one that a tier alone has does not count; it may be on its way to the root.
+            metrics: to add to it, if it is there; rank 0's count.
         """
         known = self._known.get(id)
         if known is not None and at_root and self.tiers is not None and is_on_hosts(known.url):
@@ -252,9 +253,19 @@ class AfterCommit:
         if known is None or (at_root and is_on_hosts(known.url)):
             return None
         url = known.url
-        is_there = self._run.ranks.on_rank_0(
+
+        def look() -> bool:
+            is_there = is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME)
+            numbers = {} if metrics is None else numbers_of(metrics)
+            if is_there and numbers:
+                self._add(id, numbers)
+            return is_there
+
+        _, is_there = self._run.ranks.agree(
             f"looking for step {id.step} in {self._run.root.url}",
-            lambda: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
+            work=lambda: metrics is None or numbers_of(metrics),
+            report=lambda _: None,
+            decide=lambda _: look(),
         )
         return url if is_there else None
 

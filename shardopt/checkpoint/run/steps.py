@@ -94,12 +94,12 @@ class Steps:
             at_root: whether to save to the root in any case, where nothing is lost with its hosts.
 
         Returns:
-            As `Manager.save`: nothing is saved where the step is the last saved or restored one, and is there.
+            As `Manager.save`: only metrics are saved where the step is the last saved or restored one, and is there.
         """
         if self._after.copying:
             self._raise_failure_of_copy()
         id = self._id_to_save(int(step))
-        if self._has(id, at_root):
+        if self._has(id, at_root, metrics):
             return None if self._last is None else self._last[1]
         self._warn_of_app(step, app)
         self._after.prepare(id, in_turn=True)
@@ -121,7 +121,7 @@ class Steps:
         earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
         try:
             id = self._id_to_save(int(step))
-            has = self._has(id, at_root=True)
+            has = self._has(id, at_root=True, metrics=metrics)
             if not has:
                 self._warn_of_app(step, app)
                 self._after.prepare(id, in_turn=False)
@@ -148,20 +148,20 @@ class Steps:
             self._passed_over = False
         return self._run.branches.id_of(step)
 
-    def _has(self, id: CheckpointId, at_root: bool) -> bool:
-        """Whether a step is the last saved or restored one and still exists; logs it. Collective.
+    def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None) -> bool:
+        """Whether a step is the last saved or restored one and still exists; logs it, and adds metrics. Collective.
 
         An earlier one that exists is refused by its save: a counter that starts over would lose what is saved by it.
 
         Args:
-            at_root: as for `AfterCommit.url_of`.
+            at_root, metrics: as for `AfterCommit.url_of`.
         """
         if self._last is None or self._last[0] != id:
             return False
         self.background.wait()  # which may have failed, and then is no checkpoint
-        url = self._after.url_of(id, at_root)
+        url = self._after.url_of(id, at_root, metrics)
         if url is not None and self._run.ranks.rank == 0:
-            announce(f"step {id.step} is already in {url}: nothing to save")
+            announce(f"step {id.step} is already in {url}: nothing to save{' but the metrics' if metrics else ''}")
         return url is not None
 
     def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.tiers.tiers import Tiers
+from shardopt.errors import StateError
 
 
 def app_of(step):
@@ -78,6 +79,37 @@ def test_what_is_known_of_checkpoints_does_not_grow_with_those_that_are_gone(tmp
         assert {id.step for id in after._keeper._noted} <= {3, 7, 8}  # what was there before the last removal
         manager.add_metrics(3, {"accuracy": 0.75})  # which is only on disk now
         assert manager.metrics(3) == {"loss": 0.0, "accuracy": 0.75}
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_metrics_of_a_step_that_is_there_are_added_to_it(tmp_path, stage):
+    keep = checkpoint.Retention(last=1, best=("loss", "min", 1))
+    with checkpoint.Manager(tmp_path, every=2, keep=keep, stage=stage) as manager:
+        for step in range(1, 7):
+            manager.save(step, app_of(step))
+            if step in (2, 6):
+                manager.save(step, app_of(step), force=True, metrics={"loss": step})  # an evaluation after the save
+    with checkpoint.Manager(tmp_path, every=2, keep=keep, stage=stage) as manager:
+        assert manager.restore(app_of(0)) == 6
+        manager.save(6, app_of(6), force=True, metrics={"loss": 1})
+        assert manager.save(6, app_of(6), force=True) is None  # which changes nothing
+        with pytest.raises(StateError):
+            manager.save(6, app_of(6), force=True, metrics={"loss": "low"})
+        for step in (8, 10):
+            manager.save(step, app_of(step), metrics={"loss": step})
+    assert manager.steps() == [6, 10] and manager.metrics(6) == {"loss": 1.0}
+
+
+def test_metrics_of_a_step_that_a_tier_has_and_at_a_stop(tmp_path):
+    tier, mirror = checkpoint.Tier(tmp_path / "tier", every=1), checkpoint.Mirror(tmp_path / "copies")
+    stop = SimpleNamespace(grace_seconds=60.0, leave=sys.exit)
+    with checkpoint.Manager(tmp_path / "root", destinations=[tier, mirror], every=2) as manager:
+        manager.save(2, app_of(2))
+        manager.save(2, app_of(2), metrics={"loss": 2})
+        with pytest.raises(SystemExit):
+            manager._steps.save_and_leave(2, app_of(2), {"accuracy": 0.5}, stop)
+        assert manager.metrics(2) == {"loss": 2.0, "accuracy": 0.5}
+    assert checkpoint.Manager(tmp_path / "copies").metrics(2) == manager.metrics(2)
 
 
 def test_a_manager_with_none_of_them_enters_none_of_their_code(tmp_path):
