@@ -66,7 +66,7 @@ def test_state_for_an_optimizer_without_is_made_by_the_load_by_a_call_or_a_step(
     app = saved(url, app_of(form, 2))
     load = (
         "load with init_state=True, or call init_state() before loading (where there is none, take a step; in place of"
-        " an optimizer around another, give the app the inner one)"
+        " an optimizer around another, give the app the inner one, which loads this under the same key)"
     )
     refused(load, checkpoint.load, url, app_of(form))
     loaded = app_of(form)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
-from shardopt.state.paths import join
+from shardopt.runtime.torch_private import takes_load_hooks
+from shardopt.state.paths import PARAM_GROUPS, join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.version import WRITER
 
@@ -88,12 +91,43 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
     for number, target in enumerate(loaded):
         choices = {"strict": False} if lenient and isinstance(target.object, PartialStateful) else {}
         try:
-            target.object.load_state_dict(target.filled_state(), **choices)
+            with _keeping_groups(target.object):
+                target.object.load_state_dict(target.filled_state(), **choices)
         except Exception as error:
             told = _refusal(error, loaded, number)
             if told is error:
                 raise
             raise told from error
+
+
+@contextmanager
+def _keeping_groups(loaded: object) -> Iterator[None]:
+    """Has an optimizer of torch's keep its group dicts, and the list of them, where a load would replace them.
+
+    Others may share them (SAM, Lookahead), or a loop may hold one; what is set in a replaced dict has no effect.
+    """
+    if not isinstance(loaded, Optimizer) or isinstance(loaded, PartialStateful):  # keyed ones keep them
+        yield
+        return
+    kept, groups = loaded.param_groups, list(loaded.param_groups)
+
+    def keep(_: object) -> None:
+        new = loaded.param_groups
+        if vars(loaded).get(PARAM_GROUPS) is not new or len(new) != len(groups):
+            return  # a property, which finds its own; or it has changed what groups there are
+        if isinstance(kept, list) and isinstance(new, list) and {id(each) for each in new}.isdisjoint(map(id, groups)):
+            for group, values in zip(groups, new, strict=True):
+                group.clear()
+                group.update(values)
+            kept[:] = new[:] = groups
+            loaded.param_groups = kept
+
+    # By a hook of torch's load, before what a subclass does then, as hand the list on; again for those without hooks.
+    with ExitStack() as after_load:
+        if takes_load_hooks(loaded):
+            after_load.callback(loaded.register_load_state_dict_post_hook(keep, prepend=True).remove)
+        yield
+        keep(loaded)
 
 
 def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:

@@ -77,7 +77,7 @@ class StateOfObject:
             found, required = "state in the checkpoint", "none: it was never initialized in the app"
             remedy = (
                 "load with init_state=True, or call init_state() before loading (where there is none, take a step; in "
-                "place of an optimizer around another, give the app the inner one)"
+                "place of an optimizer around another, give the app the inner one, which loads this under the same key)"
             )
         return Problem(self.target.state_key, found, required, remedy)
 

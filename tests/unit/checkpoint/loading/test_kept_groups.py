@@ -1,0 +1,114 @@
+"""The group dicts of torch's own optimizers outlive a load, for those who share or hold them."""
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+
+SGD = torch.optim.SGD
+
+
+class Outer(torch.optim.Optimizer):
+    """Shares its groups with the optimizer in it, and hands them on after a load, as SAM does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.inner = SGD(self.param_groups, lr=lr)
+        self.param_groups = self.inner.param_groups
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
+class WithoutHooks(SGD):
+    """Loads by itself, as bitsandbytes' do."""
+
+    def load_state_dict(self, state_dict):
+        groups = [
+            {**new, "params": old["params"]}
+            for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        self.__setstate__({"state": self.state, "param_groups": groups})
+
+
+class InPlace(SGD):
+    """Keeps the dicts by itself."""
+
+    def load_state_dict(self, state_dict):
+        for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            old |= {**new, "params": old["params"]}
+
+
+class ByProperty(SGD):
+    """Finds its groups anew each time; torch's load does not reach them."""
+
+    @property
+    def param_groups(self):
+        return tuple(self.own)
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.own = groups
+
+    def add_param_group(self, group):
+        self.own.append({**self.defaults, **group, "params": list(group["params"])})
+
+
+def groups_of(layers):
+    return [{"params": list(layer.parameters())} for layer in layers]
+
+
+@pytest.mark.parametrize("make", [SGD, Outer, WithoutHooks, InPlace])
+def test_dicts_and_list_are_those_of_before(tmp_path, make):
+    def app_of():
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        return {"model": layers, "optimizer": make(groups_of(layers), lr=0.1)}
+
+    saved, app = app_of(), app_of()
+    saved["optimizer"].param_groups[1] |= {"lr": 0.25, "initial_lr": 0.5}
+    checkpoint.save(tmp_path / "c", saved)
+    optimizer = app["optimizer"]
+    groups, (body, head), params = optimizer.param_groups, optimizer.param_groups, optimizer.param_groups[1]["params"]
+    checkpoint.load(tmp_path / "c", app)
+    assert optimizer.param_groups is groups and groups[0] is body and groups[1] is head and head["params"] is params
+    assert (body["lr"], head["lr"], head["initial_lr"]) == (0.1, 0.25, 0.5)
+    assert make is not Outer or optimizer.inner.param_groups is groups
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_groups_that_an_optimizer_finds_anew_are_left_to_it(tmp_path):
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    app = {"optimizer": ByProperty(groups_of(layers), lr=0.1), "model": layers}
+    checkpoint.save(tmp_path / "c", app)
+    (group,) = app["optimizer"].param_groups
+    group["lr"] = 0.5
+    checkpoint.load(tmp_path / "c", app)
+    assert app["optimizer"].param_groups == (group,) and group["lr"] == 0.5
+
+
+def test_a_schedule_and_steps_go_on_after_a_load(tmp_path):
+    def app_of():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+    def train(app, steps):
+        for _ in range(steps):
+            app["model"](torch.ones(1, 2)).square().sum().backward()
+            app["optimizer"].step()
+            app["schedule"].step()
+
+    whole, saved, resumed = app_of(), app_of(), app_of()
+    train(whole, 4)
+    train(saved, 2)
+    checkpoint.save(tmp_path / "c", saved)
+    (held,) = resumed["optimizer"].param_groups
+    checkpoint.load(tmp_path / "c", resumed, init_state=True)
+    resumed["model"].zero_grad()
+    for parameter, other in zip(resumed["model"].parameters(), saved["model"].parameters(), strict=True):
+        parameter.grad = other.grad.clone()  # which this loop adds up
+    train(resumed, 2)
+    assert torch.equal(resumed["model"].weight, whole["model"].weight) and held["lr"] == 0.2
