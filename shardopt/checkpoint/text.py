@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 WHERE_TAKEN = (
     "save to a new path; a committed checkpoint is never written over. A Manager's steps must rise over all phases of "
-    "a run; to do steps again, call restore(app, step=...) first"
+    "a run; to do steps again, call restore(app, step=...) first. A second Manager, as for the best steps, is not "
+    "restored: first delete(step) each of its steps() above the one that the run resumed; or let one Manager keep the "
+    "best too, by Retention(best=)"
 )
 
 

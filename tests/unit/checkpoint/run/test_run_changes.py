@@ -14,7 +14,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
 from shardopt.checkpoint.run import copying
 from shardopt.cli import main
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, OptionError, StateError
+from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, OptionError, StateError
 
 
 def app_of(step=0):
@@ -228,3 +228,17 @@ def test_metrics_added_while_a_copy_is_missing_come_to_the_mirror_with_it(tmp_pa
     with checkpoint.Manager(root, destinations=[checkpoint.Mirror(copies)]) as manager:
         manager.restore(app_of())
     assert checkpoint.Manager(copies).metrics(1) == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_of_a_manager_that_is_not_restored_a_taken_step_is_to_be_deleted(tmp_path, stage):
+    with checkpoint.Manager(tmp_path, stage=stage) as killed:
+        killed.save(3, app_of(3))
+        killed.save(6, app_of(6))
+    manager = checkpoint.Manager(tmp_path, stage=stage)
+    with pytest.raises(CheckpointExistsError, match=r"first delete\(step\) each of its steps\(\) above"):
+        manager.save(6, app_of(6))
+        manager.wait()
+    manager.delete(6)  # the remedy, followed
+    manager.save(6, app_of(6))
+    manager.close()
