@@ -239,7 +239,7 @@ class AfterCommit:
         if self.base == self._run.root.checkpoint(id).url:
             self.base = None
 
-    def url_of(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None = None) -> str | None:
+    def url_of(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None) -> str | None:
         """Returns the URL of a checkpoint that was committed or restored here; None if there is none. Collective.
 
         Args:
