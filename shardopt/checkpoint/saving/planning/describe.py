@@ -23,6 +23,7 @@ from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
 from shardopt.checkpoint.saving.planning.forgotten_schedules import (
     tell_of_forgotten_schedules,
+    tell_of_inner_optimizers,
     tell_of_states_without_group,
 )
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
@@ -194,6 +195,7 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     """Logs warnings of what a resume would miss, or could not load; once for each object that is saved."""
     tell_of_forgotten_schedules(flat, members)
     tell_of_states_without_group(flat, members)
+    tell_of_inner_optimizers(flat, members)
     if empty := [each for each in flat.saved_targets() if not each.state]:
         tell_of_unsaved_metrics(empty, members)
 

@@ -1,4 +1,4 @@
-"""Tells of a schedule that would begin anew in a resumed run: of torch's, not saved; of torchrec's, a warm-up.
+"""Tells of what would begin anew in a resumed run: a schedule of torch's, torchrec's warm-up, an inner optimizer.
 
 An optimizer does not know torch's schedules, only that there are some; so the state that is saved is searched for one.
 torchrec's warm-up keeps its position as the state of a parameter that no group has. Where it is saved
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -78,6 +79,30 @@ def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None)
                 ", ".join(saved),
                 SHARDOPTS_WARM_UP,
             )
+
+
+def tell_of_inner_optimizers(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, of an optimizer in another (of SAM) that does not save its state; as above."""
+    for each in flat.saved_targets():
+        outer = each.object
+        is_keyed = isinstance(outer, PartialStateful) or isinstance(getattr(outer, "params", None), Mapping)
+        if is_keyed or not isinstance(outer, Optimizer):
+            continue
+        for name, inner in vars(outer).items():
+            if not isinstance(inner, Optimizer) or inner in _told or not (tensors := _tensors_of(inner)):
+                continue
+            _told.add(inner)
+            if tensors.isdisjoint(id(leaf.value) for leaf in flat.leaves.values()) and is_first(members):
+                _log.warning(
+                    "%s.%s has state, which that optimizer does not save: a resume would begin it anew. Add it to the "
+                    'app under a key of its own ({"inner": optimizer.%s}) [optimizer-state]',
+                    *(join(each.path), name, name),
+                )
+
+
+def _tensors_of(optimizer: Optimizer) -> set[int]:
+    entries = (entries for entries in optimizer.state.values() if isinstance(entries, Mapping))
+    return {id(value) for each in entries for value in each.values() if isinstance(value, Tensor)}
 
 
 def _with_state_in_no_group(optimizer: Optimizer) -> list[str]:

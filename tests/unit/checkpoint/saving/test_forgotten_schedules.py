@@ -175,3 +175,29 @@ def test_a_warm_up_that_a_combined_optimizer_leaves_out_is_refused(tmp_path):
         checkpoint.save(tmp_path / "1", app)
     assert [each.key for each in caught.value.problems] == ["optimizer.state.__warmup"]
     assert "shardopt's WarmupOptimizer" in str(caught.value)
+
+
+class Outer(torch.optim.Optimizer):
+    """Around another, of whose state it saves nothing, as SAM; or all, as Lookahead."""
+
+    def __init__(self, inner, in_full):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.base = inner
+        if in_full:
+            self.state_dict = inner.state_dict
+
+
+@pytest.mark.parametrize("how", ["lost", "in full", "beside it", "not stepped"])
+def test_state_of_an_optimizer_in_another_that_is_not_saved_is_told_once(tmp_path, caplog, how):
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    app = {"model": model, "optimizer": Outer(inner, in_full=how == "in full")}
+    if how == "beside it":
+        app["base"] = inner
+    if how != "not stepped":
+        model(torch.ones(1, 2)).sum().backward()
+        inner.step()
+    for number in range(2):
+        checkpoint.save(tmp_path / f"{number}", app)
+    told = [each for each in caplog.messages if "optimizer.base has state" in each]
+    assert len(told) == (how == "lost")
