@@ -86,9 +86,10 @@ class PartialLoad:
             _put(node, self._while_reading)
 
     def begin_late(self) -> None:
-        """Notes that what is changed only once all is read may be changed, too."""
-        for node in self._before:
-            _put(node, self._mark)
+        """Notes that what is changed only once all is read may be changed, too; puts back marks that went meanwhile."""
+        for node, before in self._before.items():
+            for mark in filter(None, (before, self._mark)):
+                _put(node, mark)
 
     def end(self, mends: bool) -> None:
         """Takes its mark back, as it has ended well on all ranks.

@@ -356,16 +356,18 @@ def _read(
         if plan.broadcast is not None:
             plan.broadcast.exchange()
         is_lost = masters.settle()  # before a hand-back makes parameters of their masters
-        for marked in changing.values():
-            marked.begin_late()
-        for key, value in plan.match.values.items():
-            leaves[key].replace(value)
-        for key in plan.match.per_rank:
-            stored = plan.per_rank[plan.names.renamed.get(key, key)]
-            leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
-        for each in plan.growing:
-            each.put()
-        hand_back(loaded, options.strictness.lets_objects_differ)
+        try:
+            for key, value in plan.match.values.items():
+                leaves[key].replace(value)
+            for key in plan.match.per_rank:
+                stored = plan.per_rank[plan.names.renamed.get(key, key)]
+                leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
+            for each in plan.growing:
+                each.put()
+            hand_back(loaded, options.strictness.lets_objects_differ)
+        finally:  # behind the optimizers' own loads, which take marks back before all ranks know how this one ended
+            for marked in changing.values():
+                marked.begin_late()
         return is_lost
 
     masters = MastersBeforeLoad()

@@ -296,3 +296,33 @@ def test_a_refused_save_names_the_optimizer_and_the_load_that_helps_and_one_of_o
     with pytest.raises(PartialLoadError, match=r"- mine: .*load_state_dict does not do$"):
         checkpoint.save(tmp_path / "half", app)
     checkpoint.save(tmp_path / "model", app, select="^model")
+
+
+class Refusing:
+    """An object that refuses its state, once loads have saved it."""
+
+    refuses = False
+
+    def state_dict(self):
+        return {"number": 1}
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise OSError("refused")
+
+
+def test_an_optimizer_that_got_its_state_back_stays_marked_where_its_load_failed(tmp_path):
+    (_, optimizer), last = stepped(), Refusing()
+    app = {"optimizer": optimizer, "zlast": last}
+    checkpoint.save(tmp_path / "c", app)
+    last.refuses = True
+    interrupted_load(tmp_path / "c", app, select=r"\.weight\.")
+    for select in (r"\.bias\.|^zlast", None):
+        with pytest.raises(ShardoptError, match="refused"):
+            checkpoint.load(tmp_path / "c", app, select=select)
+        refuses(optimizer.step)
+    checkpoint.load(tmp_path / "c", app, select=r"\.bias\.")  # what the first one may have changed is left out
+    refuses(optimizer.step)
+    last.refuses = False
+    checkpoint.load(tmp_path / "c", app)
+    optimizer.step()
