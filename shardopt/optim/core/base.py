@@ -119,7 +119,8 @@ class KeyedOptimizer(Node):
     ) -> Unmatched:
         """Loads state in place, all or nothing: each tensor keeps its memory; one offered to itself is not copied.
 
-        Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
+        Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; but with
+        `master_dtype` all ranks of a `fully_shard` model call it, as its next forward gathers again. What differs
         between ranks is for `checkpoint.load` to find. From then on, the options are those of the state. If the code
         now gives another value than when the state was saved, rank 0 logs a warning that lists both; `keep_options`
         keeps the code's. An accelerator's step that lacked a gradient is forgotten once its parameters are loaded too.
@@ -147,7 +148,8 @@ class KeyedOptimizer(Node):
         self.plan_load(plan, state_dict)
         plan.check()
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
-        reshard_before_writing(self.params.values())  # which are made of their masters
+        with_masters = (group[PARAMS] for group in self.param_groups if group.get("master_dtype"))
+        reshard_before_writing(chain.from_iterable(with_masters))  # which are made of these
         with loading_alone(self, (*plan.unmatched.missing_keys, *plan.algorithms)):
             plan.apply()
             noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew

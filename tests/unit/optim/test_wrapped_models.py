@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from shardopt.errors import AlgorithmError, StateError
+from shardopt.optim import CombinedOptimizer
 from shardopt.optim.keyed import KeyedOptimizerWrapper
 from tests.support.fake_rank import fake_rank
 
@@ -235,3 +238,19 @@ def test_averages_are_of_modules():
                 kind(made)
     with pytest.raises(StateError, match=r"decay: found '0\.9'"):
         shardopt.EMA(model(), "0.9")
+
+
+@pytest.mark.parametrize("masters", [None, torch.float32])
+def test_a_rank_may_load_alone_state_of_which_no_parameters_are_made(masters):
+    with fake_rank(0, 2):
+        net = fully_shard(model().to(torch.bfloat16), mesh=init_device_mesh("cpu", (2,)))
+        plain = shardopt.keyed("adamw", {"own": nn.Parameter(torch.ones(1))})
+        optimizer = CombinedOptimizer(
+            [("plain", plain), ("net", shardopt.keyed("adamw", net.named_parameters(), master_dtype=masters))]
+        )
+        optimizer.init_state()
+        with torch.no_grad():
+            net(torch.ones(2, 5, dtype=torch.bfloat16))
+        assert not isinstance(net[0].weight, DTensor)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert isinstance(net[0].weight, DTensor) == (masters is not None)  # where the next forward gathers again
