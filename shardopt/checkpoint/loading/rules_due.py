@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,6 +40,16 @@ class RulesDue(NamedTuple):
     may_be_due: bool
 
 
+class _Shifted(NamedTuple):
+    """Stored names that rules move into this rank's app, of what it loads, and out of it.
+
+    Stages of a pipeline have parts of an app each: names that shift go from one to the next.
+    """
+
+    into_own: list[str]
+    out_of_own: list[str]
+
+
 def find_rules_due(
     ranks: Ranks,
     what: str,
@@ -56,19 +67,39 @@ def find_rules_due(
         select, rename, skip: as for `load`.
     """
 
-    def look() -> tuple[bool, bool]:
+    def look() -> tuple[bool, bool, _Shifted]:
         reader = opened()
         if reader.manifest.renamed:  # which decides
-            return False, True
+            return False, True, _Shifted([], [])
         flat = flattened()
-        return _fits(reader, flat, select, None, skip), _fits(reader, flat, select, rename, skip)
+        fits_as_is = _fits(reader, flat, select, None, skip)
+        try:
+            return fits_as_is, _fits(reader, flat, select, rename, skip), _Shifted([], [])
+        except MismatchError as error:
+            if error.code != "bad-rules":
+                raise
+            # The load then says which keys get one name; unless these are the new names.
+            shifted = _shifted(contents(reader, skip), flat, select, rename)
+            return fits_as_is, shifted is None, shifted or _Shifted([], [])
 
     call = Call(what, f"{as_call(what).same} with rename")  # which not all of them may have been given
-    _, fits = ranks.agree(call, look, report=list, decide=lambda reports: reports)
-    return rules_due(rename, opened().manifest.renamed, fits)
+    _, fits = ranks.agree(call, look, report=list, decide=_of_all_ranks)
+    return rules_due(rename, opened().manifest.renamed, *fits)
 
 
-def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Sequence[tuple[bool, bool]]) -> RulesDue:
+def _of_all_ranks(reports: Sequence[tuple[bool, bool, Sequence[Sequence[str]]]]) -> tuple[bool, bool]:
+    """Returns whether the checkpoint fits all ranks as it is, and by the rules.
+
+    These stand where a name that no rank has becomes one of the app's.
+    """
+    as_is, by_rules, shifted = zip(*reports, strict=True)
+    into_own, out_of_own = ({*chain.from_iterable(each)} for each in zip(*shifted, strict=True))
+    return all(as_is), all(by_rules) or not into_own <= out_of_own
+
+
+def rules_due(
+    rename: Mapping[str, str], recorded: RenameRules | None, fits_as_is: bool, fits_by_rules: bool
+) -> RulesDue:
     """Decides which of the given rules are due.
 
     A checkpoint without a record may have the old names or the new ones. Where it fits under the rules they are
@@ -76,11 +107,10 @@ def rules_due(rename: Mapping[str, str], recorded: RenameRules | None, fits: Seq
 
     Args:
         recorded: the rules that the checkpoint tells of; None where it has no record.
-        fits: of each rank, whether the checkpoint has all that its app has, in its shapes: as it is, and by the rules.
+        fits_as_is, fits_by_rules: whether the checkpoint has all that the apps of all ranks have, in its shapes.
     """
     given = tuple(rename.items())
     known = recorded or ()
-    fits_as_is, fits_by_rules = (all(each) for each in zip(*fits, strict=True))
     may_be_due = recorded is None and isinstance(rename, LeftInScript) and fits_as_is and fits_by_rules
     is_new_already = not known and fits_as_is and not fits_by_rules
     passed_by = given if is_new_already or may_be_due else tuple(rule for rule in given if rule in known)
@@ -94,10 +124,9 @@ def _fits(
     try:
         names = names_in_app(reader, flat, select, rename, skip)
     except MismatchError as error:
-        if error.code != "bad-rules" or rename is None:
-            return False
-        # The load then says which keys get one name; unless these are the new names.
-        return not _may_be_new(contents(reader, skip), flat, select, rename)
+        if error.code == "bad-rules" and rename is not None:
+            raise
+        return False
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
     absent = []
     for key in names.chosen:
@@ -110,12 +139,12 @@ def _fits(
     return may_grow(flat, names, select, absent)
 
 
-def _may_be_new(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str]) -> bool:
-    """Whether a checkpoint may have the names that these rules give: some rule finds nothing any more.
+def _shifted(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str]) -> _Shifted | None:
+    """Returns what tells old names from new ones where rules shift names, so that two keys get one.
 
-    As that of the first name, where rules shift names. Not if another name than the app's becomes one to be loaded.
+    None where none of the names may be new: each rule finds some. That of the first name finds none any more.
     """
-    idle = dict(rename)
+    idle, shifted = dict(rename), _Shifted([], [])
     for key in (*manifest.tensors, *manifest.values, *manifest.per_rank):
         renamed = key
         for pattern, into in rename.items():
@@ -123,8 +152,10 @@ def _may_be_new(manifest: Manifest, flat: FlatState, select: str | None, rename:
             if changes:
                 idle.pop(pattern, None)
         if renamed in flat.leaves and key not in flat.leaves and (select is None or re.search(select, renamed)):
-            return False
-    return bool(idle)
+            shifted.into_own.append(key)
+        elif key in flat.leaves and renamed not in flat.leaves:
+            shifted.out_of_own.append(key)
+    return shifted if idle else None
 
 
 def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:

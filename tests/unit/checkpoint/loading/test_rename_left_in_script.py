@@ -10,6 +10,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Manager
 from shardopt.errors import MismatchError
+from tests.harness import run_ranks
 
 SWAP = {r"\bfirst\b": "other", r"\bsecond\b": "first", r"\bother\b": "second"}
 PREFIX = {r"^model\.": "model.net.", r"^optimizer\.state\.": "optimizer.state.net."}
@@ -209,3 +210,24 @@ def test_mirrors_tiers_and_conversions_keep_the_record(tmp_path):
         app = app_of("second", "first")
         checkpoint.load(url, app, rename=SWAP)
         assert numbers(app) == {"second": (1, 10), "first": (2, 20)}
+
+
+def load_shifted(root):
+    """Loads, in stages of a pipeline, a checkpoint with new names, and one with the old ones, of which c is no more."""
+    rank, found = torch.distributed.get_rank(), []
+    rules = {r"^b$": "c", r"^a$": "b"}
+    for url, of_ranks in (("new", "bc"), ("old", "cd")):
+        app = {of_ranks[rank]: torch.zeros(2)}
+        try:
+            checkpoint.load(f"{root}/{url}", app, rename=rules, strict=checkpoint.Strictness(unexpected="ignore"))
+        except MismatchError as error:
+            found.append(error.code)
+        else:
+            found.append(float(app[of_ranks[rank]][0]))
+    return found
+
+
+def test_names_that_shift_between_ranks_tell_whether_they_are_new(tmp_path):
+    checkpoint.save(tmp_path / "new", {"b": torch.full((2,), 1.0), "c": torch.full((2,), 2.0)})
+    checkpoint.save(tmp_path / "old", {key: torch.ones(2) for key in "bcd"})
+    assert run_ranks(2, load_shifted, str(tmp_path)) == [[1.0, "bad-rules"], [2.0, "bad-rules"]]
