@@ -128,7 +128,12 @@ def _end_forwards(states: Iterable[FSDPState]) -> None:
     not wait for the current stream, so that they take weights from before what is queued on it. Not by torch's
     `reset_iter_state`, which also drops gradients that are accumulated.
     """
-    contexts = {state._state_ctx for state in states if state._training_state is TrainingState.FORWARD}
+    contexts = {
+        context
+        for context in {state._state_ctx for state in states}
+        # Also of modules above these, as of a root without parameters of its own.
+        if any(state._training_state is TrainingState.FORWARD for state in context.all_states)
+    }
     if not contexts or backward_under_way() != -1:  # which ends them, or runs forwards itself
         return
     for context in contexts.difference(_contexts_in_forward()):

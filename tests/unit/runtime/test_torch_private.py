@@ -393,6 +393,18 @@ def test_a_forward_of_fully_shard_that_nothing_ends_is_ended_and_its_parameters_
         assert all(each.grad is not None for each in params)
 
 
+def test_a_forward_of_fully_shard_that_raised_in_a_root_without_parameters_is_ended():
+    with fake_rank(0, 1):
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Identity()))
+        model[1].register_forward_hook(lambda *_: fails())
+        with pytest.raises(OSError, match="in forward"):
+            model(torch.ones(1, 2))
+        state = model._get_fsdp_state()
+        assert state._training_state is TrainingState.FORWARD
+        reshard_before_writing([model[0].weight])
+        assert state._training_state is TrainingState.IDLE and state._state_ctx.iter_forward_root is None
+
+
 def test_a_forward_of_fully_shard_goes_on_where_its_own_code_frees_parameters():
     with fake_rank(0, 1):
         model, found = Grouped(), []
