@@ -9,7 +9,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
@@ -145,10 +145,17 @@ def _end_forwards(states: Iterable[FSDPState]) -> None:
         context.iter_forward_root = None
 
 
+_FORWARDS = (
+    nn.Module._call_impl.__code__,
+    # What that makes of a method.
+    *(each for each in register_fsdp_forward_method.__code__.co_consts if isinstance(each, CodeType)),
+)
+
+
 def _contexts_in_forward() -> Iterator[FSDPStateContext[FSDPState]]:
     """Yields what `fully_shard` has for all modules of a model, of those that some thread is calling."""
     for frame in _frames():
-        if frame.f_code is nn.Module._call_impl.__code__ and isinstance(module := frame.f_locals["self"], FSDPModule):
+        if frame.f_code in _FORWARDS and isinstance(module := frame.f_locals["self"], FSDPModule):
             yield module._get_fsdp_state()._state_ctx
 
 

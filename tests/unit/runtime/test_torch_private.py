@@ -8,7 +8,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
@@ -418,6 +418,19 @@ def test_a_forward_of_fully_shard_goes_on_where_its_own_code_frees_parameters():
         model.loss().backward()
         assert found == [False] * 4
         assert all(each.grad is not None for each in model.head.parameters())
+
+
+class Scored(nn.Linear):
+    def score(self):
+        reshard([self])
+        return isinstance(self.weight, DTensor)
+
+
+def test_a_forward_that_is_another_method_goes_on_where_its_own_code_frees_parameters():
+    with fake_rank(0, 1):
+        model = fully_shard(Scored(2, 2))
+        register_fsdp_forward_method(model, "score")
+        assert not model.score()
 
 
 def test_modes_of_a_program_are_seen():
