@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -132,12 +132,17 @@ class RankPlan:
             values = (leaves[key].value for key in keys if not key.startswith(states))
             return addresses_of(value for value in values if isinstance(value, Tensor))
 
+        @cache  # of all optimizers: there may be one for each parameter
+        def not_read() -> set[int]:
+            return addresses(leaves.keys() - match.tensors.keys()) - written
+
         def kept(optimizer: Optimizer) -> set[int]:
             params = addresses_of(chain.from_iterable(group[PARAMS] for group in optimizer.param_groups))
-            return (addresses(leaves.keys() - match.tensors.keys()) | params) - written
+            return not_read() | (params - written)
 
         read = [view for key, (view, _) in match.tensors.items() if not key.startswith(states)]
-        written = {0, *(memory.data_ptr() for view in read for _, memory in view.pieces)} if read else set()
+        # One set for all marks.
+        written = frozenset([0, *(memory.data_ptr() for view in read for _, memory in view.pieces)] if read else ())
 
         def own_keys(keys: Iterable[str]) -> dict[Path, list[str]]:
             below = keys_below({key: leaves[key].path for key in keys}, list(optimizers))
