@@ -151,7 +151,9 @@ class RankPlan:
         left_out = own_keys((leaves.keys() - self.names.chosen) | {*match.missing})
         late = own_keys((*match.values, *match.per_rank))
         return {
-            join(path): PartialLoad(each, what, left_out[path], late[path], written, partial(kept, each))
+            join(path): PartialLoad(
+                each, what, left_out[path], late[path], written, kept=partial(kept, each) if read else None
+            )
             for path, each in optimizers.items()
         }
 

@@ -326,3 +326,16 @@ def test_an_optimizer_that_got_its_state_back_stays_marked_where_its_load_failed
     last.refuses = False
     checkpoint.load(tmp_path / "c", app)
     optimizer.step()
+
+
+def test_a_load_of_the_optimizer_alone_mends_none_of_more_also_where_parameters_have_other_memory(tmp_path):
+    model, optimizer = stepped()
+    app = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "c", app)
+    interrupted_load(tmp_path / "c", app)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    checkpoint.load(tmp_path / "c", {"optimizer": optimizer}, strict=checkpoint.Strictness(unexpected="ignore"))
+    refuses(optimizer.step)
+    checkpoint.load(tmp_path / "c", app)
+    optimizer.step()
