@@ -4,28 +4,45 @@ A step that is not the saved one. Parameters that nothing in the app holds, such
 their moments are saved, and their values are not, so that a resume would give the moments to new values. And parameters
 that are not trained, though they were: a layer that the script unfreezes once, at a step before the restored one, stays
 frozen in a resumed run.
+
+Only rank 0 looks, while the others go on to what all ranks do: what it stumbles over ends no training.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import Path, join
-from shardopt.state.state import PerRank
+from shardopt.state.state import PerRank, is_stateful
 
-_MOST_DEPTH = 3  # of attributes of objects, and of what is in their lists and dicts
-_MOST_WITHIN = 1000  # items of such a list or dict, as a longer one is data
+# Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
+_RESTORE_NONE = (
+    *("torch.optim", "torch.amp", "torch.utils.data", "torchdata"),
+    *("shardopt.optim", "shardopt.data", "shardopt.integrations.loader"),
+)
 
 _log = logging.getLogger("shardopt.checkpoint")
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Logs an error instead of raising it, on rank 0 alone."""
+    try:
+        yield
+    except Exception as error:
+        _log.debug("the app was not looked at for what a resume would lack: %r", error)
 
 
 class AppWarnings:
@@ -35,22 +52,22 @@ class AppWarnings:
         self._told_of_step = False
         self._has_looked = False  # for what optimizers step and the app lacks
 
+    @_harmless()
     def of_saved(self, step: int, app: Any) -> None:
         """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
-        if not isinstance(app, Mapping):
-            return
-        self._of_unheld(app)
-        self._has_looked = True
+        has_looked, self._has_looked = self._has_looked, True
         counted = app.get("step")
-        if type(counted) is not int or counted == step or self._told_of_step:
-            return
-        self._told_of_step = True
-        _log.warning(
-            'app["step"] is %d, and the step that is saved %d: after a restore the loop would resume from %d. Set '
-            'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
-            *(counted, step, counted),
-        )
+        if type(counted) is int and counted != step and not self._told_of_step:
+            self._told_of_step = True
+            _log.warning(
+                'app["step"] is %d, and the step that is saved %d: after a restore the loop would resume from %d. Set '
+                'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
+                *(counted, step, counted),
+            )
+        if not has_looked:
+            warn_of_unheld(app)
 
+    @_harmless()
     def of_restored(self, step: int | None, app: Mapping[str, Any], loaded: Collection[str], is_whole: bool) -> None:
         """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed.
 
@@ -68,27 +85,30 @@ class AppWarnings:
             )
         if step is not None:
             warn_of_frozen(app)
-        if is_whole:
-            self._of_unheld(app)
-
-    def _of_unheld(self, app: Mapping[str, Any]) -> None:
-        if not self._has_looked:
+        if is_whole and not self._has_looked:
             self._has_looked = warn_of_unheld(app)
 
 
 def warn_of_unheld(app: Mapping[str, Any]) -> bool:
     """Logs a warning for each optimizer that trains tensors that nothing else in the app has; returns whether any does.
 
-    What an object of the program's own has in its attributes is taken for held. Local.
+    An app with an object that may hold any, as one of the program's own, is not told of. Local.
     """
-    optimizers: dict[str, Optimizer] = {}
-    held: set[Any] = set()
-    _look_into(app, (), optimizers, held)
+    found = list(_objects({**app}))
+    optimizers = _optimizers(found)
+    if not optimizers or any(map(_may_hold_others, (each for _, each in found))):
+        return False
+    tensors = [each for _, value in found for each in _tensors_of(value)]
+    held: set[Any] = set(map(id, tensors))
+    others = {
+        key: [pair for child in children_of(each) for pair in _named(child, True) if id(pair[1]) not in held]
+        for key, each in optimizers.items()
+    }
+    if any(others.values()):
+        held.update(place for each in tensors for place in _places(each))
     told = False
-    for key, optimizer in optimizers.items():
-        unheld = [
-            name for child in children_of(optimizer) for name, each in _named(child, True) if not _is_held(each, held)
-        ]
+    for key, pairs in others.items():
+        unheld = [name for name, each in pairs if not held.issuperset(_places(each))]
         if unheld:
             told = True
             _log.warning(
@@ -101,9 +121,7 @@ def warn_of_unheld(app: Mapping[str, Any]) -> bool:
 
 def warn_of_frozen(app: Mapping[str, Any]) -> None:
     """Logs a warning for each optimizer with state, of steps that were made, of parameters that are frozen. Local."""
-    optimizers: dict[str, Optimizer] = {}
-    _look_into(app, (), optimizers, set())
-    for key, optimizer in optimizers.items():
+    for key, optimizer in _optimizers(_objects({**app})).items():
         children = list(children_of(optimizer))
         frozen = [name for each in children for name, own in _named(each, False) if _has_stepped(each.state.get(own))]
         if frozen:
@@ -121,24 +139,33 @@ def _has_stepped(state: Mapping[str, Any] | None) -> bool:
     return bool(state) if step is None else step > 0
 
 
-def _look_into(value: Any, path: Path, optimizers: dict[str, Optimizer], held: set[Any], depth: int = 0) -> None:
-    """Adds optimizers by key, and tensors by identity and by the places of their memory."""
-    if isinstance(value, Optimizer):
-        if not depth:
-            optimizers[join(path)] = value
-    elif isinstance(value, Tensor | Module):
-        tensors = [*value.parameters(), *value.buffers()] if isinstance(value, Module) else [value]
-        held.update(map(id, tensors))
-        held.update(_place(local) for each in tensors for local in local_tensors(each))
-    elif isinstance(value, PerRank):
-        _look_into(value.value, path, optimizers, held, depth)
-    elif isinstance(value, Mapping | list | tuple):
-        if depth < _MOST_DEPTH and (not depth or len(value) <= _MOST_WITHIN):
-            for part, child in value.items() if isinstance(value, Mapping) else enumerate(value):
-                _look_into(child, (*path, part), optimizers, held, depth and depth + 1)
-    elif depth < _MOST_DEPTH:
-        for child in getattr(value, "__dict__", {}).values():
-            _look_into(child, path, optimizers, held, depth + 1)
+def _objects(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields what is in an app's dicts, lists and tuples, by path; runs no code of its mappings."""
+    if isinstance(value, PerRank):
+        yield from _objects(value.value, path)
+    elif isinstance(value, dict | list | tuple) and not is_stateful(value):
+        # Of copies, as another thread may fill them.
+        for part, child in list(dict.items(value)) if isinstance(value, dict) else enumerate(list(value)):
+            yield from _objects(child, (*path, part))
+    else:
+        yield path, value
+
+
+def _optimizers(found: Iterable[tuple[Path, Any]]) -> dict[str, Optimizer]:
+    return {join(path): each for path, each in found if isinstance(each, Optimizer)}
+
+
+def _may_hold_others(value: Any) -> bool:
+    """Whether a load of an object may change parameters that nobody knows of."""
+    if isinstance(value, Module | Optimizer | Tensor) or not (is_stateful(value) or isinstance(value, Mapping)):
+        return False
+    return not any(each.__module__.startswith(_RESTORE_NONE) for each in type(value).__mro__)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Module):
+        return [*value.parameters(), *value.buffers()]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _named(optimizer: Any, trained: bool) -> list[tuple[str, Tensor]]:
@@ -150,10 +177,7 @@ def _named(optimizer: Any, trained: bool) -> list[tuple[str, Tensor]]:
     return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad is trained]
 
 
-def _is_held(tensor: Tensor, held: set[Any]) -> bool:
-    places = map(_place, local_tensors(tensor))
-    return id(tensor) in held or all(place in held or not place[1] for place in places)
-
-
-def _place(local: Tensor) -> tuple[Any, int]:
-    return local.device, address_of(local)
+def _places(tensor: Tensor) -> list[tuple[torch.device, int]]:
+    """Returns where the elements of a tensor begin in memory; nothing of one without a place, such as a sparse one."""
+    has_place = [each for each in local_tensors(tensor) if not is_lazy(each) and each.layout is torch.strided]
+    return [(each.device, address) for each in has_place if (address := address_of(each))]

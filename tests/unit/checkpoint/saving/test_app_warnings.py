@@ -1,11 +1,15 @@
 """Optimizers by whose parameters a resume would train otherwise: those that the app lacks, and those frozen again."""
 
+from collections import OrderedDict
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.saving.planning import app_warnings
 
 LINE = "steps 1 parameters that nothing in the app holds, such as {}: a resume would give their moments to new values"
 
@@ -36,13 +40,30 @@ def test_a_parameter_that_nothing_in_the_app_holds_is_told_of_once(tmp_path, cap
 
 
 class Agent:
+    """Saves parameters that none of its attributes has."""
+
+    __slots__ = ("_state",)
+
     def __init__(self, *parts):
-        self.parts = {"of": parts}
+        self._state = lambda: dict(enumerate(parts))
 
     def state_dict(self):
-        return {"x": 1}
+        return self._state()
 
     def load_state_dict(self, state): ...
+
+
+class Raising(Mapping):
+    """As a config of OmegaConf with a value that is missing."""
+
+    def __getitem__(self, key):
+        raise RuntimeError("missing mandatory value")
+
+    def __iter__(self):
+        return iter(["a"])
+
+    def __len__(self):
+        return 1
 
 
 @pytest.mark.parametrize(
@@ -53,9 +74,10 @@ class Agent:
         lambda alpha: nn.ParameterList([alpha]),
         lambda alpha: checkpoint.PerRank(alpha.data),
         lambda alpha: Agent(alpha),
+        lambda alpha: OrderedDict(alpha=alpha),
         lambda alpha: alpha.requires_grad_(False) is None,
     ],
-    ids=["tensor", "its memory", "module", "per rank", "object", "frozen"],
+    ids=["tensor", "its memory", "module", "per rank", "object", "ordered", "frozen"],
 )
 def test_whatever_holds_it_counts(tmp_path, caplog, held):
     model, log_alpha, optimizer = make("keyed")
@@ -64,6 +86,53 @@ def test_whatever_holds_it_counts(tmp_path, caplog, held):
         manager.restore(app)
         manager.save(1, app)
     assert "nothing in the app" not in caplog.text
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_what_has_no_place_in_memory_is_looked_over(tmp_path, caplog, has_optimizer):
+    model, _, optimizer = make("keyed")
+    for name, adjacent in {"a": torch.eye(2).to_sparse(), "b": torch.ones(2).to_mkldnn()}.items():
+        model.register_buffer(name, adjacent, persistent=False)
+    app = {"model": model, **({"optimizer": optimizer} if has_optimizer else {})}
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.restore(app)
+        manager.save(1, app)
+    assert ("nothing in the app" in caplog.text) is has_optimizer
+
+
+def test_objects_of_the_program_are_not_looked_into(tmp_path):
+    model, _, optimizer = make("keyed")
+    agent = type("Configured", (Agent,), {})(torch.ones(1))
+    agent.config, agent.lazy, agent.sparse = Raising(), nn.LazyLinear(3), torch.eye(2).to_sparse()
+    app = {"model": model, "optimizer": optimizer, "agent": agent}
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.restore(app)
+        manager.save(1, app)
+
+
+def test_schedules_samplers_and_averages_hold_no_parameters(tmp_path, caplog):
+    model, _, optimizer = make("torch")
+    others = {
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "sampler": shardopt.data.ResumableSampler(8, batch_size=2),
+        "ema": shardopt.optim.EMA(model, decay=0.9),
+        "random": shardopt.data.RandomState(on_resize="keep"),
+        "scaler": torch.amp.GradScaler("cpu"),
+    }
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.restore({"model": model, "optimizer": optimizer, **others})
+    assert "nothing in the app" in caplog.text
+
+
+def test_a_fault_of_the_look_ends_neither_a_restore_nor_a_save(tmp_path, monkeypatch, caplog):
+    caplog.set_level("DEBUG", "shardopt.checkpoint")
+    model, _, optimizer = make("keyed")
+    app = {"model": model, "optimizer": optimizer}
+    monkeypatch.setattr(app_warnings, "_objects", lambda app: 1 / 0)
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.restore(app)
+        assert manager.save(1, app) is not None
+    assert caplog.text.count("the app was not looked at") == 2
 
 
 OPTIMIZERS = {
