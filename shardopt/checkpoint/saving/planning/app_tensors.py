@@ -24,7 +24,7 @@ from shardopt.sharding.pieces import View
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import local_tensors
 from shardopt.state.names import plain_name
-from shardopt.state.paths import join, keys_below
+from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget
 
 _SAVE_IN_SWAP = "a checkpoint of a training would have averages in the place of weights"
@@ -74,10 +74,12 @@ def check_optimizers(flat: FlatState) -> None:
         refuse_swapped(_SAVE_IN_SWAP, stepped)
         if modules and not owned.issuperset(map(id, stepped)):
             strange.append(each)
-    parameters = {join(each.path): _parameters_of(each) for each in modules}
-    if strange:
-        _refuse_strange(strange, parameters)
-    _refuse_moved(optimizers, parameters)
+    named = {each.path: _params_of_keyed(each.object) for each in optimizers}
+    if strange or any(named.values()):
+        parameters = {join(each.path): _parameters_of(each) for each in modules}
+        if strange:
+            _refuse_strange(strange, parameters)
+        _refuse_moved(named, parameters)
     if places:
         _refuse_unshared(flat, places)
 
@@ -147,22 +149,27 @@ def _strange(
     return Problem(key, foreign, "the model's own parameters", _REMEDY)
 
 
-def _refuse_moved(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raises StateError for keyed optimizers two of whose parameters have changed places in a module."""
+def _params_of_keyed(optimizer: Any) -> list[Mapping[str, Tensor]]:
+    """Returns the parameters by name of a keyed optimizer, or of those that it combines."""
+    params = (getattr(child, "params", None) for child in children_of(optimizer))
+    return [each for each in params if isinstance(each, Mapping)]
+
+
+def _refuse_moved(
+    optimizers: Mapping[Path, Sequence[Mapping[str, Tensor]]], modules: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Raises StateError for keyed optimizers whose parameters have changed places in a module among themselves.
+
+    Names that are meant otherwise, as of a slice of a ModuleList, which begin at 0 again, are those of others, too.
+    """
     problems = []
-    for each in optimizers:
-        for named in (getattr(child, "params", None) for child in children_of(each.object)):
-            if not isinstance(named, Mapping):
-                continue
-            stepped = set(map(id, named.values()))
-            for module, own in modules.items():
-                others = {name: own[name] for name, tensor in named.items() if own.get(name, tensor) is not tensor}
-                here = set(map(id, own.values())) if others else set()
-                moved = [name for name, other in others.items() if id(other) in stepped and id(named[name]) in here]
-                if moved:
-                    found = f"{len(moved)} parameters, such as {moved[0]!r}, that {module!r} now has under other names"
-                    remedy = "make the optimizer again after layers change places, or use torch's, which has no names"
-                    problems.append(Problem(join(each.path), found, "the names that they had when it was made", remedy))
+    for path, named in ((path, each) for path, all_named in optimizers.items() for each in all_named):
+        for module, own in modules.items():
+            moved = [name for name, tensor in named.items() if own.get(name, tensor) is not tensor]
+            if moved and {id(named[name]) for name in moved} == {id(own[name]) for name in moved}:
+                found = f"{len(moved)} parameters, such as {moved[0]!r}, that {module!r} now has under other names"
+                remedy = "make the optimizer again after layers change places, or use torch's, which has no names"
+                problems.append(Problem(join(path), found, "the names that they had when it was made", remedy))
     if problems:
         raise StateError("parameters have changed places in the model", problems, code="stale-parameters")
 

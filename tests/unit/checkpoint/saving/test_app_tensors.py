@@ -105,6 +105,8 @@ def meant():
     compiled = torch.compile(model, backend="eager")
     deep = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     yield "parts with names of the whole", {"model": deep, "of part": keyed(deep[1]), "of other": keyed(deep[:1])}
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    yield "names that begin at 0 again", {"model": layers, "optimizer": keyed(layers[1:])}
     yield "a compiled model", {"model": compiled, "optimizer": keyed(compiled), "same": keyed(model)}
     yield (
         "unnamed, of another model",
