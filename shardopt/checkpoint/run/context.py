@@ -44,6 +44,7 @@ class Due:
         self._seconds = every.total_seconds() if isinstance(every, timedelta) else 0.0
         self._group = group
         self._passed = 0  # the step that the program has come to
+        self._at_root = 0  # the newest step under the root, of those before the restored one
         self._jumps: dict[int, int] = {}  # saved steps, and the steps before them, where some were left out between
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that ask; a new one for each time
         self._next = world().monotonic() + self._seconds
@@ -51,9 +52,9 @@ class Due:
         self._is_at: int | None = None  # the question at which it is due; None until that is known
         self._were: set[int] = set()
 
-    def restored(self, step: int) -> None:
-        """Continues from a step, 0 where nothing was restored. Local."""
-        self._passed = step
+    def restored(self, step: int, at_root: Collection[int]) -> None:
+        """Continues from a step, 0 where nothing was restored; `at_root` are those under the root. Local."""
+        self._passed, self._at_root = step, max((each for each in at_root if each < step), default=0)
         self._jumps.clear()
 
     def passed(self, step: int, is_saved: bool) -> bool:
@@ -65,8 +66,7 @@ class Due:
 
     def of(self, every: int, step: int) -> bool:
         """Whether a step is due of every so many: one that is saved, or that the program comes to next. Local."""
-        before = self._jumps.get(step, self._passed)
-        return step % every == 0 or step // every > before // every
+        return _is_due(every, step, self._jumps.get(step, self._passed))
 
     def at(self, step: int) -> bool:
         """Whether a step is due at the root. By time it is collective at the first, and at those after due ones."""
@@ -81,8 +81,8 @@ class Due:
         return self.of(self._steps, step) if self._steps is not None else step in self._were
 
     def may_have_been_at(self, step: int) -> bool:
-        """Whether a step saved by an earlier process may have been due. Local."""
-        return self._steps is None or step % self._steps == 0
+        """Whether the restored step may have been due, or is the first after one that did not come there. Local."""
+        return self._steps is None or _is_due(self._steps, step, self._at_root)
 
     def _ask(self, step: int) -> None:
         ranks = self._group.ranks
@@ -98,6 +98,10 @@ class Due:
         self._asked_for, self._asked = step, self._asked + 1
         if self._asked == self._is_at:
             self._were.add(step)
+
+
+def _is_due(every: int, step: int, before: int) -> bool:
+    return step % every == 0 or step // every > before // every
 
 
 class Candidate(NamedTuple):
@@ -150,6 +154,7 @@ class Run:
     Attributes:
         branches: as all ranks know them; none before `agree_on_branches`.
         is_agreed: whether all ranks know them.
+        at_root: the steps under the root at the last look for candidates.
         roots: the root, and that of the mirror if there is one.
     """
 
@@ -163,6 +168,7 @@ class Run:
         self.roots = (self.root,) if self.mirror is None else (self.root, Root(self.mirror.remote))
         self.due = Due(self.every, self.group)
         self.branches, self.is_agreed = Branches(), False
+        self.at_root: frozenset[int] = frozenset()
         self._told: list[str] = []  # the records of branches that were told of
 
     @property
@@ -250,6 +256,7 @@ class Run:
         """
         candidates = [each for each in (*on_tiers, *self._committed()) if self.branches.has(each.id, seen_from)]
         candidates.sort(key=lambda each: -each.id.step)  # of equal ones the order stays
+        self.at_root = frozenset(id.step for id, url in candidates if url == self.root.checkpoint(id).url)
         wanted = candidates if step is None else [each for each in candidates if each.id.step == step]
         if required and not wanted:
             steps = sorted({each.id.step for each in candidates})

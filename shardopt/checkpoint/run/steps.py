@@ -274,7 +274,7 @@ class Steps:
         self.restored_step = None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
-        run.due.restored(self.restored_step or 0)
+        run.due.restored(self.restored_step or 0, run.at_root)
         self._passed_over = self._warn_of_lacking()
         self._after.restored(restored)
         return restored

@@ -83,6 +83,25 @@ def test_tiers_count_steps_that_jump_as_the_root_does(tmp_path):
     assert manager.steps() == [0, 10, 20]
 
 
+def test_a_due_step_that_only_a_tier_has_comes_to_the_root_after_a_restart(tmp_path):
+    app = {"step": 0}
+
+    def run(every, steps, **options):
+        tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=64)]
+        with checkpoint.Manager(tmp_path / "root", destinations=tiers, every=every) as manager:
+            manager.restore(app, **options)
+            for app["step"] in steps:
+                manager.save(app["step"], app)
+            manager.wait()
+            return manager.steps()
+
+    assert run(5000, range(64, 1025, 64)) == []  # as if it was killed before the promotion
+    assert run(1000, [1088]) == [1024]
+    assert run(1000, []) == [1024]  # 1088 is none
+    assert run(5000, range(1152, 2049, 64)) == [1024]
+    assert run(1000, [], step=2048) == [1024, 2048]  # by all steps under the root
+
+
 class Own(World):
     """A clock of each rank's own, and for all but rank 0 one on which it is always time."""
 
