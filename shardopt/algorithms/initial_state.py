@@ -41,19 +41,30 @@ def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str,
 
 
 def lacking(
-    spec: AlgorithmSpec, group: Mapping[str, Any], parameter: Tensor, there: Collection[str], is_strange: bool
+    spec: AlgorithmSpec,
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    there: Collection[str],
+    is_strange: bool,
 ) -> list[str]:
     """Returns the names of absent entries without which the others of a parameter's state would mislead a step.
 
     Args:
         spec: of the algorithm that is to step.
+        optimizer: is to step. It knows which of the entries this very parameter has: SOAP makes none of its bases for
+            vectors, nor for dimensions that are too large.
         group: the options.
         parameter: of any kind.
         there: the names of the entries that there are.
         is_strange: whether another algorithm has made them: then they are of use only if none is absent.
     """
     absent = [entry for entry in spec.entries(group, len(view_of(parameter).shape)) if entry.name not in there]
-    return [entry.name for entry in absent if is_strange or entry.needs_first_step]
+    needed = [entry.name for entry in absent if is_strange or entry.needs_first_step]
+    if needed and spec.steps_on is StepsOn.PARAMETERS:
+        names = getattr(optimizer, "state_names", cast(MakesState, optimizer).initial_state)(group, parameter)
+        needed = [name for name in needed if name in names]
+    return needed
 
 
 def is_initial(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:

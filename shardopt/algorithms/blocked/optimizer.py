@@ -154,6 +154,10 @@ class BlockOptimizer(GatheringOptimizer):
             state[each.name] = make_zeros(each.shape, each.boxes, owners, rank, like, alone)
         return state
 
+    def state_names(self, group: Options, parameter: Tensor) -> Collection[str]:
+        """Returns the names of what `initial_state` makes, and makes nothing."""
+        return {"step", *(each.name for each in self.entries(group, view_of(parameter).shape))}
+
     def unlike(self, group: Options, options: Options, kept: Collection[str]) -> Iterable[tuple[str, Any, Any]]:
         """Yields ("block_size", stored, own) if the stored value cuts a parameter with state into other blocks."""
         own = group["block_size"]

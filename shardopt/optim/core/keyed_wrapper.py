@@ -151,7 +151,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         if spec is None:
             return {}
         found = {
-            name: lacking(spec, group, parameter, entries[name], name in strange)
+            name: lacking(spec, self._local.optimizer, group, parameter, entries[name], name in strange)
             for group in self.param_groups
             for parameter, name in ((each, self._names[each]) for each in group[PARAMS])
             if entries.get(name)

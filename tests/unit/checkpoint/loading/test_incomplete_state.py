@@ -14,6 +14,7 @@ from shardopt.algorithms import algorithms
 from shardopt.checkpoint import Manager, Strictness
 from shardopt.errors import MismatchError
 from shardopt.optim import CombinedOptimizer
+from shardopt.sharding.view import view_of
 from tests.harness import run_ranks
 
 NAMES = [spec.name for spec in algorithms()]
@@ -104,9 +105,10 @@ ANEW += [
 @pytest.mark.parametrize(("name", "way"), ANEW)
 def test_optimizers_begin_anew_on_state_of_another_algorithm(tmp_path, caplog, name, way):
     part = "all" if way == "combined" else ""
+    options = {"precondition_1d": True} if name == "soap" else {}  # without, AdamW has all that vectors need
     with Manager(tmp_path / "run") as manager:
         manager.save(2, stepped(app_of("adamw", 0, part=part)))
-    url, into = tmp_path / "run" / "step-00000002", app_of(name, part=part)
+    url, into = tmp_path / "run" / "step-00000002", app_of(name, part=part, **options)
     if way == "restored":
         with Manager(tmp_path / "run") as manager:
             assert manager.restore(into, strict=False) == 2
@@ -124,7 +126,7 @@ def test_optimizers_begin_anew_on_state_of_another_algorithm(tmp_path, caplog, n
         )
         assert any(key.endswith(".step") for key in report.left_out)
     assert "stored state of parameters was left out" in caplog.text
-    assert_equal(weights(stepped(into)), begun_anew(url, app_of(name)))
+    assert_equal(weights(stepped(into)), begun_anew(url, app_of(name, **options)))
 
 
 def _on_shards(root):
@@ -244,3 +246,58 @@ def test_so_are_those_that_a_state_dict_lacks():
         [loaded[name]["master"] for name, _ in into["model"].named_parameters()],
         [each.float() for each in weights(saved)],
     )
+
+
+SHAPES = [(3,), (1,), (), (40, 30), (2, 3, 4), (0, 3)]
+BOUNDED = {"SOAP": {"max_precondition_dim": 32}, "LBFGS": {"history_size": 2}}
+KINDS = [(name, BOUNDED.get(name, {})) for name in NAMES]
+KINDS += [
+    ("SOAP", {}),
+    ("SOAP", {"precondition_1d": True}),
+    ("SOAP", {"block_size": 16}),
+    ("Shampoo", {"block_size": 16}),
+]
+KINDS += [
+    ("AdamW", {"state_dtype": "uint8"}),
+    ("AdEMAMix", {"state_dtype": "bfloat16"}),
+    ("RMSprop", {"centered": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+@pytest.mark.parametrize("way", ["a state_dict", "a checkpoint"])
+def test_state_of_the_same_code_is_taken_whole_whatever_the_shapes(tmp_path, name, options, way):
+    unsuitable = {spec.name: spec.unsuitable for spec in algorithms()}[name]
+    is_sparse = name == "SparseAdam"
+    shapes = [each for each in SHAPES if not unsuitable(view_of(torch.zeros(each))) and (each or not is_sparse)]
+
+    def made():
+        params = {
+            f"w{n}": nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape))
+            for n, shape in enumerate(shapes)
+        }
+        return shardopt.keyed(name, params, **options)
+
+    def step_all(optimizer):
+        for each in optimizer.params.values():
+            gradient = torch.linspace(1, 2, each.numel()).reshape(each.shape)
+            each.grad = gradient.to_sparse(1) if is_sparse else gradient
+        optimizer.step(*([lambda: torch.ones(())] if name == "LBFGS" else []))
+
+    saved, strict, into = made(), made(), made()
+    for _ in range(2):
+        step_all(saved)
+    if way == "a checkpoint":
+        checkpoint.save(tmp_path / "c", {"optimizer": saved})
+        report = checkpoint.load(tmp_path / "c", {"optimizer": into}, strict=False, init_state=True)
+        assert not report.left_out
+    strict.init_state()
+    strict.load_state_dict(saved.state_dict())
+    if way == "a state_dict":
+        into.init_state()
+        assert into.load_state_dict(saved.state_dict(), strict=False) == ([], [])
+    wanted, found = strict.state_dict()["state"], into.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    for key, entries in wanted.items():
+        assert found[key].keys() == entries.keys()
+        assert all(torch.equal(torch.as_tensor(found[key][each]), torch.as_tensor(entries[each])) for each in entries)
