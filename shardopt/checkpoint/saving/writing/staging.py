@@ -115,6 +115,9 @@ class Staging:
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
         own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once
+        for key in own.keys() & later:  # the same memory, also once `.data` of a tensor is replaced
+            pieces = (Piece(box, tensor.detach()) for box, tensor in own[key].pieces)
+            own[key] = own[key]._replace(pieces=tuple(pieces))
         self._held = held_by_several(own, live.tied, later if lazily else own.keys())
         if shares is None or check_replicas == "all" or _bytes_of(self._held.values()) < LEAST_SHARED_BYTES:
             self._held = {}
@@ -125,7 +128,7 @@ class Staging:
         self._lazily = lazily
         self.is_by_plan = bool(self._held)
         held_pieces = [piece for view in self._held.values() for piece in view.pieces]
-        pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
+        copied_pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
         self._offsets: Offsets = {} if offsets is None else offsets
         self._memory = memory
         hosts = self._hosts_of({key: view for key, view in own.items() if key not in self._held}, later)
@@ -146,7 +149,7 @@ class Staging:
         self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)
-        self._devices = set(filter(has_streams, {each.tensor.device for each in [*pieces, *held_pieces]}))
+        self._devices = set(filter(has_streams, {each.tensor.device for each in [*copied_pieces, *held_pieces]}))
         memory.populate()
         with self._after_the_caller():
             _copy_all(now)
@@ -334,9 +337,8 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     """Returns the keys of tensors that only a step of an optimizer in the state changes.
 
     These are parameters of optimizers, wherever they stand in the state, and the optimizers' own state; but not of an
-    optimizer that updates parameters within backward, nor those that are not trained: no step changes them, but a
-    forward may, as that of a momentum encoder. Options, which schedules change, and numbers, which cost nothing to
-    copy, are not among them.
+    optimizer that updates parameters within backward. Options, which schedules change, and numbers, which cost nothing
+    to copy, are not among them.
     """
     optimizers = _optimizers_of(flat)
     within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
@@ -358,8 +360,7 @@ def _optimizers_of(flat: FlatState) -> list[Optimizer]:
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    trained = (each for group in groups for each in group["params"] if each.requires_grad)
-    return {_place(local) for parameter in trained for local in local_tensors(parameter)}
+    return {_place(local) for group in groups for parameter in group["params"] for local in local_tensors(parameter)}
 
 
 def _place(local: Tensor) -> tuple[Any, ...]:

@@ -194,13 +194,23 @@ def test_what_may_change_before_a_step_is_not_left_for_later():
     assert changed_by_steps_alone(flatten({"net": model})) == set()
 
 
-def test_a_parameter_that_is_not_trained_is_copied_in_the_call_though_an_optimizer_has_it(gate, saver, tmp_path):
-    model = Net()  # as a momentum encoder, which the forward changes
-    optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=0.1)
+@pytest.mark.parametrize("form", ["keyed", "torch's"])
+@pytest.mark.parametrize("nbytes", [20, 17 << 20])
+def test_parameters_that_are_not_trained_are_copied_late_as_they_were_though_a_forward_replaces_them(
+    form, nbytes, gate, saver, tmp_path
+):
+    model = Net()  # of two encoders; one follows the other
+    model.frozen = nn.Parameter(torch.randn(nbytes // 4), requires_grad=False)
+    optimizer = (
+        shardopt.keyed("sgd", model.named_parameters(), lr=0.1)
+        if form == "keyed"
+        else torch.optim.SGD(model.parameters())
+    )
     app = {"model": model, "optimizer": optimizer}
+    assert "model.frozen" in changed_by_steps_alone(flatten(app))
     expected = snapshot(app)
     pending = saver.save(tmp_path / "one", app, stage="lazy")
-    model.frozen.data.add_(1)
+    model.frozen.data = model.frozen.data * 0.5
     assert not pending.staged
     gate.set()
     pending.result(30)
