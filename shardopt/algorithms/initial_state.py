@@ -57,10 +57,11 @@ def lacking(
         group: the options.
         parameter: of any kind.
         there: the names of the entries that there are.
-        is_strange: whether another algorithm has made them: then they are of use only if none is absent.
+        is_strange: whether another algorithm has made them: then they are of use only if none is absent but maxima,
+            which are right from zeros on at any step.
     """
     absent = [entry for entry in spec.entries(group, len(view_of(parameter).shape)) if entry.name not in there]
-    needed = [entry.name for entry in absent if is_strange or entry.needs_first_step]
+    needed = [each.name for each in absent if each.needs_first_step or (is_strange and not each.maximum)]
     if needed and spec.steps_on is StepsOn.PARAMETERS:
         names = getattr(optimizer, "state_names", cast(MakesState, optimizer).initial_state)(group, parameter)
         needed = [name for name in needed if name in names]

@@ -36,6 +36,9 @@ from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
 
 _log = logging.getLogger("shardopt.checkpoint")
 
+_MAXIMA = ("max_exp_avg_sq",)
+"""Entries of torch's algorithms that are right from zeros on at any step."""
+
 
 @dataclass(slots=True)
 class _Change:
@@ -300,8 +303,8 @@ def warn_of_incomplete(incomplete: Mapping[str, str]) -> None:
     if lines:
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         _log.warning(
-            "stored state of parameters was left out, and theirs stays as it is: it lacks entries that the algorithm "
-            "here needs with the others [optimizer-state]:\n  %s%s",
+            "stored state that does not fit was left out, and that of its parameters stays as it is: it lacks entries "
+            "that the algorithm here needs with the others [optimizer-state]:\n  %s%s",
             lines[0],
             more,
         )
@@ -319,7 +322,7 @@ def _incomplete_of_torchs(
             if not made and makes_lazy_state_as_torch(torchs.optimizer):
                 made = {*lazy_state(torchs.optimizer, group, parameter)}
             name = names[id(parameter)]
-            lacking[name] = sorted({*made, *torchs.state.get(parameter, {})}.difference(stored[name]))
+            lacking[name] = sorted({*made, *torchs.state.get(parameter, {})}.difference(stored[name], _MAXIMA))
     return {name: absent for name, absent in lacking.items() if absent}
 
 

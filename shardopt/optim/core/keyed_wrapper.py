@@ -198,9 +198,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         refuse_swapped(LOAD_IN_SWAP, chain.from_iterable(with_masters))  # of which parameters are made
         if plan.convert_state:
             offered = self._converted(plan, with_named_groups(offered))
-        super()._plan(plan, offered if plan.strict else self._complete(with_named_groups(offered)))
+        super()._plan(plan, offered if plan.strict else self._complete(plan, with_named_groups(offered)))
 
-    def _complete(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _complete(self, plan: LoadPlan, offered: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the offered state without that of parameters of which too little is offered (`incomplete_state`)."""
         state, groups = offered.get(STATE), offered.get(PARAM_GROUPS)
         if not isinstance(state, Mapping):
@@ -208,6 +208,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         by_member = options_by_member(groups) if are_named(groups) else {}
         strange = {name for name, options in by_member.items() if other_algorithm(options, self.algorithm)}
         left_out = self.incomplete_state({k: v for k, v in state.items() if isinstance(v, Mapping)}, strange)
+        where = plan.section(STATE)
+        plan.unmatched.unexpected_keys.extend(f"{where}.{name}.{entry}" for name in left_out for entry in state[name])
         return {**offered, STATE: {name: entries for name, entries in state.items() if name not in left_out}}
 
     def _converted(self, plan: LoadPlan, offered: Mapping[str, Any]) -> Mapping[str, Any]:

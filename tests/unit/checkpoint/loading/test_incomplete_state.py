@@ -60,6 +60,33 @@ def test_state_of_another_algorithm_is_taken_whole_or_not_at_all(here):
         assert torch.equal(into.params["w"], fresh.params["w"]), name
 
 
+def test_entries_that_are_left_out_are_among_the_unexpected():
+    offered = offered_by("AdamW")
+    for into, prefix in ((of_one("Rprop"), ""), (CombinedOptimizer([("part", of_one("Rprop"))]), "part.")):
+        into.init_state()
+        saved = offered if not prefix else CombinedOptimizer([("part", of_one("AdamW", gradient=1.0))]).state_dict()
+        unmatched = into.load_state_dict(saved, strict=False)
+        entries = [f"state.{prefix}w.{entry}" for entry in offered["state"]["w"]]
+        assert set(entries) <= {*unmatched.unexpected_keys} and f"state.{prefix}w" in unmatched.missing_keys
+
+
+@pytest.mark.parametrize("whose", ["keyed", "torch's"])
+def test_state_that_lacks_but_a_maximum_is_taken(tmp_path, caplog, whose):
+    of = {"keyed": ("adam", "adamw"), "torch's": (torch.optim.Adam, torch.optim.AdamW)}[whose]
+    saved = stepped(app_of(of[0], 0))
+    checkpoint.save(tmp_path / "c", saved)
+    into = app_of(of[1], amsgrad=True)
+    checkpoint.load(tmp_path / "c", into, strict=False, init_state=True)
+    assert "does not fit" not in caplog.text
+    for there, here in zip(saved["model"].parameters(), into["model"].parameters(), strict=True):
+        state = into["optimizer"].state[here]
+        assert_equal([state["exp_avg_sq"]], [saved["optimizer"].state[there]["exp_avg_sq"]])
+        assert state["step"] == 2 and not state["max_exp_avg_sq"].any()
+    if whose == "keyed":
+        into["optimizer"].load_state_dict(saved["optimizer"].state_dict(), strict=False)
+        assert into["optimizer"].state[next(into["model"].parameters())]["step"] == 2
+
+
 def app_of(algorithm, seed=1, dtype=torch.float32, part="", is_sharded=False, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
@@ -125,7 +152,7 @@ def test_optimizers_begin_anew_on_state_of_another_algorithm(tmp_path, caplog, n
             **({"select": r"^optimizer\."} if way == "in two loads" else {}),
         )
         assert any(key.endswith(".step") for key in report.left_out)
-    assert "stored state of parameters was left out" in caplog.text
+    assert "stored state that does not fit was left out" in caplog.text
     assert_equal(weights(stepped(into)), begun_anew(url, app_of(name, **options)))
 
 

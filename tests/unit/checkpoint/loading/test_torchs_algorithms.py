@@ -169,7 +169,9 @@ def test_of_another_algorithm_only_state_of_its_own_is_taken(tmp_path, caplog, n
         f"  optimizer: saved by AdamW; {name} takes the state that fits, with its own options"
     )
     assert [line.partition(":")[0] for line in told[1:]] == (
-        [] if name in WHOLE else ["stored state of parameters was left out, and theirs stays as it is"]
+        []
+        if name in WHOLE
+        else ["stored state that does not fit was left out, and that of its parameters stays as it is"]
     )
     entries = {entry for state in stepped(app)["optimizer"].state.values() for entry in state}
     fresh = app_of("adamw")
