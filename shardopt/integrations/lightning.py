@@ -21,8 +21,9 @@ from shardopt.integrations.lightning_state import (
     METRICS,
     LoaderStates,
     app_of,
-    deal_all_as,
+    begin_dealing,
     draws_seed_in_each_epoch,
+    end_dealing,
     end_short_epoch,
     is_epoch_over,
     load_state,
@@ -70,12 +71,18 @@ class ShardoptCheckpoint(Checkpoint):
         return self._run.manager
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Moves behind all other callbacks: what a ModelCheckpoint notes of a step is to be saved with it."""
+        """Moves behind all other callbacks: what a ModelCheckpoint notes of a step is to be saved with it.
+
+        Loaders are dealt to the ranks from now on, also in a validation, test or prediction without a fit.
+        """
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+        begin_dealing(trainer.strategy)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        end_dealing(trainer.strategy)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores: strategy, optimizers and schedules exist by now, and no data was requested yet."""
-        deal_all_as(trainer.strategy)
         framework, self._loaders, self._progress = FrameworkState(), LoaderStates(), None
         app = app_of(trainer, framework, self._loaders)
         self.restored = self._run.begin(app)

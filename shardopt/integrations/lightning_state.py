@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, __version__, callbacks
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -40,6 +40,9 @@ _AVERAGING = tuple(
 _log = logging.getLogger("shardopt")
 METRICS = "metrics of schedules"  # the last values that ReduceLROnPlateau goes by; Lightning itself saves none
 _STATEFUL = "StatefulDataLoader"  # of torchdata, which need not be installed
+_SHARE = (
+    "distributed_sampler_kwargs"  # ParallelStrategy's own counts the devices of one node, and says nothing of others
+)
 _LOADERS = "combined_loader"  # Lightning's name for the states of data loaders, within those of the fit loop
 
 
@@ -162,20 +165,37 @@ def deal_as(strategy: Strategy, loader: Any) -> None:
 
     Ranks of tensor parallelism get the same samples then. Raises OptionError if the loader was made for others.
     """
-    at, share = position_of(loader), getattr(strategy, "distributed_sampler_kwargs", None)
-    if at is not None and share is not None:
-        deal(at, share["rank"], share["num_replicas"])
+    at, share = position_of(loader), getattr(type(strategy), _SHARE, None)
+    if at is not None and share not in (None, ParallelStrategy.distributed_sampler_kwargs):
+        numbers = getattr(strategy, _SHARE)
+        deal(at, numbers["rank"], numbers["num_replicas"])
 
 
-def deal_all_as(strategy: Strategy) -> None:
-    """As `deal_as`, with each loader that Lightning gets from the module from now on, before it is iterated."""
-    process = strategy.process_dataloader
+class Dealing:
+    """A strategy's `process_dataloader`, which passes each loader that Lightning gets to `deal_as` first.
 
-    def process_dataloader(loader: object) -> object:
-        deal_as(strategy, loader)
-        return process(loader)
+    An object and no function, as it is pickled and copied with its trainer.
+    """
 
-    strategy.process_dataloader = process_dataloader
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.process = strategy, strategy.process_dataloader
+
+    def __call__(self, loader: object) -> object:
+        deal_as(self.strategy, loader)
+        return self.process(loader)
+
+
+def begin_dealing(strategy: Strategy) -> None:
+    """Has a strategy deal loaders from now on. Once is enough: a fit that failed has left it so."""
+    if not isinstance(strategy.process_dataloader, Dealing):
+        strategy.process_dataloader = Dealing(strategy)
+
+
+def end_dealing(strategy: Strategy) -> None:
+    dealing = vars(strategy).pop("process_dataloader", None)
+    before = dealing.process if isinstance(dealing, Dealing) else dealing
+    if before not in (None, strategy.process_dataloader):  # one that was set on the object
+        strategy.process_dataloader = before
 
 
 def end_short_epoch(trainer: Trainer) -> None:

@@ -154,11 +154,11 @@ class TrainingRun:
         """Saves the last step if it is not saved yet, and waits for all running writes. Collective."""
         self.save_last(step, app)
         self.manager.close()
-        self._manager = None
+        self._manager, self._handlers = None, {}
 
     def abort(self) -> None:
         """Closes after an error, with which the program ends. Does nothing if nothing is open."""
-        manager, self._manager = self._manager, None
+        manager, self._manager, self._handlers = self._manager, None, {}
         if manager is not None:
             manager.close()
 

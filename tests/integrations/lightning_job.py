@@ -296,7 +296,7 @@ def fit_and_evaluate(folder, saved_by):
 
 
 def samples_of_tensor_parallelism(folder, by, **share):
-    """Fits two ranks of tensor parallelism; returns the samples that this one was given."""
+    """Validates and fits two ranks of tensor parallelism; returns the samples that this one was given."""
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
@@ -320,6 +320,8 @@ def samples_of_tensor_parallelism(folder, by, **share):
             seen.append(batch.flatten().tolist())
             return self.network(batch).square().mean()
 
+        validation_step = training_step
+
         def configure_optimizers(self):
             return shardopt.keyed("adamw", self.named_parameters(), lr=0.01)
 
@@ -327,16 +329,16 @@ def samples_of_tensor_parallelism(folder, by, **share):
             return ResumableLoader(torch.arange(16.0).view(16, 1), batch_size=4, shuffle=False, **share)
 
     strategy = ShardoptStrategy if by == "strategy" else ModelParallelStrategy
-    Trainer(
+    trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=strategy(1, 2, process_group_backend="gloo"),
-        max_epochs=1,
-        logger=False,
         callbacks=[ModelCheckpoint(folder) if by == "strategy" else ShardoptCheckpoint(folder)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Module())
+        **{"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False},
+    )
+    module = Module()
+    trainer.validate(module, module.train_dataloader(), verbose=False)
+    trainer.fit(module)
     return seen
 
 

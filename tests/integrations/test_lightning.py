@@ -1,10 +1,13 @@
 """Lightning with accumulation, validation within epochs, and loaders that have a state."""
 
+import copy
 import logging
+import pickle
 import shutil
 import signal
 
 import pytest
+import torch
 
 from tests.harness import RanksFailed, run_ranks, run_ranks_outcomes
 from tests.integrations import jobs, lightning_job
@@ -132,9 +135,42 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(tmp_path, saved_by)
 def test_ranks_of_tensor_parallelism_get_the_same_samples(tmp_path, by):
     shared = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     job = lightning_job.samples_of_tensor_parallelism
-    assert run_ranks(2, job, str(tmp_path / "a"), by, deadline_seconds=DEADLINE) == [shared] * 2
+    assert run_ranks(2, job, str(tmp_path / "a"), by, deadline_seconds=DEADLINE) == [shared * 2] * 2
     with pytest.raises(RanksFailed, match="rank: found rank 0 of 2; required rank 0 of 1"):
         run_ranks(2, job, str(tmp_path / "b"), by, ranks=2, deadline_seconds=DEADLINE)
+
+
+def deal_and_copy():
+    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+
+    from shardopt.data.sampler import ResumableSampler
+    from shardopt.integrations.lightning_state import begin_dealing, deal_as, end_dealing
+
+    class OneNode(DDPStrategy):  # as a strategy of a program's own that leaves this to ParallelStrategy
+        distributed_sampler_kwargs = ParallelStrategy.distributed_sampler_kwargs
+
+    strategy = SingleDeviceStrategy("cpu")
+    for _ in range(2):  # the first fit failed
+        begin_dealing(strategy)
+    for copied in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        dealing = copied.process_dataloader
+        assert dealing.strategy is copied and dealing.process == type(copied).process_dataloader.__get__(copied)
+        assert dealing([1]) == [1]
+    end_dealing(strategy)
+    assert "process_dataloader" not in vars(strategy)
+    strategy.process_dataloader = own = len
+    begin_dealing(strategy)
+    assert strategy.process_dataloader([1, 2]) == 2
+    for _ in range(2):
+        end_dealing(strategy)
+        assert strategy.process_dataloader is own
+    sampler = ResumableSampler(8, batch_size=4)
+    deal_as(OneNode(parallel_devices=[torch.device("cpu")] * 2), sampler)
+    assert sampler.ranks == 1  # of the job
+
+
+def test_loaders_are_dealt_by_the_strategy_that_a_copied_or_pickled_one_is_and_once():
+    run_ranks(1, deal_and_copy, deadline_seconds=DEADLINE)
 
 
 def random_numbers_of_fits(folder, at, end):
