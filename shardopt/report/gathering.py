@@ -55,7 +55,8 @@ def report_document(
         "checkpoint": None if contents is None else checkpoint_document(contents, values),
         "against": None if contents is None or against is None else changes_document(contents, against),
     }
-    wire: dict[str, Any] = json_form({**document, "findings": findings_of(document)})
+    of_rules = [{"kind": "rule", "text": str(each)} for each in listing.problems_of(rules)] if is_run else []
+    wire: dict[str, Any] = json_form({**document, "findings": [*findings_of(document), *of_rules]})
     return wire
 
 

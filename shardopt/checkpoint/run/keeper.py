@@ -198,7 +198,8 @@ class Keeper(Task):
         metrics, now = {step: each.metrics for step, each in noted.items()}, world().wall_clock()
         ages = {step: now - each.saved_at for step, each in noted.items() if each.saved_at is not None}
         kept = reasons_to_keep(noted, rules, metrics, pinned, ages)
-        if len(kept) < len(noted) and not self._told_of_metric:
+        # Metrics may come at fewer steps than checkpoints: without any, the rule's are just not there yet.
+        if len(kept) < len(noted) and any(metrics.values()) and not self._told_of_metric:
             for problem in metric_problem(rules, metrics.values()):
                 self._told_of_metric = True
                 _log.warning(

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardopt.checkpoint.arguments import refuse
 from shardopt.checkpoint.converting.verify import VerifyReport, verify
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of, parse_id
@@ -82,19 +81,22 @@ class RunListing:
     checkpoints: tuple[Listed, ...]
 
     def reasons_to_keep(self, rules: Retention) -> dict[CheckpointId, list[str]]:
-        """Returns the checkpoints of the run that stay, and why: by a rule, or because a branch begins there.
-
-        Raises:
-            OptionError: no checkpoint has the metric of `best`.
-        """
-        refuse(metric_problem(rules, [each.metrics for each in self.checkpoints if each.metrics is not None]))
-        run = {each.id.step: each for each in self.checkpoints if each.id and each.in_run and each.counts}
+        """Returns the checkpoints of the run that stay, and why: by a rule, or because a branch begins there."""
+        run = self._of_run()
         metrics = {step: each.metrics or {} for step, each in run.items()}
         begins = {each.from_step: f"branch {each.number} begins here" for each in self.branches.values()}
         now = world().wall_clock()
         ages = {step: now - each.saved_at for step, each in run.items() if each.saved_at is not None}
         kept = reasons_to_keep(run, rules, metrics, begins, ages)
         return {id: why for step, why in kept.items() if (id := run[step].id) is not None}
+
+    def problems_of(self, rules: Retention) -> list[Problem]:
+        """Returns the problem with rules of which one keeps nothing, as no checkpoint of the run has its metric."""
+        return metric_problem(rules, [each.metrics or {} for each in self._of_run().values()])
+
+    def _of_run(self) -> dict[int, Listed]:
+        """Returns by step the checkpoints of the run that count."""
+        return {each.id.step: each for each in self.checkpoints if each.id and each.in_run and each.counts}
 
 
 def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing:

@@ -74,13 +74,15 @@ def _ls_one(output: Output, url: str, verify: bool, rules: Retention) -> int:
     of_run = list_step(url, verify)
     listing = of_run or RunListing(storage_of(url).url, Branches(), (_one(url, verify),))
     (one,) = listing.checkpoints
-    kept = list_run(listing.url).reasons_to_keep(rules) if of_run and not rules.keeps_all else {}
+    whole = list_run(listing.url) if of_run and not rules.keeps_all else RunListing(listing.url, Branches(), ())
+    kept = whole.reasons_to_keep(rules)
     place = "one checkpoint, of no run"
     if one.id is not None:
         branch = f", on branch {one.id.branch}" if listing.branches else ""
         place = f"step {one.id.step} of the run at {listing.url}{branch}"
     output.line(Span(one.url, "bold"), f": {place}", "" if one.in_run else ", which the run has abandoned")
     _print_table(output, [one], rules, kept)
+    _complain_of_rules(output, whole, rules)
     run = listing.url if of_run else None
     output.data(document(listing, rules, kept) | {"url": one.url, "run": run, "tiers": []})
     return int(one.condition in _WRONG)
@@ -149,6 +151,12 @@ def print_listing(output: Output, listing: RunListing, rules: Retention, kept: d
                 f"{state}, in {each.id.name}",
             )
     _complain_of(output, aside)
+    _complain_of_rules(output, listing, rules)
+
+
+def _complain_of_rules(output: Output, listing: RunListing, rules: Retention) -> None:
+    for problem in listing.problems_of(rules):
+        output.complain(str(problem))
 
 
 def _print_table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from shardopt.checkpoint.arguments import refuse
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.metrics import remove_records
@@ -36,6 +37,9 @@ def prune(
     Only whole checkpoints of the run below its newest are removed, and what was to be removed when the run was taken
     back; and what was left of earlier ones as others referred to it, where none does that stays. What is damaged,
     unfinished, abandoned, or the beginning of a branch stays, and so do files to which something refers that stays.
+
+    Raises:
+        OptionError: something would be removed, and no checkpoint of the run has the metric of `best`.
     """
     rules = parse_rules(keep_last, keep_every, best, keep_seconds, required=True)
     listing = list_run(root, verify)
@@ -44,6 +48,8 @@ def prune(
         raise CheckpointNotFoundError("there is nothing to prune", [problem])
     kept = listing.reasons_to_keep(rules)
     unwanted = unwanted_in(listing, rules)
+    if any(each.in_run and each.counts for each in unwanted):
+        refuse(listing.problems_of(rules))  # it may be the best one that would be removed
     freed = bytes_freed(listing, unwanted)
     if yes:
         _refuse_changed(root, listing, kept)

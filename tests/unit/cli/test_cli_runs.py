@@ -113,14 +113,29 @@ def test_ls_says_what_rules_would_keep(run, capsys):
 @pytest.mark.parametrize(
     "verb", [["ls"], ["prune", "--yes"], ["ls", "step-00000300"], ["report", "-o", "page.html"]], ids="-".join
 )
-def test_rules_by_a_metric_that_no_checkpoint_has_are_refused(verb, run, tmp_path, capsys):
+def test_rules_by_a_metric_that_no_checkpoint_has_are_told_and_remove_nothing(verb, run, tmp_path, capsys):
     before = steps_in(run)
     url = run / "step-00000300" if verb[-1].startswith("step") else run
     arguments = [str(tmp_path / each) if each.endswith(".html") else each for each in verb if "step" not in each]
-    assert main([*arguments, str(url), "--keep-last", "1", "--best", "lass:min:1"]) == 2
-    error = capsys.readouterr().err
-    assert "found the metric 'lass', which no checkpoint has; required one of loss;" in error
+    status = 2 if "prune" in verb else 0
+    assert main([*arguments, str(url), "--keep-last", "1", "--best", "lass:min:1"]) == status
+    told = "".join(capsys.readouterr())
+    assert told.count("found the metric 'lass', which no checkpoint has; required one of loss;") == 1
     assert steps_in(run) == before
+    # As where none was removed yet, and where the metric comes later.
+    assert main([*arguments, str(url), "--keep-last", "9", "--best", "lass:min:1"]) == 0
+
+
+def test_a_metric_that_abandoned_checkpoints_alone_have_keeps_none(tmp_path, capsys):
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, {"x": 1}, metrics={"loss": 1.0})
+    for step in (2, 3):
+        manager.save(step, {"x": 1}, metrics={"loss": 1.0, "late": 1.0})
+    manager.restore({"x": 0}, step=1)
+    for step in (2, 3):
+        manager.save(step, {"x": 1}, metrics={"loss": 1.0})
+    assert main(["prune", str(tmp_path), "--keep-last", "1", "--best", "late:min:1"]) == 2
+    assert "required one of loss;" in capsys.readouterr().err
 
 
 def test_ls_of_one_checkpoint_and_of_a_run_on_another_storage(run, capsys):

@@ -253,3 +253,11 @@ def test_a_rule_by_a_metric_that_no_checkpoint_has_is_told_once(tmp_path, caplog
             manager.add_metrics(1, {"late": 0.5})
     messages = [each.message for each in caplog.records if "which no checkpoint has" in each.message]
     assert len(messages) == told and all("required one of" in each and "loss" in each for each in messages)
+
+
+def test_a_rule_by_a_metric_that_comes_at_fewer_steps_than_checkpoints_is_not_told(tmp_path, caplog):
+    manager = checkpoint.Manager(tmp_path, keep=Retention(last=2, best=("loss", "min", 1)))
+    for step in range(1, 11):
+        manager.save(step, {"step": step}, metrics={"loss": 1 / step} if step % 5 == 0 else None)
+    assert not [each for each in caplog.records if "which no checkpoint has" in each.message]
+    assert manager.steps() == [9, 10]
