@@ -55,8 +55,8 @@ class ResumableSampler:
             `mesh["dp"].get_local_rank()` and `mesh["dp"].size()`.
 
     Raises:
-        ValueError: a batch or the data set has too few samples, or rank is none of the ranks, as far as the ranks are
-            known; else at the first use.
+        ValueError: a batch or the data set has too few samples, or rank is none of the ranks, as far as they are given;
+            else at the first use.
         RankError: at the first use; a launcher has started several processes, and there is no process group.
 
     Attributes:
@@ -84,10 +84,10 @@ class ResumableSampler:
         self._begun: tuple[int] | None = None  # the position at which the loop that runs over `through` began
         self._drawn_from: tuple[int, ...] | None = None  # where the batches begin that were drawn last
         self._warned: set[str] = set()
-        if dist.is_initialized() or None not in (rank, ranks):
-            self._require_share(self.rank, self.ranks)
-        else:
+        if rank is None or ranks is None:  # the job's may be others at the first use, as a framework says
             self._require_enough_for(1 if ranks is None else ranks)
+        else:
+            self._require_share(rank, ranks)
 
     @property
     def rank(self) -> int:
@@ -235,7 +235,8 @@ class ResumableSampler:
 
     def _require_enough_for(self, ranks: int) -> None:
         if self.batch_size < ranks:
-            raise ValueError(f"batch_size: found {self.batch_size}; required one for each of {ranks} ranks; raise it")
+            remedy = "raise it, or pass rank and ranks of data parallelism, if only these share a batch"
+            raise ValueError(f"batch_size: found {self.batch_size}; required one for each of {ranks} ranks; {remedy}")
         least = self.batch_size if self.drop_last else ranks
         if self.size < least:
             found = f"{self.size} samples"

@@ -183,8 +183,14 @@ def made_before_the_group(store):
         next(sampler.through(loader))
     checked, _ = sampler_and_loader(batch_size=1)
     dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
-    with pytest.raises(ValueError, match="batch_size: found 1; required one for each of 2 ranks"):
-        next(iter(checked))
+    for early in (checked, sampler_and_loader(batch_size=1)[0]):
+        with pytest.raises(
+            ValueError, match=r"batch_size: found 1; required one for each of 2 ranks; .* rank and ranks"
+        ):
+            next(iter(early))
+    of_both, _ = sampler_and_loader(batch_size=1)
+    deal(of_both, 0, 1)  # as Lightning does for two ranks of tensor parallelism
+    assert len(next(iter(of_both))) == 1
     return [sample for (batch,) in sampler.through(loader) for sample in batch.tolist()]
 
 
