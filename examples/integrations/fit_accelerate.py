@@ -45,7 +45,9 @@ def train(out: Path, set_up: Callable[[Any], None] = lambda accelerator: None) -
     with checkpoint.Manager(out / "checkpoints", every=2, stop_on=signal.SIGTERM) as manager:
         manager.restore(accelerator.app(app))
         while progress["step"] < STEPS:
-            for batch in loader:  # the rest of an epoch; by epochs: for epoch in range(loader.epoch, epochs)
+            # The rest of an epoch; by epochs: for epoch in range(loader.epoch, epochs). What is done at an epoch's end
+            # comes before the save of its last batch: if loader.epoch > epoch.
+            for batch in loader:
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
                 optimizer.step()

@@ -91,6 +91,13 @@ class ResumableLoader:
         for epoch in range(loader.epoch, epochs):
             for batch in loader:
                 ...
+                if loader.epoch > epoch:  # this was the last batch
+                    schedule.step()
+                manager.save(step, app)
+
+    What is done at an epoch's end comes before the save of its last batch. Behind the inner loop it would be left out
+    by a resume from that save, which begins with the next epoch. `ResumableSampler.through` gives an empty epoch then,
+    and what stands behind its loop is done.
 
     Args:
         dataset: map-style.

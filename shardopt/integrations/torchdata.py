@@ -32,6 +32,8 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
                 ...
 
     Each pass yields the rest of an epoch. Batches count as they are handed out, whatever workers have fetched ahead.
+    With the last one the next epoch begins: what is done at an epoch's end comes before the save of its last batch, as
+    in `shardopt.integrations.loader.ResumableLoader`.
 
     Args:
         dataset: with a length, and samples by number. An epoch has each of them once, and with `drop_last` those alone
