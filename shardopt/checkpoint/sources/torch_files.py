@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.constants import TORCH_SUFFIXES, damaged
+from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import with_options_by_member
@@ -55,8 +56,11 @@ class _TorchFile(ArchivedTensors):
         if not self._records:  # else they tell, as an archive has either all checksums or none
             members = zip_members(self.read_bytes, 0, self.nbytes, self.where)
             is_summed = any(each.crc32 is not None for each in members.values())
-        self.other_unsummed_bytes = 0 if is_summed else self.nbytes - sum(end - begin for begin, end in ranges)
-        """Bytes without a checksum outside of storages, such as those of plain values."""
+        self.own_unsummed_bytes = 0 if is_summed else self.nbytes
+        """Bytes without a checksum: of a storage once, which several tensors may share, and of plain values."""
+
+    def unsummed_bytes(self, entry: Entry) -> int:
+        return 0  # they are those of the file
 
     def sum_of(self, leaf: TensorRecord) -> int | str:
         """Returns the checksum of a tensor's storage; of one that has none, a hash of some places in it."""
@@ -117,7 +121,7 @@ class TorchSource(Source):
         self.storage, self.url = storage, storage.url if url is None else url
         with wrap_os_errors(f"read {self.url}"):
             self._files = [_TorchFile(storage, name) for name in sorted(files)]
-        self.unsummed_bytes = sum(file.other_unsummed_bytes for file in self._files)
+        self.unsummed_bytes = sum(file.own_unsummed_bytes for file in self._files)
         tensors = StoredTensors()
         values: dict[str, tuple[Path, Any]] = {}
         unread: dict[str, str] = {}
