@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, __version__, callbacks
@@ -125,10 +125,14 @@ def load_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if owner is not None and type(owner).__qualname__ in checkpoint:
             owner.load_state_dict(checkpoint[type(owner).__qualname__])
     trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
-    # Lightning counts the validation that came before, and opens its loader for that, which draws a random number.
     validation = trainer.fit_loop.epoch_loop.val_loop
-    counting = isolate_rng()(validation.increment_progress_to_evaluation_end)
-    validation.increment_progress_to_evaluation_end = counting
+    validation.increment_progress_to_evaluation_end = partial(_count_validation, validation)  # it pickles, and copies
+
+
+def _count_validation(validation: Any) -> None:
+    """Counts the validation that came before. Lightning opens its loader for that, which draws a random number."""
+    with isolate_rng():
+        type(validation).increment_progress_to_evaluation_end(validation)
 
 
 def is_epoch_over(trainer: Trainer) -> bool:
