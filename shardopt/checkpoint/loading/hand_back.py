@@ -116,11 +116,17 @@ def _keeping_groups(loaded: object) -> Iterator[None]:
         if vars(loaded).get(PARAM_GROUPS) is not new or len(new) != len(groups):
             return  # a property, which finds its own; or it has changed what groups there are
         if isinstance(kept, list) and isinstance(new, list) and {id(each) for each in new}.isdisjoint(map(id, groups)):
-            for group, values in zip(groups, new, strict=True):
+            replaced = {id(values): (group, values) for group, values in zip(groups, new, strict=True)}
+            for group, values in replaced.values():
                 group.clear()
                 group.update(values)
-            kept[:] = new[:] = groups
-            loaded.param_groups = kept
+            kept[:] = groups
+            for each in _with_inner(loaded):  # to which a subclass may have handed on what is new, or the reverse
+                own = vars(each).get(PARAM_GROUPS)
+                if own is new:
+                    each.param_groups = kept
+                if isinstance(own, list):
+                    own[:] = [replaced.get(id(group), (group,))[0] for group in own]
 
     # By a hook of torch's load, before what a subclass does then, as hand the list on; again for those without hooks.
     with ExitStack() as after_load:
@@ -128,6 +134,17 @@ def _keeping_groups(loaded: object) -> Iterator[None]:
             after_load.callback(loaded.register_load_state_dict_post_hook(keep, prepend=True).remove)
         yield
         keep(loaded)
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer, and those that it has as attributes or in containers that are attributes, at any depth."""
+    found = [optimizer]
+    for each in found:  # it grows
+        for value in vars(each).values():
+            values = value.values() if isinstance(value, dict) else value
+            values = values if isinstance(value, dict | list | tuple) else (value,)
+            found += [inner for inner in values if isinstance(inner, Optimizer) and inner not in found]
+    return found
 
 
 def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.loading.hand_back import hand_back
+from shardopt.state.state import RestoreTarget
 
 SGD = torch.optim.SGD
 
@@ -19,6 +21,31 @@ class Outer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self.inner.param_groups = self.param_groups
+
+
+class Around(torch.optim.Optimizer):
+    """Has the groups of the optimizers in it, which load them, as timm's Lookahead."""
+
+    def __init__(self, *inner):
+        self.inner = inner
+        self.state, self.defaults = {}, {}
+        self.take()
+
+    def take(self):
+        first, *others = (each.param_groups for each in self.inner)
+        self.param_groups = sum(others, first) if others else first
+
+    def step(self):
+        for each in self.inner:
+            each.step()
+
+    def state_dict(self):
+        return {str(number): each.state_dict() for number, each in enumerate(self.inner)}
+
+    def load_state_dict(self, state_dict):
+        for number, each in enumerate(self.inner):
+            each.load_state_dict(state_dict[str(number)])
+        self.take()
 
 
 class WithoutHooks(SGD):
@@ -55,6 +82,11 @@ class ByProperty(SGD):
         self.own.append({**self.defaults, **group, "params": list(group["params"])})
 
 
+def load(optimizer):
+    """Hands an optimizer the state that it has."""
+    hand_back([RestoreTarget(("optimizer",), optimizer, optimizer.state_dict())], lenient=False)
+
+
 def groups_of(layers):
     return [{"params": list(layer.parameters())} for layer in layers]
 
@@ -75,6 +107,32 @@ def test_dicts_and_list_are_those_of_before(tmp_path, make):
     assert (body["lr"], head["lr"], head["initial_lr"]) == (0.1, 0.25, 0.5)
     assert make is not Outer or optimizer.inner.param_groups is groups
     assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+@pytest.mark.parametrize("make", [lambda inner: Around(inner), lambda inner: Around(Around(inner))])
+@pytest.mark.parametrize("kind", [SGD, Outer, WithoutHooks])
+def test_a_group_that_is_added_after_a_load_is_trained(make, kind):
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = make(kind(groups_of(layers[:1]), lr=0.1))
+    groups = optimizer.param_groups
+    load(optimizer)
+    assert optimizer.param_groups is groups and optimizer.inner[0].param_groups is groups
+    optimizer.add_param_group({"params": list(layers[1].parameters())})
+    stepping = optimizer
+    while hasattr(stepping, "inner"):
+        stepping = stepping.inner[0] if isinstance(stepping, Around) else stepping.inner
+    assert stepping.param_groups[1]["params"][0] is layers[1].weight
+
+
+def test_optimizers_whose_groups_another_one_joins_share_them_after_a_load():
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = (SGD(each.parameters(), lr=0.1) for each in layers)
+    optimizer = Around(first, second)
+    groups = list(optimizer.param_groups)
+    load(optimizer)
+    for group, own in zip(groups, (first, second), strict=True):
+        assert own.param_groups[0] is group
+    assert all(now is before for now, before in zip(optimizer.param_groups, groups, strict=True))
 
 
 def test_groups_that_an_optimizer_finds_anew_are_left_to_it(tmp_path):
