@@ -173,6 +173,20 @@ def reshard_before_writing(tensors: Iterable[Tensor]) -> None:
         reshard([module for module in list(_module_state_mapping) if not meshes.isdisjoint(_meshes_of(module))])
 
 
+def shards_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the shards that are trained of a module's parameters under `fully_shard`; other modules have none.
+
+    Until they are resharded the module itself has gathered copies in their place.
+    """
+    within = set(module.modules())
+    for sharded in list(_module_state_mapping):  # also one above this module that has it in its group
+        if isinstance(sharded, FSDPModule):
+            for group in sharded._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    if not within.isdisjoint((each._module_info.module, *each._module_info.shared_modules)):
+                        yield each.sharded_param
+
+
 def _meshes_of(module: nn.Module) -> Iterator[DeviceMesh]:
     if isinstance(module, FSDPModule):
         for group in module._get_fsdp_state()._fsdp_param_groups:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
+from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import Path, join
 from shardopt.state.state import PerRank, is_stateful
@@ -164,7 +165,7 @@ def _may_hold_others(value: Any) -> bool:
 
 def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Module):
-        return [*value.parameters(), *value.buffers()]
+        return [*value.parameters(), *value.buffers(), *shards_of(value)]
     return [value] if isinstance(value, Tensor) else []
 
 

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.planning import app_warnings
+from tests.support.fake_rank import fake_rank
 
 LINE = "steps 1 parameters that nothing in the app holds, such as {}: a resume would give their moments to new values"
 
@@ -141,6 +144,23 @@ OPTIMIZERS = {
     "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
     "combined": lambda model: shardopt.optim.CombinedOptimizer([("all", OPTIMIZERS["keyed"](model))]),
 }
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_parameters_of_fully_shard_are_held_also_right_after_a_forward(caplog, parts):
+    with fake_rank(0, 1):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        model[2].weight = model[1].weight
+        for module in (model[0], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.Adam(model.parameters())
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        gathered = set(map(id, model.parameters())).isdisjoint(map(id, optimizer.param_groups[0]["params"][2:]))
+        assert gathered and not app_warnings.warn_of_unheld({"model": list(model) if parts else model, "o": optimizer})
+        assert app_warnings.warn_of_unheld({"model": model[:1], "o": optimizer})
+    (line,) = caplog.messages
+    assert line.startswith("o steps 3 parameters that nothing in the app holds")
 
 
 @pytest.mark.parametrize("unfrozen", [False, True])
