@@ -22,11 +22,14 @@ from shardopt.checkpoint.saving.planning.app_warnings import AppWarnings
 from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
+from shardopt.checkpoint.text import WHERE_TAKEN
 from shardopt.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptionError,
     GradientError,
+    Problem,
     StateError,
     UnreadableError,
 )
@@ -140,7 +143,11 @@ class Steps:
 
         They may be whole again once the hosts with their files are back, and must not be restored in place of what the
         run has saved meanwhile.
+
+        Raises:
+            CheckpointExistsError: the step is below the last one.
         """
+        self._refuse_lower(step)
         current = self.branches().current
         if self._passed_over:
             from_step = -1 if self.restored_step is None else self.restored_step
@@ -148,10 +155,26 @@ class Steps:
             self._passed_over = False
         return self._run.branches.id_of(step)
 
+    def _refuse_lower(self, step: int) -> None:
+        """Refuses a step below the last saved or restored one, whether it exists or not. Local, and alike on all ranks.
+
+        A restart would resume the last one: what a counter that starts over saves would be lost.
+        """
+        if self._last is None or step >= self._last[0].step:
+            return
+        id, saved = self._last
+        if isinstance(saved, PendingSave):
+            self.background.finish()
+            if saved.failure is not None:  # no checkpoint; the step may be that of this rank alone, which is astray
+                return
+        url = self._run.root.checkpoint(self._run.branches_here().id_of(step)).url
+        found = f"a save after step {id.step} was saved or restored"
+        raise CheckpointExistsError(
+            "the path is taken", [Problem(url, found, f"a step from {id.step} on", WHERE_TAKEN)]
+        )
+
     def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None) -> bool:
         """Whether a step is the last saved or restored one and still exists; logs it, and adds metrics. Collective.
-
-        An earlier one that exists is refused by its save: a counter that starts over would lose what is saved by it.
 
         Args:
             at_root, metrics: as for `AfterCommit.url_of`.

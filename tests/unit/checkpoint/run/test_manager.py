@@ -88,6 +88,25 @@ def test_only_the_last_step_is_passed_over_and_steps_rise(tmp_path, stage, on_ti
         assert manager.restore(app) == 10 and app["x"] == 20
 
 
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_a_counter_that_starts_over_is_refused_at_once_also_where_its_steps_are_gone(tmp_path, stage):
+    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1, keep_last=1)]
+    with checkpoint.Manager(tmp_path / "run", every=2, stage=stage, destinations=tiers) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"x": step})
+        for step in (1, 2, 5):  # only on a tier, and removed there; at the root; the one before the last
+            with pytest.raises(CheckpointExistsError, match="steps must rise over all phases"):
+                manager.save(step, {"x": -step})
+        manager.save(6, {"x": -6})  # is there
+        with pytest.raises(CheckpointExistsError, match="steps must rise over all phases"):
+            manager.save(3, {"x": -3}, force=True)
+        assert manager.save(7, {"x": 7}) is not None
+        app = {"x": 0}
+        assert manager.restore(app) == app["x"] == 7
+        assert manager.restore(app, step=4) == 4
+        assert manager.save(5, app) is not None
+
+
 def test_all_stay_where_there_are_no_rules(tmp_path):
     with checkpoint.Manager(tmp_path, every=3) as manager:
         run(manager, range(1, 10))
