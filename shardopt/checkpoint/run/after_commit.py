@@ -25,6 +25,7 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.errors import CheckpointError
 from shardopt.world import world
 
 _SLOW_SHARE = 0.5  # of the time to stop: the rest is for what comes before the save, a step and a save under way
@@ -38,7 +39,7 @@ class _Known(NamedTuple):
     Args:
         url: where it is.
         save_id: the id of its save.
-        added: metrics, after the commit; on rank 0.
+        added: metrics, of the save and after the commit; on rank 0. Those of one restored: after it.
     """
 
     url: str
@@ -92,7 +93,7 @@ class AfterCommit:
         """
         url = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
         with self._committing:
-            self._known[id] = _Known(url, report.save_id, {})
+            self._known[id] = _Known(url, report.save_id, dict(metrics))
             for oldest in list(self._known)[:-_MOST_KNOWN]:  # in the order of commits: the same on all ranks
                 del self._known[oldest]
         noted = Noted(world().wall_clock(), metrics, report.save_id)  # here, as it may come to the root much later
@@ -196,8 +197,8 @@ class AfterCommit:
             decide=lambda _: self._add(id, numbers_of(metrics)),
         )
 
-    def _add(self, id: CheckpointId, numbers: Mapping[str, float]) -> None:
-        """Adds metrics to a committed checkpoint, on rank 0."""
+    def _add(self, id: CheckpointId, numbers: Mapping[str, float], replaces: bool = True) -> None:
+        """Adds metrics to a committed checkpoint, on rank 0; `replaces`: also those of names that it has."""
         run, checkpoint = self._run, self._run.root.checkpoint(id)
         with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
             known = self._known.get(id)
@@ -206,6 +207,14 @@ class AfterCommit:
             save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
             if save_id is None or not roots:  # one that is known may be removed since
                 raise run.not_found(id)
+            if not replaces:
+                had = {} if known is None else known.added
+                had = had.keys() | {
+                    name for root in roots for name in (*noted_of(root).metrics, *added_to(root, save_id))
+                }
+                numbers = {name: number for name, number in numbers.items() if name not in had}
+                if not numbers:
+                    return
             for root in roots:
                 add_to(root, save_id, numbers)
             if known is not None:
@@ -239,12 +248,15 @@ class AfterCommit:
         if self.base == self._run.root.checkpoint(id).url:
             self.base = None
 
-    def url_of(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None) -> str | None:
+    def url_of(
+        self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None, stops: bool = False
+    ) -> str | None:
         """Returns the URL of a checkpoint that was committed or restored here; None if there is none. Collective.
 
         Args:
             at_root: whether one that a tier alone has does not count; it may be on its way to the root.
-            metrics: to add to it, if it is there; rank 0's count.
+            metrics: to add to it under names that it does not have, if it is there; rank 0's count.
+            stops: whether the process is to end: what keeps metrics from being added is logged, and not raised.
         """
         known = self._known.get(id)
         if known is not None and at_root and self.tiers is not None and is_on_hosts(known.url):
@@ -258,7 +270,12 @@ class AfterCommit:
             is_there = is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME)
             numbers = {} if metrics is None else numbers_of(metrics)
             if is_there and numbers:
-                self._add(id, numbers)
+                try:
+                    self._add(id, numbers, replaces=False)
+                except CheckpointError as error:
+                    if not stops:
+                        raise
+                    _log.error("the metrics of step %d were not added: %s", id.step, error)
             return is_there
 
         _, is_there = self._run.ranks.agree(

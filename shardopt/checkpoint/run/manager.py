@@ -251,7 +251,7 @@ class Manager:
         Steps rise. The last saved or restored one is not saved again; returns the report of its save, or None.
 
         Args:
-            metrics: numbers by name, kept with the checkpoint, or added to one that is there; rank 0's count.
+            metrics: numbers by name, kept with the checkpoint; new ones are added to one that is there. Rank 0's count.
 
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.

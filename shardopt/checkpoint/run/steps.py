@@ -124,7 +124,7 @@ class Steps:
         earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
         try:
             id = self._id_to_save(int(step))
-            has = self._has(id, at_root=True, metrics=metrics)
+            has = self._has(id, True, metrics, stops=True)
             if not has:
                 self._warn_of_app(step, app)
                 self._after.prepare(id, in_turn=False)
@@ -173,16 +173,16 @@ class Steps:
             "the path is taken", [Problem(url, found, f"a step from {id.step} on", WHERE_TAKEN)]
         )
 
-    def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None) -> bool:
+    def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None, stops: bool = False) -> bool:
         """Whether a step is the last saved or restored one and still exists; logs it, and adds metrics. Collective.
 
         Args:
-            at_root, metrics: as for `AfterCommit.url_of`.
+            at_root, metrics, stops: as for `AfterCommit.url_of`.
         """
         if self._last is None or self._last[0] != id:
             return False
         self.background.wait()  # which may have failed, and then is no checkpoint
-        url = self._after.url_of(id, at_root, metrics)
+        url = self._after.url_of(id, at_root, metrics, stops)
         if url is not None and self._run.ranks.rank == 0:
             announce(f"step {id.step} is already in {url}: nothing to save{' but the metrics' if metrics else ''}")
         return url is not None

@@ -107,6 +107,24 @@ def test_a_counter_that_starts_over_is_refused_at_once_also_where_its_steps_are_
         assert manager.save(5, app) is not None
 
 
+@pytest.mark.parametrize("on_tier", [False, True])
+def test_metrics_with_a_step_that_is_there_replace_none(tmp_path, on_tier):
+    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)] if on_tier else []
+    options = {"every": 2, "destinations": tiers}
+    with checkpoint.Manager(tmp_path / "run", **options) as manager:
+        manager.save(2, {"x": 2}, metrics={"accuracy": 0.9})
+        manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 1.0})
+        manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 2.0})
+        manager.wait()
+        assert manager.metrics(2) == {"accuracy": 0.9, "loss": 1.0}
+    with checkpoint.Manager(tmp_path / "run", every=2) as manager:
+        manager.restore({"x": 0})
+        manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 0.0, "epoch": 1})
+        assert manager.metrics(2) == {"accuracy": 0.9, "loss": 1.0, "epoch": 1.0}
+        manager.add_metrics(2, {"accuracy": 0.5})
+        assert manager.metrics(2)["accuracy"] == 0.5
+
+
 def test_all_stay_where_there_are_no_rules(tmp_path):
     with checkpoint.Manager(tmp_path, every=3) as manager:
         run(manager, range(1, 10))

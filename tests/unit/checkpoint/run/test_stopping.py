@@ -290,6 +290,19 @@ def test_any_of_several_signals_stops(tmp_path, no_deadline, sent, code):
         signal.signal(each, handler)
 
 
+def test_a_stop_at_a_step_that_exists_logs_that_its_metrics_cannot_be_written(tmp_path, no_deadline, caplog):
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoint.Manager(tmp_path, every=5).save(5, {"x": 5})
+    with checkpoint.Manager(tmp_path, every=5, stop_on=signal.SIGTERM) as manager:
+        manager.restore({"x": 0})
+        (tmp_path / "step-00000005.metrics.json").mkdir()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            manager.save(5, {"x": 5}, metrics={"loss": 1.0})
+    assert "the metrics of step 5 were not added" in caplog.text
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_stop_at_a_step_that_exists_does_not_say_it_is_saved(tmp_path, no_deadline, caplog, restored):
     before = signal.getsignal(signal.SIGTERM)
