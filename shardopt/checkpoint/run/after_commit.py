@@ -208,10 +208,9 @@ class AfterCommit:
             if save_id is None or not roots:  # one that is known may be removed since
                 raise run.not_found(id)
             if not replaces:
-                had = {} if known is None else known.added
-                had = had.keys() | {
-                    name for root in roots for name in (*noted_of(root).metrics, *added_to(root, save_id))
-                }
+                had = set() if known is None else set(known.added)
+                for root in roots:
+                    had |= {*noted_of(root).metrics, *added_to(root, save_id)}
                 numbers = {name: number for name, number in numbers.items() if name not in had}
                 if not numbers:
                     return

@@ -255,7 +255,7 @@ class Manager:
 
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
-            CheckpointExistsError: the step exists, from somebody else, or is below the last saved or restored one.
+            CheckpointExistsError: the step exists; or, with tiers or a stage, is below the last saved or restored one.
             CheckpointError: this thread is in the middle of a save, a load or a step, as where a signal handler saves.
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """

@@ -147,8 +147,8 @@ class Steps:
         Raises:
             CheckpointExistsError: the step is below the last one.
         """
-        self._refuse_lower(step)
         current = self.branches().current
+        self._refuse_lower(step)
         if self._passed_over:
             from_step = -1 if self.restored_step is None else self.restored_step
             self._run.take_back(from_step, current, "abandon", (), always=True)
@@ -156,18 +156,20 @@ class Steps:
         return self._run.branches.id_of(step)
 
     def _refuse_lower(self, step: int) -> None:
-        """Refuses a step below the last saved or restored one, whether it exists or not. Local, and alike on all ranks.
+        """Refuses a step below the last saved or restored one of the branch, if there are tiers or a stage. Local.
 
-        A restart would resume the last one: what a counter that starts over saves would be lost.
+        A restart would resume the last one. Else the save itself refuses a step that exists, and retention tells more.
         """
-        if self._last is None or step >= self._last[0].step:
+        if self._last is None or step >= self._last[0].step or (self._tiers is None and self._stage is None):
             return
         id, saved = self._last
+        if self._run.branches.id_of(id.step) != id:  # no longer of the run, as after a restore that failed at its end
+            return
         if isinstance(saved, PendingSave):
             self.background.finish()
             if saved.failure is not None:  # no checkpoint; the step may be that of this rank alone, which is astray
                 return
-        url = self._run.root.checkpoint(self._run.branches_here().id_of(step)).url
+        url = self._run.root.checkpoint(self._run.branches.id_of(step)).url
         found = f"a save after step {id.step} was saved or restored"
         raise CheckpointExistsError(
             "the path is taken", [Problem(url, found, f"a step from {id.step} on", WHERE_TAKEN)]

@@ -91,13 +91,14 @@ def test_metrics_of_a_step_that_is_there_are_added_to_it(tmp_path, stage):
                 manager.save(step, app_of(step), force=True, metrics={"loss": step})  # an evaluation after the save
     with checkpoint.Manager(tmp_path, every=2, keep=keep, stage=stage) as manager:
         assert manager.restore(app_of(0)) == 6
-        manager.save(6, app_of(6), force=True, metrics={"loss": 1})
+        manager.save(6, app_of(6), force=True, metrics={"loss": 1, "accuracy": 1})  # it has a loss
+        manager.add_metrics(6, {"loss": 1})
         assert manager.save(6, app_of(6), force=True) is None  # which changes nothing
         with pytest.raises(StateError):
             manager.save(6, app_of(6), force=True, metrics={"loss": "low"})
         for step in (8, 10):
             manager.save(step, app_of(step), metrics={"loss": step})
-    assert manager.steps() == [6, 10] and manager.metrics(6) == {"loss": 1.0}
+    assert manager.steps() == [6, 10] and manager.metrics(6) == {"loss": 1.0, "accuracy": 1.0}
 
 
 def test_metrics_of_a_step_that_a_tier_has_and_at_a_stop(tmp_path):
