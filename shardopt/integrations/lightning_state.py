@@ -196,6 +196,7 @@ def begin_dealing(strategy: Strategy) -> None:
 
 
 def end_dealing(strategy: Strategy) -> None:
+    """Takes back what `begin_dealing` has set, if it has, and leaves what was set on the strategy before."""
     dealing = vars(strategy).pop("process_dataloader", None)
     before = dealing.process if isinstance(dealing, Dealing) else dealing
     if before not in (None, strategy.process_dataloader):  # one that was set on the object

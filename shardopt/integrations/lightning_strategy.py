@@ -47,7 +47,7 @@ class ShardoptMixin:
     def process_dataloader(self, dataloader: object) -> object:
         """Has a loader of ours deal its batches to the ranks among which this strategy divides data."""
         deal_as(self, dataloader)
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        return super().process_dataloader(dataloader)  # type: ignore[misc]  # of the strategy that this is mixed into
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns nothing, as the module is saved in place."""

@@ -66,7 +66,7 @@ class VerifyReport(OfUrl):
 
     @property
     def verdict(self) -> str:
-        """What was found, in words."""
+        """The result in words."""
         if self.problems:
             return f"damaged in {plural(len(self.problems), 'place')}"
         if self.bytes_without_checksum:
