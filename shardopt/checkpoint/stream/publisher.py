@@ -43,8 +43,9 @@ class Publisher:
     that a `Follower` takes over by the changes alone. Of a box whose elements changed here and there, positions and
     values are written; see `docs/streams.md`.
 
-    A job that starts again publishes its first step whole. If it is not after the newest published one, what was
-    published from there on is removed, and followers take the new steps.
+    A job that starts again publishes right after `restore`: until then followers have the weights of steps that are
+    lost. The first step that it publishes is whole. If it is not after the newest published one, what was published
+    from there on is removed, and followers take the new steps.
 
     Args:
         root: a path, or a URL that fsspec knows; for nothing else. Or `hosts://` with an absolute path, as in
