@@ -286,11 +286,6 @@ def changes_what_is_loaded(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_load_state_dict_pre_hooks)
 
 
-def takes_load_hooks(optimizer: Optimizer) -> bool:
-    """Whether `register_load_state_dict_post_hook` may be called: not where torch's constructor has not run."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
-
-
 def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy; returns the result."""
     offered = dict(state_dict)

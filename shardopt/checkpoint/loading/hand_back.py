@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
-from shardopt.runtime.torch_private import takes_load_hooks
 from shardopt.state.paths import PARAM_GROUPS, join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.version import WRITER
@@ -102,38 +103,32 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
 
 @contextmanager
 def _keeping_groups(loaded: object) -> Iterator[None]:
-    """Has an optimizer of torch's keep its group dicts, and the list of them, where a load would replace them.
+    """Has torch's optimizers keep their group dicts, and the list of them, where a load would replace them.
 
     Others may share them (SAM, Lookahead), or a loop may hold one; what is set in a replaced dict has no effect.
+
+    Before anything else gets the new dicts, in `__setstate__` of the optimizer whose load makes them. One that is not
+    found within another has new dicts, and the other gets them from it, as without this.
     """
-    if not isinstance(loaded, Optimizer) or isinstance(loaded, PartialStateful):  # keyed ones keep them
-        yield
-        return
-    kept, groups = loaded.param_groups, list(loaded.param_groups)
-
-    def keep(_: object) -> None:
-        new = loaded.param_groups
-        if vars(loaded).get(PARAM_GROUPS) is not new or len(new) != len(groups):
-            return  # a property, which finds its own; or it has changed what groups there are
-        if isinstance(kept, list) and isinstance(new, list) and {id(each) for each in new}.isdisjoint(map(id, groups)):
-            replaced = {id(values): (group, values) for group, values in zip(groups, new, strict=True)}
-            for group, values in replaced.values():
-                group.clear()
-                group.update(values)
-            kept[:] = groups
-            for each in _with_inner(loaded):  # to which a subclass may have handed on what is new, or the reverse
-                own = vars(each).get(PARAM_GROUPS)
-                if own is new:
-                    each.param_groups = kept
-                if isinstance(own, list):
-                    own[:] = [replaced.get(id(group), (group,))[0] for group in own]
-
-    # By a hook of torch's load, before what a subclass does then, as hand the list on; again for those without hooks.
     with ExitStack() as after_load:
-        if takes_load_hooks(loaded):
-            after_load.callback(loaded.register_load_state_dict_post_hook(keep, prepend=True).remove)
+        if isinstance(loaded, Optimizer) and not isinstance(loaded, PartialStateful):  # keyed ones keep them
+            for each in _with_inner(loaded):
+                vars(each)["__setstate__"] = partial(_set_state, each)  # by which loads end, torch's and others'
+                after_load.callback(vars(each).pop, "__setstate__", None)
         yield
-        keep(loaded)
+
+
+def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Sets the state of an optimizer as its `__setstate__` does, with the new groups' values in its own group dicts."""
+    kept, new = vars(optimizer).get(PARAM_GROUPS), state.get(PARAM_GROUPS)
+    is_own = kept is getattr(optimizer, PARAM_GROUPS, None)  # and no property, which finds its own
+    is_alike = is_own and isinstance(kept, list) and isinstance(new, list) and len(kept) == len(new)
+    if is_alike and {id(group) for group in kept}.isdisjoint(map(id, new)):  # else it keeps them itself
+        for group, values in zip(kept, new, strict=True):
+            group.clear()
+            group.update(values)
+        state = {**state, PARAM_GROUPS: kept}
+    type(optimizer).__setstate__(optimizer, state)
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -91,7 +91,49 @@ def groups_of(layers):
     return [{"params": list(layer.parameters())} for layer in layers]
 
 
-@pytest.mark.parametrize("make", [SGD, Outer, WithoutHooks, InPlace])
+class Holder:
+    """Has an optimizer, and is none; may load it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+
+class Joining(Around):
+    """Has those in it in a form that may not be looked into."""
+
+    def __init__(self, hold, *inner):
+        self.held = hold(inner)
+        super().__init__(*inner)
+        del self.inner
+
+    def __getattr__(self, name):
+        if name == "inner":
+            return inner_of(self.held)
+        raise AttributeError(name)
+
+
+class LoadsBoth(Outer):
+    """Loads its own groups, and then those of the optimizer in it."""
+
+    def load_state_dict(self, state_dict):
+        SGD.load_state_dict(self, state_dict)
+        self.inner.load_state_dict(state_dict)
+
+
+def inner_of(held):
+    """Returns the optimizers in tuples, dicts and holders, in order."""
+    if isinstance(held, torch.optim.Optimizer):
+        return [held]
+    values = held.values() if isinstance(held, dict) else held if isinstance(held, tuple) else [held.optimizer]
+    return [each for value in values if not isinstance(value, str) for each in inner_of(value)]
+
+
+@pytest.mark.parametrize("make", [SGD, Outer, WithoutHooks, InPlace, LoadsBoth])
 def test_dicts_and_list_are_those_of_before(tmp_path, make):
     def app_of():
         layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -105,8 +147,8 @@ def test_dicts_and_list_are_those_of_before(tmp_path, make):
     checkpoint.load(tmp_path / "c", app)
     assert optimizer.param_groups is groups and groups[0] is body and groups[1] is head and head["params"] is params
     assert (body["lr"], head["lr"], head["initial_lr"]) == (0.1, 0.25, 0.5)
-    assert make is not Outer or optimizer.inner.param_groups is groups
-    assert not optimizer._optimizer_load_state_dict_post_hooks
+    assert not isinstance(optimizer, Outer) or optimizer.inner.param_groups is groups
+    assert "__setstate__" not in vars(optimizer)
 
 
 @pytest.mark.parametrize("make", [lambda inner: Around(inner), lambda inner: Around(Around(inner))])
@@ -133,6 +175,30 @@ def test_optimizers_whose_groups_another_one_joins_share_them_after_a_load():
     for group, own in zip(groups, (first, second), strict=True):
         assert own.param_groups[0] is group
     assert all(now is before for now, before in zip(optimizer.param_groups, groups, strict=True))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda inner: inner,
+        lambda inner: tuple(zip(("body", "head"), inner, strict=True)),
+        lambda inner: {"all": inner},
+        lambda inner: tuple(map(Holder, inner)),
+        lambda inner: (inner[0], Holder(inner[1])),
+    ],
+    ids=["found", "pairs", "in a dict", "holders", "one found"],
+)
+@pytest.mark.parametrize("is_within", [False, True])
+@pytest.mark.parametrize("kind", [SGD, WithoutHooks])
+def test_whoever_steps_has_the_groups_of_the_optimizer_around_it(hold, is_within, kind):
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    inner = [kind(each.parameters(), lr=0.1) for each in layers]
+    optimizer = Joining(hold, *inner)
+    optimizer = Around(optimizer) if is_within else optimizer
+    load(optimizer)
+    for group, own in zip(optimizer.param_groups, inner, strict=True):
+        assert own.param_groups[0] is group
+    assert not any("__setstate__" in vars(each) for each in (optimizer, *inner))
 
 
 def test_groups_that_an_optimizer_finds_anew_are_left_to_it(tmp_path):
