@@ -12,7 +12,7 @@
     ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
     └── CheckpointError       (RuntimeError)
         ├── CheckpointNotFoundError  (FileNotFoundError)   no committed checkpoint at this path
-        ├── CheckpointExistsError    (FileExistsError)     a committed checkpoint stands at this path already
+        ├── CheckpointExistsError    (FileExistsError)     a committed checkpoint stands at this path, or a later step
         ├── CorruptionError                                bytes that are not what was written
         │   └── UnreadableError                            bytes that a disk does not give back
         ├── FormatError                                    a checkpoint that this version cannot read

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-WHERE_TAKEN = (
-    "save to a new path; a committed checkpoint is never written over. A Manager's steps must rise over all phases of "
-    "a run; to do steps again, call restore(app, step=...) first. A second Manager, as for the best steps, is not "
-    "restored: first delete(step) each of its steps() above the one that the run resumed; or let one Manager keep the "
-    "best too, by Retention(best=)"
-)
+
+def how_steps_rise(delete: str = "delete(step)") -> str:
+    """Returns what to do about a step that a Manager may not save."""
+    return (
+        "a Manager's steps must rise over all phases of a run; to do steps again, call restore(app, step=...) first. A "
+        f"second Manager, as for the best steps, is not restored: first {delete} each of its steps() above the one "
+        "that the run resumed; or let one Manager keep the best too, by Retention(best=)"
+    )
+
+
+WHERE_TAKEN = f"save to a new path; a committed checkpoint is never written over. A{how_steps_rise()[1:]}"
 
 
 def nbytes_text(nbytes: float) -> str:

@@ -263,3 +263,23 @@ def change_what_is_there(root):
 def test_metrics_are_added_and_steps_deleted_by_all_ranks(tmp_path):
     errors = ["StateError", "CheckpointNotFoundError", "CheckpointNotFoundError"]
     assert run_ranks(2, change_what_is_there, str(tmp_path)) == [(errors, 2, {"loss": 0.5}, 2)] * 2
+
+
+def one_is_astray(root, stage, on_tier):
+    tiers = [checkpoint.Tier(f"{root}-tier", every=1)] if on_tier else []
+    texts, rank = [], dist.get_rank()
+    with checkpoint.Manager(root, every=1, stage=stage, destinations=tiers) as manager:
+        manager.save(6, app_of(6))
+        for own in (4, 7) if rank else (7, 7):
+            try:
+                manager.save(own, app_of(own))
+                manager.wait()
+            except ShardoptError as error:
+                texts.append(str(error).split("; all")[0])
+        return texts
+
+
+@pytest.mark.parametrize(("stage", "on_tier"), [("now", False), (None, True), ("now", True)])
+def test_all_ranks_are_told_that_one_is_at_a_lower_step(tmp_path, stage, on_tier):
+    expected = "ranks are in different calls: saving step-00000007 on rank 0; saving step-00000004 on rank 1"
+    assert run_ranks(2, one_is_astray, str(tmp_path / "run"), stage, on_tier) == [[expected]] * 2

@@ -22,7 +22,7 @@ from shardopt.checkpoint.saving.planning.app_warnings import AppWarnings
 from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
-from shardopt.checkpoint.text import WHERE_TAKEN
+from shardopt.checkpoint.text import how_steps_rise
 from shardopt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -104,14 +104,15 @@ class Steps:
         id = self._id_to_save(int(step))
         if self._has(id, at_root, metrics):
             return None if self._last is None else self._last[1]
+        terms = replace(self._terms, refused=self._refusal_of_lower(id))
         self._warn_of_app(step, app)
         self._after.prepare(id, in_turn=True)
         urls = [self._run.root.checkpoint(id).url]
         if self._tiers is not None and not at_root:
             urls = [*self._tiers.urls(id), *urls]
         if self._stage is None:
-            return self._save_now(id, urls, app, metrics, self._terms, raise_earlier=True)
-        return self._save_in_background(id, urls, app, metrics, self._stage)
+            return self._save_now(id, urls, app, metrics, terms, raise_earlier=True)
+        return self._save_in_background(id, urls, app, metrics, terms, self._stage)
 
     def save_and_leave(
         self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop
@@ -143,37 +144,33 @@ class Steps:
 
         They may be whole again once the hosts with their files are back, and must not be restored in place of what the
         run has saved meanwhile.
-
-        Raises:
-            CheckpointExistsError: the step is below the last one.
         """
         current = self.branches().current
-        self._refuse_lower(step)
         if self._passed_over:
             from_step = -1 if self.restored_step is None else self.restored_step
             self._run.take_back(from_step, current, "abandon", (), always=True)
             self._passed_over = False
         return self._run.branches.id_of(step)
 
-    def _refuse_lower(self, step: int) -> None:
-        """Refuses a step below the last saved or restored one of the branch, if there are tiers or a stage. Local.
+    def _refusal_of_lower(self, id: CheckpointId) -> CheckpointExistsError | None:
+        """Returns the error of a step below the last saved or restored one, if there are tiers or a stage. Local.
 
         A restart would resume the last one. Else the save itself refuses a step that exists, and retention tells more.
+        The save raises it, on all ranks: this one alone may be at another step.
         """
-        if self._last is None or step >= self._last[0].step or (self._tiers is None and self._stage is None):
-            return
-        id, saved = self._last
-        if self._run.branches.id_of(id.step) != id:  # no longer of the run, as after a restore that failed at its end
-            return
+        if self._last is None or id.step >= self._last[0].step or (self._tiers is None and self._stage is None):
+            return None
+        last, saved = self._last
+        if self._run.branches.id_of(last.step) != last:  # no longer of the run, as if a restore failed at its end
+            return None
         if isinstance(saved, PendingSave):
             self.background.finish()
-            if saved.failure is not None:  # no checkpoint; the step may be that of this rank alone, which is astray
-                return
-        url = self._run.root.checkpoint(self._run.branches.id_of(step)).url
-        found = f"a save after step {id.step} was saved or restored"
-        raise CheckpointExistsError(
-            "the path is taken", [Problem(url, found, f"a step from {id.step} on", WHERE_TAKEN)]
-        )
+            if saved.failure is not None:  # no checkpoint
+                return None
+        found = f"a save after step {last.step} was saved or restored"
+        remedy = how_steps_rise(f"delete({last.step}), and")
+        url = self._run.root.checkpoint(id).url
+        return CheckpointExistsError("steps must rise", [Problem(url, found, f"a step from {last.step} on", remedy)])
 
     def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None, stops: bool = False) -> bool:
         """Whether a step is the last saved or restored one and still exists; logs it, and adds metrics. Collective.
@@ -199,6 +196,7 @@ class Steps:
         urls: Sequence[str],
         app: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
+        terms: SaveTerms,
         stage: Stage,
     ) -> PendingSave:
         if self._incremental:
@@ -207,12 +205,13 @@ class Steps:
         pending = self.background.save(
             urls[0],
             app,
-            self._terms_with(self._terms, urls),
+            self._terms_with(terms, urls),
             stage=stage,
             metrics=metrics,
             afterwards=lambda report: self._after.committed(id, report, numbers),
         )
-        self._last = id, pending
+        if terms.refused is None:
+            self._last = id, pending
         return pending
 
     def _save_now(

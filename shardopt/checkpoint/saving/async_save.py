@@ -246,6 +246,8 @@ class AsyncSaver:
                 offsets, members = self._offsets, ranks.job_numbers
                 staging = Staging(app, memory, lazily, members, tied, select, shares, check_replicas, offsets)
             hold_steps(staging.optimizers, pending, self._hooks)
+            if options.refused is not None:
+                raise options.refused
             if staging.is_lazy:
                 copying_until(pending.staged)
             return Staged(staging, numbers)

@@ -11,7 +11,7 @@ from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, ref
 from shardopt.checkpoint.saving.writing.earlier import Kept
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.saving.writing.unchanged import Chain
-from shardopt.errors import OptionError, Problem
+from shardopt.errors import OptionError, Problem, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, Group
 from shardopt.state.state import Tied, refuse_chains, refuse_no_regex
 
@@ -62,7 +62,7 @@ class SaveTerms(SaveOptions):
     `chain` says what deltas are for: "bounded" for fewer bytes, as long as restores stay fast; "link" and "anchor" for
     followers, who take them one by one. An anchor is written whole beside them. `kept` has the bytes of the last save,
     to compare with these; None to read them where they are stored. `prints` finds rows that have changed since the last
-    save, and learns those of this one; None to compare bytes alone.
+    save, and learns those of this one; None to compare bytes alone. `refused`: all raise it; None to save.
     """
 
     process_group: Group | None = None
@@ -74,6 +74,7 @@ class SaveTerms(SaveOptions):
     chain: Chain = "bounded"
     kept: Kept | None = None
     prints: RowPrints | None = None
+    refused: ShardoptError | None = None
 
 
 DEFAULT_OPTIONS = SaveTerms()

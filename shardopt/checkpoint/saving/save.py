@@ -149,6 +149,8 @@ def save_now(
         checks.settle()  # after the state was taken, which may be collective: only some ranks may raise
         if raise_earlier:
             raise_failures()
+        if options.refused is not None:
+            raise options.refused
         return Described(description, None if metrics is None else numbers_of(metrics))
 
     # Around a call, so that its locals are gone when the collector is switched on again.

@@ -321,6 +321,17 @@ def test_a_stop_at_a_step_that_exists_does_not_say_it_is_saved(tmp_path, no_dead
     signal.signal(signal.SIGTERM, before)
 
 
+def test_a_stop_in_a_phase_that_counts_anew_saves_its_step(tmp_path, no_deadline):
+    before = signal.getsignal(signal.SIGTERM)
+    with checkpoint.Manager(tmp_path, every=100, stage="now", stop_on=signal.SIGTERM) as manager:
+        manager.save(200, {"x": 1})
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            manager.save(30, {"x": 2})
+        assert manager.steps() == [30, 200]
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_the_first_of_several_signals_says_how_it_ends(tmp_path, no_deadline):
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)]
     with checkpoint.Manager(tmp_path, stop_on=[signal.SIGINT, signal.SIGUSR1]) as manager:
