@@ -203,21 +203,29 @@ class AfterCommit:
         with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
             known = self._known.get(id)
             is_coming = self._is_uploading(id) or (known is not None and is_on_hosts(known.url))
-            roots = [root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)]
-            save_id = next(filter(None, map(save_id_of, roots)), None) if known is None else known.save_id
-            if save_id is None or not roots:  # one that is known may be removed since
+            save_id = None if known is None else known.save_id
+            of_save, is_there, left_out = {} if known is None else dict(known.added), False, dict[str, float]()
+            for at in (root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)):
+                # The run's own root is written before its mirror is read, which may not be possible.
+                save_id = save_id_of(at) if save_id is None else save_id
+                if save_id is None:
+                    continue
+                is_there, added = True, numbers
+                if not replaces:
+                    had = {**noted_of(at).metrics, **added_to(at, save_id), **of_save}
+                    added = {name: number for name, number in numbers.items() if name not in had}
+                    left_out |= {name: had[name] for name in numbers if had.get(name, numbers[name]) != numbers[name]}
+                if added:
+                    add_to(at, save_id, added)
+                    if known is not None:
+                        known.added.update(added)
+            if not is_there:  # one that is known may be removed since
                 raise run.not_found(id)
-            if not replaces:
-                had = set() if known is None else set(known.added)
-                for root in roots:
-                    had |= {*noted_of(root).metrics, *added_to(root, save_id)}
-                numbers = {name: number for name, number in numbers.items() if name not in had}
-                if not numbers:
-                    return
-            for root in roots:
-                add_to(root, save_id, numbers)
-            if known is not None:
-                known.added.update(numbers)
+            if left_out:
+                _log.warning(
+                    "step %d keeps the metrics that it has: %s. add_metrics(%d, ...) replaces them",
+                    *(id.step, ", ".join(f"{name}={number:g}" for name, number in left_out.items()), id.step),
+                )
             if run.root.is_committed(id):
                 noted = noted_of(checkpoint)
                 self._keeper.note(id, noted)

@@ -183,7 +183,7 @@ class Steps:
         self.background.wait()  # which may have failed, and then is no checkpoint
         url = self._after.url_of(id, at_root, metrics, stops)
         if url is not None and self._run.ranks.rank == 0:
-            announce(f"step {id.step} is already in {url}: nothing to save{' but the metrics' if metrics else ''}")
+            announce(f"step {id.step} is already in {url}: nothing to save{' but new metrics' if metrics else ''}")
         return url is not None
 
     def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:

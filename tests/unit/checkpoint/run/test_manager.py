@@ -112,18 +112,21 @@ def test_a_counter_that_starts_over_is_refused_also_where_its_steps_are_gone(tmp
 
 
 @pytest.mark.parametrize("on_tier", [False, True])
-def test_metrics_with_a_step_that_is_there_replace_none(tmp_path, on_tier):
+def test_metrics_with_a_step_that_is_there_replace_none(tmp_path, on_tier, caplog):
     tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)] if on_tier else []
     options = {"every": 2, "destinations": tiers}
     with checkpoint.Manager(tmp_path / "run", **options) as manager:
         manager.save(2, {"x": 2}, metrics={"accuracy": 0.9})
-        manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 1.0})
+        manager.save(2, {"x": 2}, metrics={"accuracy": 0.9, "loss": 1.0})
+        assert "keeps" not in caplog.text
         manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 2.0})
         manager.wait()
         assert manager.metrics(2) == {"accuracy": 0.9, "loss": 1.0}
     with checkpoint.Manager(tmp_path / "run", every=2) as manager:
         manager.restore({"x": 0})
-        manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 0.0, "epoch": 1})
+        caplog.clear()
+        manager.save(2, {"x": 2}, metrics={"accuracy": 0.0, "loss": 1.0, "epoch": 1})
+        assert "step 2 keeps the metrics that it has: accuracy=0.9. add_metrics(2, ...) replaces them" in caplog.text
         assert manager.metrics(2) == {"accuracy": 0.9, "loss": 1.0, "epoch": 1.0}
         manager.add_metrics(2, {"accuracy": 0.5})
         assert manager.metrics(2)["accuracy"] == 0.5

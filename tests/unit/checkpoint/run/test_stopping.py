@@ -303,6 +303,24 @@ def test_a_stop_at_a_step_that_exists_logs_that_its_metrics_cannot_be_written(tm
     signal.signal(signal.SIGTERM, before)
 
 
+def test_a_mirror_that_cannot_be_read_keeps_no_metrics_out_of_the_root_at_a_stop(tmp_path, no_deadline, caplog):
+    before, mirror = signal.getsignal(signal.SIGTERM), checkpoint.Mirror(tmp_path / "copies")
+    options = {"every": 5, "destinations": [mirror]}
+    with checkpoint.Manager(tmp_path / "run", **options) as manager:
+        manager.save(5, {"x": 5})
+    with checkpoint.Manager(tmp_path / "run", **options, stop_on=signal.SIGTERM) as manager:
+        manager.restore({"x": 0})
+        manager.wait()
+        (tmp_path / "copies/step-00000005.metrics.json").mkdir()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            manager.save(5, {"x": 5}, metrics={"loss": 1.0})
+    assert "the metrics of step 5 were not added" in caplog.text
+    (tmp_path / "copies/step-00000005.metrics.json").rmdir()
+    assert checkpoint.Manager(tmp_path / "run").metrics(5) == {"loss": 1.0}
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_stop_at_a_step_that_exists_does_not_say_it_is_saved(tmp_path, no_deadline, caplog, restored):
     before = signal.getsignal(signal.SIGTERM)
