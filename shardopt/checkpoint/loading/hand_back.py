@@ -107,7 +107,7 @@ def _keeping_groups(loaded: object) -> Iterator[None]:
 
     Others may share them (SAM, Lookahead), or a loop may hold one; what is set in a replaced dict has no effect.
 
-    Before anything else gets the new dicts, in `__setstate__` of the optimizer whose load makes them. One that is not
+    An optimizer does so in `__setstate__`, before anything else gets the dicts that its load has made. One that is not
     found within another has new dicts, and the other gets them from it, as without this.
     """
     with ExitStack() as after_load:
@@ -120,15 +120,19 @@ def _keeping_groups(loaded: object) -> Iterator[None]:
 
 def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Sets the state of an optimizer as its `__setstate__` does, with the new groups' values in its own group dicts."""
-    kept, new = vars(optimizer).get(PARAM_GROUPS), state.get(PARAM_GROUPS)
-    is_own = kept is getattr(optimizer, PARAM_GROUPS, None)  # and no property, which finds its own
-    is_alike = is_own and isinstance(kept, list) and isinstance(new, list) and len(kept) == len(new)
-    if is_alike and {id(group) for group in kept}.isdisjoint(map(id, new)):  # else it keeps them itself
+    finds_them = hasattr(type(optimizer), PARAM_GROUPS)  # by a property
+    kept, new = None if finds_them else getattr(optimizer, PARAM_GROUPS, None), state.get(PARAM_GROUPS)
+    if isinstance(kept, list) and isinstance(new, list) and _are_others(kept, new):
         for group, values in zip(kept, new, strict=True):
             group.clear()
             group.update(values)
         state = {**state, PARAM_GROUPS: kept}
     type(optimizer).__setstate__(optimizer, state)
+
+
+def _are_others(groups: list[Any], new: list[Any]) -> bool:
+    """Whether as many group dicts replace these; not where an optimizer keeps them itself."""
+    return len(groups) == len(new) and {id(each) for each in groups}.isdisjoint(map(id, new))
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
