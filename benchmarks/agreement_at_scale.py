@@ -11,6 +11,7 @@ have, and say on them what the real member says: of the files that it has writte
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import time
@@ -36,8 +37,8 @@ from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.meeting import CONNECT_SECONDS, meet
 from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.proof import Meeting
-from shardopt.ranks.connections.session import pack_reports
-from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
+from shardopt.ranks.connections.session import Gathering
+from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree, pack_runs
 from shardopt.runtime.gc_pause import gc_paused
 from shardopt.runtime.stores import Store
 from shardopt.world import READ, WRITE, Selector, using, world
@@ -144,11 +145,12 @@ class _StandIn:
         if not self.leads:
             self.link.put_message(Message(Kind.REPORT, MAIN, number, _said_by(self.block[0], data, of_member)))
         else:
-            said = [(data, self.block)]
-            if of_member in data:
-                said = [(_said_by(rank, data, of_member), range(rank, rank + 1)) for rank in self.block]
-            for packed in pack_reports(said):
-                self.link.put_message(Message(Kind.REPORTS, MAIN, number, packed))
+            gathering = Gathering()
+            for rank in self.block:
+                gathering.add(_said_by(rank, data, of_member), rank)
+            for columns, ranks in gathering.take().items():
+                runs = json.dumps(pack_runs(ranks)).encode()
+                self.link.put_message(Message(Kind.REPORTS, MAIN, number, b"%b\n%b" % (runs, columns)))
 
 
 def _said_by(rank: int, data: bytes, of_member: bytes) -> bytes:

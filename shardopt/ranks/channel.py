@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import cycle
 from typing import Any, TypeVar
 
 from shardopt.errors import RankError
@@ -95,12 +96,12 @@ class Channel:
         self._round += 1
         self.call, self.deadline_seconds = call, deadline_seconds
 
-    def decide(self, message: dict[str, Any], decide: Decide) -> dict[str, Any]:
+    def decide(self, report: Any, failure: dict[str, Any] | None, decide: Decide) -> dict[str, Any]:
         """Gathers, decides and answers, on rank 0. Raises an interrupt only after the others have the answer."""
         interrupt: BaseException | None = None
         shares: Sequence[Share] = ()
         try:
-            answer, shares = self._decided(message, decide)
+            answer, shares = self._decided(report, failure, decide)
             data = pack(answer)
             require_sendable([data, *(section for section, _ in shares)])
         except StoreError as error:
@@ -125,14 +126,13 @@ class Channel:
             raise interrupt
         return answer
 
-    def follow(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Reports, and waits for the answer, on any other rank."""
-        extra = {"call": self.call.same}
+    def follow(self, report: Any, failure: dict[str, Any] | None) -> dict[str, Any]:
+        """Reports, or says why this rank's work failed, and waits for the answer, on any other rank."""
         try:
-            data = pack({**message, **extra})
+            data = pack([self.call.same, failure], report)
             require_sendable([data])
         except Exception as error:  # a report that is not JSON
-            data = pack({"error": describe(error, self.size), **extra})
+            data = pack([self.call.same, describe(error, self.size)], None)
         with self.node.changed:
             self.node.hub.report(self.session, self._round, data)
             self.node.wake()
@@ -147,42 +147,37 @@ class Channel:
 
     # Rank 0.
 
-    def _decided(self, message: dict[str, Any], decide: Decide) -> tuple[dict[str, Any], Sequence[Share]]:
-        reports, lost = self._gather()
-        reports[0] = {**message, "call": self.call.same}
+    def _decided(
+        self, report: Any, failure: dict[str, Any] | None, decide: Decide
+    ) -> tuple[dict[str, Any], Sequence[Share]]:
+        reports, unlike, lost = self._gather()
+        reports[0], unlike[0] = report, (self.call.same, failure)
         ranks = sorted(reports)
-        others = [(self.members[rank], reports[rank]["call"]) for rank in ranks]
-        if any(call != self.call.same for _, call in others):
-            return {"error": different_calls(others).to_json()}, ()
-        failures = [(self.members[rank], reports[rank]["error"]) for rank in ranks if "error" in reports[rank]]
+        if any(call != self.call.same for call, _ in unlike.values()):
+            calls = [(self.members[rank], unlike.get(rank, unlike[0])[0]) for rank in ranks]
+            return {"error": different_calls(calls).to_json()}, ()
+        failures = [(self.members[rank], failure) for rank, (_, failure) in sorted(unlike.items()) if failure]
         if lost:
             also = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
             return {"error": RankError(f"{self.call}: {lost}{also}").to_json(), "broken": True}, ()
         if failures:
             return {"error": merge(str(self.call), failures, self.size)}, ()
-        decision, shares = decide([reports[rank]["report"] for rank in ranks])
+        decision, shares = decide([reports[rank] for rank in ranks])
         return {"decision": decision}, shares
 
-    def _gather(self) -> tuple[dict[int, dict[str, Any]], str]:
-        """Gathers the other ranks' reports, by rank; returns these, and an error text for lost ranks ("" for none).
+    def _gather(self) -> tuple[dict[int, Any], dict[int, Any], str]:
+        """Gathers the other ranks' reports, by rank.
 
         Reports are missing where ranks were lost, or where one is in another call, for which nobody has to wait.
+
+        Returns:
+            The reports; call and failure, at least of ranks in another call or with one; and an error text for lost
+            ranks ("" for none).
         """
         hub, first = self.node.hub, self._round == 1 and self.session == MAIN
-        reports: dict[int, dict[str, Any]] = {}
+        reports: dict[int, Any] = {}
+        unlike: dict[int, Any] = {}
         others = range(1, self.size)
-
-        def read() -> bool:
-            """Reads reports that have come; returns whether one is from another call."""
-            with self.node.changed:
-                came = hub.session(self.session).gathering(self._round).take()
-            differs = False
-            # All at once: where every rank has a report of its own, to begin to decode takes longer than to decode.
-            decoded = unpack(b"[" + b",".join(data for data, _ in came) + b"]")
-            for report, (_, ranks) in zip(decoded, came, strict=True):
-                differs |= report["call"] != self.call.same
-                reports.update(dict.fromkeys(ranks, report))
-            return differs
 
         def behind(rank: int) -> Sequence[int]:
             """Returns the ranks whose reports come through this one; a leader's own report may have come first."""
@@ -190,7 +185,7 @@ class Channel:
             return block if block[0] == rank else (rank,)
 
         def have() -> str | None:
-            reported = hub.session(self.session).gathering(self._round).reported
+            reported = hub.session(self.session).gatherings[self._round].reported
             if len(reported) == len(others):
                 return ""
             ended = sorted(rank for rank in hub.ended if not reported.issuperset(behind(rank)))
@@ -198,7 +193,7 @@ class Channel:
 
         def look(watch: Silence) -> str | None:
             # Not in the first round, for whose answer all must be connected.
-            if read() and not first:
+            if self._read(reports, unlike) and not first:
                 return ""
             with self.node.changed:
                 missing = hub.session(self.session).missing(self._round, others)
@@ -226,14 +221,26 @@ class Channel:
             world().sleep(_TOGETHER_SECONDS)
             with self.node.changed:
                 lost = have() or lost
-        read()
+        self._read(reports, unlike)
         session = self.node.session
         if first and not lost and session is not None:
             tree = hub.tree
             keys = [leader_key(session.name, rank) for rank in tree.children if rank not in tree.members]
             with suppress(TimeoutError):
                 within(STORE_SECONDS, lambda: withdraw(self.store, keys, session, self._is_last))
-        return reports, lost
+        return reports, unlike, lost
+
+    def _read(self, reports: dict[int, Any], unlike: dict[int, Any]) -> bool:
+        """Reads reports that have come; returns whether one is from another call."""
+        with self.node.changed:
+            came = self.node.hub.session(self.session).gatherings[self._round].take()
+        # All at once: to begin to decode takes longer than to decode. Several blocks may have the same columns.
+        decoded = unpack(b"[%b]" % b",".join(came))
+        for ((head_of, heads), (report_of, distinct)), ranks in zip(decoded, came.values(), strict=True):
+            reports.update(zip(ranks, map(distinct.__getitem__, cycle(report_of)), strict=False))
+            if heads != [[self.call.same, None]]:
+                unlike.update(zip(ranks, map(heads.__getitem__, cycle(head_of)), strict=False))
+        return any(call != self.call.same for call, _ in unlike.values())
 
     # Any other rank.
 
@@ -335,13 +342,13 @@ class Channel:
             raise failure if isinstance(failure, StoreError) else Silent(f"this rank cannot communicate: {failure}")
 
 
-def pack(value: Any) -> bytes:
-    """Encodes JSON. Raises TypeError and ValueError."""
-    return json.dumps(value, separators=(",", ":")).encode()
+def pack(*values: Any) -> bytes:
+    """Encodes JSON, each value on a line. Raises TypeError and ValueError."""
+    return "\n".join(json.dumps(value, separators=(",", ":")) for value in values).encode()
 
 
 def unpack(data: bytes) -> Any:
-    """Decodes what `pack` encoded."""
+    """Decodes what `pack` encoded of one value."""
     return json.loads(data)
 
 

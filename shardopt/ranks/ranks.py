@@ -220,7 +220,7 @@ class Ranks(Collectives):
         def share(reports: list[Any]) -> tuple[Any, list[Share]]:
             decision, sections = decide(reports)
             receivers: dict[int, list[int]] = {}
-            for rank in range(self.size):
+            for rank in range(self.size) if sections else ():
                 number = section_of(decision, rank)
                 if number is not None:
                     receivers.setdefault(number, []).append(rank)
@@ -253,8 +253,8 @@ class Ranks(Collectives):
         with channel.node.beating(channel.session, self.deadline_seconds):
             try:
                 channel.begin_round(as_call(what), self.deadline_seconds)
-                message, cause = self._work(work, report, outcome)
-                answer = channel.decide(message, decide) if self.rank == 0 else channel.follow(message)
+                said, failure, cause = self._work(work, report, outcome)
+                answer = channel.decide(said, failure, decide) if self.rank == 0 else channel.follow(said, failure)
             except (Silent, StoreError) as silent:
                 channel.broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
                 raise RankError(f"{what}: {channel.broken}") from cause
@@ -272,13 +272,13 @@ class Ranks(Collectives):
 
     def _work(
         self, work: Callable[[], T], report: Callable[[T], Any], outcome: list[T]
-    ) -> tuple[dict[str, Any], BaseException | None]:
-        """Does this rank's work, and adds its result to `outcome`; returns what to tell, and the error if it failed."""
+    ) -> tuple[Any, dict[str, Any] | None, BaseException | None]:
+        """Does this rank's work, and adds its result to `outcome`; returns its report, or its error, as JSON too."""
         try:
             outcome.append(work())
-            return {"report": report(outcome[0])}, None
+            return report(outcome[0]), None, None
         except BaseException as error:
-            return {"error": describe(error, self.size)}, error
+            return None, describe(error, self.size), error
 
 
 _parents_job: list[weakref.ref[dist.ProcessGroup]] = []

@@ -116,12 +116,13 @@ def compare_reports(reports: Sequence[Any]) -> Comparison:
         StateError: ranks have different choices of `check_replicas`, by which their plans would differ too; or a
             pattern of groups matches nothing on any rank; or they declare other parameters as tied.
     """
-    parsed = [_Report(*report) for report in reports]
+    of = dict[int, _Report]()  # by identity: the reports of many ranks are mostly one object
+    parsed = [of.get(id(each)) or of.setdefault(id(each), _Report(*each)) for each in reports]
     first = parsed[0]
     geometries = [each.geometry for each in parsed]
     job = xxhash.xxh3_128_hexdigest("".join([first.check_replicas, *geometries]).encode())
-    kept = all(job in each.kept for each in parsed)
-    if first.partial or first.unmatched or any(each != first for each in parsed):
+    kept = all(job in each.kept for each in of.values())
+    if first.partial or first.unmatched or any(each != first for each in of.values()):
         return _compare_unlike(parsed, job, kept)
     return Comparison(job, kept, compared=first.guess in ("", job))
 
@@ -246,8 +247,8 @@ class Planning:
                 self._cache.pop(oldest, None)
         return values
 
-    def report(self) -> tuple[Any, dict[str, str]]:
-        """Reports what rank 0 needs to judge, beside the written files: plain values, and hashes of replicas."""
+    def report(self) -> tuple[Any, dict[str, str]] | None:
+        """Reports what rank 0 must judge beside the written files: plain values, hashes of replicas; None for none."""
         comparison, contents = self.comparison, dict[str, str]()
         values: dict[str, Any] | None = None
         # Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
@@ -256,7 +257,7 @@ class Planning:
         # Before, ranks of one kind were compared; which ranks of other kinds have replicas too only the plan knows.
         if not comparison.compared:
             contents = self._summary(self.planned.plan.geometry.members)
-        return values, contents
+        return (values, contents) if values is not None or contents else None
 
     def per_rank(self) -> bytes | None:
         """Returns the values that this rank has for itself, encoded; None if no rank has any."""
@@ -270,11 +271,11 @@ class Planning:
         Raises:
             StateError: plain values differ.
         """
-        summaries = [contents for _, contents in reports]
-        drifted, buffers = _apart(summaries) if any(summaries) else ([], [])
+        said = {rank: report for rank, report in enumerate(reports) if report is not None}
+        drifted, buffers = _apart([contents for _, contents in said.values()]) if said else ([], [])
         if self.planned.values is not None:
             return self.planned.values, drifted, buffers
-        values = {rank: values for rank, (values, _) in enumerate(reports) if values is not None}
+        values = {rank: values for rank, (values, _) in said.items() if values is not None}
         return merge_values(values, self.planned.plan.geometry), drifted, buffers
 
     def refuse_drifted(self, drifted: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ message    from          to            what
 BEAT       any           its leader    shows life in a session
 BEAT       rank 0        all           the same, passed on by leaders
 REPORT     member        its leader    what it reports in a round
-REPORTS    leader        rank 0        reports, each with the ranks that have it: once all are there, or rank 0 asks
+REPORTS    leader        rank 0        reports by columns, with their ranks: once all are there, or rank 0 asks
 ANSWER     rank 0        all           what was decided
 ASK        rank 0        leaders       who is missing in a round?
 MISSING    leader        rank 0        these are, and so many signs of life came of them
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 
 from shardopt.ranks.connections.frames import MAIN, Frame, Kind, Message, encode
 from shardopt.ranks.connections.link import Ended, Link
-from shardopt.ranks.connections.session import Session, pack_reports, unpack_reports
+from shardopt.ranks.connections.session import Session
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import Condition, world
 
@@ -103,7 +103,7 @@ class MessageHub:
 
     def _report(self, name: bytes, number: int, report: bytes) -> None:
         if self.tree.leads:
-            self._gather(name, number, report, [self.tree.rank])
+            self._gather(name, number, report, self.tree.rank)
         else:
             self._send_up(Message(Kind.REPORT, name, number, report))
 
@@ -225,10 +225,10 @@ class MessageHub:
         session = self.session(name)
         if kind == Kind.REPORT and rank in self.tree.members:
             session.sign(rank)
-            self._gather(name, number, data, [rank])
+            self._gather(name, number, data, rank)
         elif kind == Kind.REPORTS and rank not in self.tree.members:
-            for report, ranks in unpack_reports(data, self.tree.block_of(rank)):
-                self._gather(name, number, report, ranks)
+            runs, _, columns = data.partition(b"\n")
+            self._gather(name, number, columns, unpack_runs(json.loads(runs), self.tree.block_of(rank)))
         elif kind == Kind.MISSING and rank not in self.tree.members:
             for signs, runs in json.loads(data):
                 for missing in unpack_runs(runs, self.tree.block_of(rank)):
@@ -276,12 +276,16 @@ class MessageHub:
                     self._tell_foremost(name)
         self.notify()
 
-    def _gather(self, name: bytes, number: int, report: bytes, ranks: list[int]) -> None:
+    def _gather(self, name: bytes, number: int, report: bytes, by: int | list[int]) -> None:
+        """Takes the report of a rank, or those of several by columns."""
         session = self.session(name)
         if number <= session.answered:
             return  # it was not waited for
-        gathering = session.gathering(number)
-        gathering.add(report, ranks)
+        gathering = session.gatherings[number]
+        if isinstance(by, int):
+            gathering.add(report, by)
+        else:
+            gathering.add_packed(report, by)
         if self.tree.rank == 0:
             if len(gathering.reported) == self.tree.size - 1:
                 self.notify()
@@ -291,9 +295,9 @@ class MessageHub:
     def _pass_reports_on(self, name: bytes, number: int) -> None:
         if self.tree.leader not in self.links:
             return  # messages taken now would be lost; `repeat` comes back to it once there is a connection
-        gathering = self.session(name).gatherings.get(number)
-        for data in pack_reports(gathering.take()) if gathering is not None else ():
-            self._send_up(Message(Kind.REPORTS, name, number, data))
+        for columns, ranks in self.session(name).gatherings[number].take().items():
+            runs = json.dumps(pack_runs(ranks)).encode()
+            self._send_up(Message(Kind.REPORTS, name, number, b"%b\n%b" % (runs, columns)))
 
     def _tell_missing(self, name: bytes, number: int) -> None:
         session = self.session(name)

@@ -16,65 +16,53 @@ HALT_AT    rank 0        all           where to stop
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-
-from shardopt.ranks.connections.tree import pack_runs, unpack_runs
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 _TOGETHER_BYTES = 1 << 20  # of reports in one message, or the one that is longer: who joins them has a copy
 
 
 class Gathering:
-    """The reports of one round: equal ones are counted, and each is forwarded once with its ranks."""
+    """The reports of one round, each two lines of JSON.
+
+    They go to rank 0 by columns, as JSON: of a block's first lines, and of its second ones, which of the distinct lines
+    each rank has, and these. Blocks whose columns are equal are decoded once.
+    """
 
     def __init__(self) -> None:
         self.reported: set[int] = set()
         self._new: dict[bytes, list[int]] = {}
+        self._packed: dict[bytes, list[int]] = {}
 
-    def add(self, report: bytes, ranks: Iterable[int]) -> None:
-        """Notes the report of some ranks; drops a second one of the same rank."""
-        new = [rank for rank in ranks if rank not in self.reported]
-        if new:
-            self.reported.update(new)
-            self._new.setdefault(report, []).extend(new)
+    def add(self, report: bytes, rank: int) -> None:
+        """Notes the report of a rank; drops a second one."""
+        if rank not in self.reported:
+            self.reported.add(rank)
+            self._new.setdefault(report, []).append(rank)
 
-    def take(self) -> list[tuple[bytes, list[int]]]:
-        """Returns the reports since the last call, each with its ranks, ascending."""
-        new, self._new = self._new, {}
-        return [(report, sorted(ranks)) for report, ranks in new.items()]
+    def add_packed(self, columns: bytes, ranks: Sequence[int]) -> None:
+        """Notes reports that another rank took from its gathering."""
+        self.reported.update(ranks)
+        self._packed.setdefault(columns, []).extend(ranks)
 
-
-def pack_reports(reports: Iterable[tuple[bytes, Sequence[int]]]) -> Iterator[bytes]:
-    """Encodes many reports with their ranks: their runs and lengths as JSON, a line feed, and the reports.
-
-    A message for each would take rank 0 longer than what is in them, where every rank reports its own.
-    """
-    together: list[tuple[bytes, Sequence[int]]] = []
-    nbytes = 0
-    for report, ranks in reports:
-        if together and nbytes + len(report) > _TOGETHER_BYTES:
-            yield _packed(together)
-            together, nbytes = [], 0
-        together.append((report, ranks))
-        nbytes += len(report)
-    if together:
-        yield _packed(together)
+    def take(self) -> dict[bytes, list[int]]:
+        """Returns the reports since the last call by columns, as JSON, with their ranks."""
+        reports = [*self._new]
+        together = max(1, _TOGETHER_BYTES // (1 + max(map(len, reports), default=0)))
+        for at in range(0, len(reports), together):
+            some = reports[at : at + together]
+            self.add_packed(*_by_columns({rank: report for report in some for rank in self._new[report]}))
+        taken, self._new, self._packed = self._packed, {}, {}
+        return taken
 
 
-def _packed(reports: Sequence[tuple[bytes, Sequence[int]]]) -> bytes:
-    table = [[pack_runs(ranks), len(report)] for report, ranks in reports]
-    head = json.dumps(table, separators=(",", ":")).encode()
-    return b"".join([head, b"\n", *(report for report, _ in reports)])
-
-
-def unpack_reports(data: bytes, within: range) -> Iterator[tuple[bytes, list[int]]]:
-    """Decodes what `pack_reports` encoded. Raises ValueError, TypeError, LookupError for anything else."""
-    head, _, reports = data.partition(b"\n")
-    at = 0
-    for runs, nbytes in json.loads(head):
-        if not 0 <= nbytes <= len(reports) - at:
-            raise ValueError(f"a report of {nbytes} bytes")
-        yield reports[at : at + nbytes], unpack_runs(runs, within)
-        at += nbytes
+def _by_columns(reports: dict[int, bytes]) -> tuple[bytes, list[int]]:
+    ranks, columns = sorted(reports), []
+    for lines in zip(*(reports[rank].partition(b"\n")[::2] for rank in ranks), strict=True):
+        numbers = {line: number for number, line in enumerate(dict.fromkeys(lines))}
+        which = [0] if len(numbers) == 1 else [numbers[line] for line in lines]
+        columns.append(b"[%b,[%b]]" % (json.dumps(which, separators=(",", ":")).encode(), b",".join(numbers)))
+    return b"[%b]" % b",".join(columns), ranks
 
 
 class Halting:
@@ -131,7 +119,7 @@ class Session:
 
     def __init__(self) -> None:
         self.answered = 0
-        self.gatherings: dict[int, Gathering] = {}
+        self.gatherings: defaultdict[int, Gathering] = defaultdict(Gathering)
         self.own: dict[int, bytes] = {}
         self.answers: dict[int, bytes] = {}
         self.signs: dict[int, int] = {}
@@ -141,10 +129,6 @@ class Session:
         self.beaten = 0.0
         self.halting = Halting()
         self.told: tuple[int, str] = (0, "")
-
-    def gathering(self, number: int) -> Gathering:
-        """Returns the gathering of a round that has begun on some rank."""
-        return self.gatherings.setdefault(number, Gathering())
 
     def sign(self, rank: int) -> None:
         """Notes a rank's sign of life."""
@@ -161,5 +145,5 @@ class Session:
 
     def missing(self, number: int, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks, of these, whose report of a round has not come."""
-        gathering = self.gatherings.get(number)
-        return [rank for rank in ranks if gathering is None or rank not in gathering.reported]
+        reported = self.gatherings[number].reported
+        return [rank for rank in ranks if rank not in reported]

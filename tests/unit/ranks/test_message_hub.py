@@ -36,11 +36,11 @@ def hub_of(monkeypatch):
 def test_a_leader_alone_in_its_block_reports_once_it_is_connected(hub_of):
     hub = hub_of(1, 2, 1)
     with hub.changed:
-        hub.report(MAIN, 1, b'{"report":7}')  # while its thread still connects
+        hub.report(MAIN, 1, b'"call"\n7')  # while its thread still connects
         hub.links[0] = link = Link()
         hub.repeat()
-    assert link.put_so_far.count(b'{"report":7}') == 1
-    assert b'[[[1,1,1],12]]\n{"report":7}' in link.put_so_far
+    assert link.put_so_far.count(b"call") == 1
+    assert b'[1, 1, 1]\n[[[0],["call"]],[[0],[7]]]' in link.put_so_far
 
 
 def test_whose_end_ends_a_call_is_not_hidden_by_the_end_of_the_leader_who_says_so(hub_of):

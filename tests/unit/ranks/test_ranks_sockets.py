@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import tracemalloc
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from shardopt import world as world_module
 from shardopt.errors import OptionError
 from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
+from shardopt.ranks.channel import pack, unpack
 from shardopt.ranks.connections import address, join, tree
 from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import (
@@ -41,11 +43,11 @@ from shardopt.ranks.connections.frames import (
     encode,
 )
 from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
-from shardopt.ranks.connections.link import Broken, Link
+from shardopt.ranks.connections.link import Broken, Ended, Link
 from shardopt.ranks.connections.message_hub import MessageHub
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.connections.proof import Connecting, Forgotten, Listening, Meeting, Refused
-from shardopt.ranks.connections.session import Gathering, pack_reports, unpack_reports
+from shardopt.ranks.connections.session import Gathering
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using, world
 from tests.support.source import ROOT
@@ -1040,33 +1042,56 @@ def test_runs_outside_of_a_block_are_refused(runs):
         unpack_runs(runs, range(100, 141))
 
 
-@given(st.lists(st.tuples(st.binary(max_size=50), st.sets(st.integers(100, 140), min_size=1).map(sorted)), max_size=6))
-def test_reports_travel_together(reports):
-    (packed,) = pack_reports(reports) if reports else (b"[]\n",)
-    assert list(unpack_reports(packed, range(100, 141))) == reports
+@given(st.dictionaries(st.integers(0, 40), st.tuples(st.integers(0, 2), st.text(max_size=2))), st.integers(1, 5))
+def test_reports_travel_by_columns(reports, per_block):
+    """From several leaders to rank 0."""
+    blocks, at_0 = defaultdict(Gathering), Gathering()
+    for rank, report in reports.items():
+        blocks[rank // per_block].add(pack(*report), rank)
+    for block in blocks.values():
+        for columns, ranks in block.take().items():
+            at_0.add_packed(columns, ranks)
+    assert at_0.reported == reports.keys()
+    got = [{}, {}]
+    for columns, ranks in at_0.take().items():
+        for into, (which, values) in zip(got, unpack(columns), strict=True):
+            assert len(values) == len(set(values))
+            assert len(which) == 1 or len(ranks) % len(which) == 0
+            into.update({rank: values[which[at % len(which)]] for at, rank in enumerate(ranks)})
+    assert {rank: (got[0][rank], got[1][rank]) for rank in got[0]} == reports
 
 
 def test_long_reports_travel_apart():
-    reports = [(bytes(1 << 19), [rank]) for rank in range(5)] + [(bytes(3 << 20), [5])]
-    packed = list(pack_reports(reports))
-    assert [len(data) >> 19 for data in packed] == [2, 2, 1, 6]
-    assert [each for data in packed for each in unpack_reports(data, range(6))] == reports
+    reports = [b"0" * (1 << 18) + pack(rank) for rank in range(5)] + [b"0" * (3 << 19)]
+    gathering = Gathering()
+    for rank, report in enumerate(reports):
+        gathering.add(report, rank)
+        if rank == 4:
+            assert [len(data) >> 18 for data in gathering.take()] == [3, 2]
+    assert [len(data) >> 18 for data in gathering.take()] == [6]
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"{", b"[[[100,1,1],2]]\na", b"[[[100,1,1],-1]]\na", b"[[[99,1,1],1]]\na", b"[[1]]\n", b"[7]\n"]
-)
-def test_what_are_no_reports_is_refused(data):
-    with pytest.raises((ValueError, TypeError, LookupError)):
-        list(unpack_reports(data, range(100, 141)))
+def test_what_is_no_report_ends_no_thread_of_a_leader():
+    gathering = Gathering()
+    for rank, report in enumerate([b"", b"\n", b"1\n2\n3", b"{"]):
+        gathering.add(report, rank)
+    assert [*gathering.take().values()] == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[99,1,1]\n[]", b"[100,1]\n[]", b"7\n[]", b'["a",1,1]\n[]'])
+def test_reports_of_others_than_the_block_are_refused(data):
+    hub = MessageHub(Tree(0, 300), world().condition())
+    with pytest.raises(Ended), hub.changed:
+        hub.take(128, Message(Kind.REPORTS, MAIN, 1, data))
 
 
 def test_equal_reports_are_passed_on_once():
     gathering = Gathering()
     for rank in (5, 3, 4):
-        gathering.add(b"a", [rank])
-    gathering.add(b"b", [6])
-    gathering.add(b"c", [3])  # a second one
-    assert gathering.take() == [(b"a", [3, 4, 5]), (b"b", [6])]
-    gathering.add(b"a", [7])
-    assert gathering.take() == [(b"a", [7])]
+        gathering.add(b"1\n2", rank)
+    gathering.add(b"1\n3", 6)
+    gathering.add(b"1\n4", 3)  # a second one
+    assert gathering.take() == {b"[[[0],[1]],[[0,0,0,1],[2,3]]]": [3, 4, 5, 6]}
+    gathering.add(b"1\n2", 7)
+    gathering.add_packed(b"[[[0],[1]],[[0],[2]]]", [8, 9])
+    assert gathering.take() == {b"[[[0],[1]],[[0],[2]]]": [8, 9, 7]}
