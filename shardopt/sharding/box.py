@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -106,39 +107,31 @@ def cut_in_order(box: Box, most: int) -> Iterator[Box]:
 
 
 def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the cut points of each dimension, if the boxes are exactly the cells of a grid over `shape`.
+    """Returns the cut points of each dimension, if the boxes are exactly the cells of a grid over `shape`, in order.
 
     Args:
         shape: the tensor's global shape.
-        boxes: non-empty boxes in any order.
+        boxes: non-empty boxes.
 
     Returns:
-        For each dimension the ascending cut points, from 0 to the dimension's size; the boxes are then all the
-        cells between them, each once. None where they are not, or where the tensor is empty.
+        For each dimension the ascending cut points, from 0 to the dimension's size; the boxes are then those of
+        `grid_boxes`. None where they are not, or where the tensor is empty.
         Takes time linear in the number of boxes (times dimensions) plus a sort of the cut points.
     """
-    cuts = []
-    for dim, size in enumerate(shape):
-        starts = sorted({box.offsets[dim] for box in boxes})
-        if not starts or starts[0] != 0 or starts[-1] >= size:
-            return None
-        cuts.append((*starts, size))
-    if len(boxes) != prod(len(points) - 1 for points in cuts):
+    starts = [sorted(set(along)) for along in zip(*(box.offsets for box in boxes), strict=True)]
+    if len(starts) < len(shape) or len(boxes) != prod(map(len, starts)):
         return None
-    following = [dict(pairwise(points)) for points in cuts]
-    for box in boxes:
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            if following[dim][start] != start + size:
-                return None
-    # Every box is a cell, and there are as many boxes as cells: all that can still be wrong is one cell given twice.
-    return tuple(cuts) if len({box.offsets for box in boxes}) == len(boxes) else None
+    if any(points[0] != 0 or points[-1] >= size for points, size in zip(starts, shape, strict=True)):
+        return None
+    cuts = tuple((*points, size) for points, size in zip(starts, shape, strict=True))
+    return cuts if (*boxes,) == grid_boxes(cuts) else None
 
 
 def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
     """Returns the cells of the grid with these cut points (the inverse of `grid_cuts`), ascending by offsets."""
     starts = product(*(points[:-1] for points in cuts))
     sizes = product(*([end - start for start, end in pairwise(points)] for points in cuts))
-    return tuple(map(Box, starts, sizes))
+    return tuple(map(partial(tuple.__new__, Box), zip(starts, sizes, strict=True)))
 
 
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
@@ -156,7 +149,7 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
         the cover is exact.
     """
     inside, misfits = _sound(shape, boxes)
-    if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None or _corners_cancel(shape, inside):
+    if misfits or prod(shape) == 0 or grid_cuts(shape, sorted(inside)) is not None or _corners_cancel(shape, inside):
         return _listed(misfits) if misfits else []
     work = _Work(max(_MOST_VISITS, _VISITS_PER_BOX * len(inside)))
     faults = _overlaps(inside, MOST_FAULTS, work)

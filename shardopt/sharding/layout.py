@@ -42,6 +42,11 @@ class Layout:
         return grid_cuts(self.shape, self.boxes)
 
     @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """The number of elements of each box."""
+        return tuple(box.numel for box in self.boxes)
+
+    @cached_property
     def shared(self) -> Mapping[Box, tuple[int, ...]]:
         """The boxes that several ranks are known to hold, with these ranks."""
         pairs = () if self.holders is None else zip(self.boxes, self.holders, strict=True)

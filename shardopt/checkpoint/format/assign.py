@@ -8,10 +8,12 @@ Every rank knows all layouts, so every rank works out the whole assignment alone
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, count
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,26 +104,26 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
     # Groups with the fewest positions come first, since they have the least choice; the others even out the loads.
     for holders in sorted(groups, key=lambda holders: (holders.positions, holders.ranks)):
 
-        def assign_key(key: str, *cuts: Cuts, holders: Holders = holders) -> None:
-            member = members[key]
-            choice = member.layout, holders, cuts
-            split = splits.get(choice) or splits.setdefault(choice, _split(*choice))
-            assigned[key] = split.assignment
-            load[split.ranks] += split.numels * member.dtype.itemsize
+        def assign_each(cuts_of: Iterable[tuple[str, tuple[Cuts, ...]]], holders: Holders = holders) -> None:
+            itemsizes: defaultdict[_Split, int] = defaultdict(int)
+            for key, cuts in cuts_of:
+                choice = members[key].layout, holders, cuts
+                split = splits.get(choice) or splits.setdefault(choice, _split(*choice))
+                assigned[key] = split.assignment
+                itemsizes[split] += members[key].dtype.itemsize
+            for split, itemsize in itemsizes.items():
+                np.add.at(load, split.ranks, split.numels * itemsize)
 
-        for key in groups[holders]:
-            if members[key].is_buffer:
-                assign_key(key, _TO_FIRST)
+        assign_each((key, (_TO_FIRST,)) for key in groups[holders] if members[key].is_buffer)
         left = [key for key in groups[holders] if key not in assigned]
         plain = [] if cut_plain else [key for key in left if members[key].layout.holders is None]
         whole = [key for key in plain if members[key].nbytes > 2 * _CUT_BYTES]  # a line may be cut within these
         ranks = np.array(holders.ranks[0])
         for key in sorted(whole, key=lambda key: -members[key].nbytes):
-            assign_key(key, ((1.0, int(load[ranks].argmin())),))
+            assign_each([(key, (((1.0, int(load[ranks].argmin())),),))])
         keys = [key for key in left if key not in assigned]
         lines = _lines(holders, load, [members[key] for key in keys])
-        for key in keys:
-            assign_key(key, *[line.take(members[key]) for line in lines])
+        assign_each((key, tuple([line.take(members[key]) for line in lines])) for key in keys)
     return {key: assigned[key] for key in members}
 
 
@@ -131,6 +133,25 @@ class Holders:
 
     ranks: tuple[tuple[int, ...], ...]
     positions: int
+    _at: dict[int, _Writers] = field(default_factory=dict)
+
+    def at(self, position: int) -> _Writers:
+        """Returns who writes, if that is the holder of each box at this position; one object for all such tensors."""
+        if position not in self._at:
+            self._at[position] = _Writers.numbered([ranks[position] for ranks in self.ranks])
+        return self._at[position]
+
+
+class _Writers(NamedTuple):
+    """The rank that writes each box, and the same with the number of its file."""
+
+    ranks: npt.NDArray[np.int64]
+    files: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def numbered(cls, ranks: Sequence[int]) -> _Writers:
+        slots: defaultdict[int, Iterator[int]] = defaultdict(count)
+        return cls(np.array(ranks), tuple((rank, next(slots[rank])) for rank in ranks))
 
 
 class _HoldersCache:
@@ -155,24 +176,19 @@ class _Line:
 
     Args:
         boxes: of each layout the boxes that this line is of; all of them, or one.
-        ranks: their holders.
-        load: bytes that ranks have to write already; the pieces are such that the fullest rank stays as low as can be.
+        loads: bytes that their holders have to write already, by box and position; the pieces are such that the fullest
+            rank stays as low as can be.
         members: the tensors.
     """
 
-    def __init__(
-        self, boxes: slice, ranks: Sequence[tuple[int, ...]], load: BytesByRank, members: Sequence[Member]
-    ) -> None:
+    def __init__(self, boxes: slice, loads: npt.NDArray[np.float64], members: Sequence[Member]) -> None:
         self._boxes = boxes
         self._position = self._done = 0
-        positions = min(map(len, ranks))
         nbytes = sum(map(self._nbytes, members))
-        self._ends = [nbytes] * positions
-        if positions > 1:
-            before = [float(max(load[held[i]] for held in ranks)) for i in range(positions)]
-            level = _level(before, nbytes / len(ranks))
-            shares = [max(level - height, 0.0) * len(ranks) for height in before]
-            self._ends[:-1] = [round(end) for end in accumulate(shares[:-1])]
+        before = loads.max(axis=0).tolist()
+        level = _level(before, nbytes / len(loads))
+        shares = [max(level - height, 0.0) * len(loads) for height in before]
+        self._ends = [*(round(end) for end in accumulate(shares[:-1])), nbytes]
 
     def take(self, member: Member) -> Cuts:
         """Takes the next tensor of the line; returns its cuts."""
@@ -187,7 +203,7 @@ class _Line:
     def _nbytes(self, member: Member) -> int:
         if self._boxes == _ALL:
             return member.nbytes
-        return sum(box.numel for box in member.layout.boxes[self._boxes]) * member.dtype.itemsize
+        return sum(member.layout.numels[self._boxes]) * member.dtype.itemsize
 
 
 _ALL = slice(None)
@@ -199,10 +215,10 @@ def _lines(holders: Holders, load: BytesByRank, members: Sequence[Member]) -> li
     Where ranks at one position have unlike loads, which uneven shards of other tensors leave behind, it is one line for
     each box.
     """
-    at_position = np.array([[load[rank] for rank in ranks[: holders.positions]] for ranks in holders.ranks])
-    if np.ptp(at_position, axis=0).max() <= _CUT_BYTES or holders.positions == 1:
-        return [_Line(_ALL, holders.ranks, load, members)]
-    return [_Line(slice(i, i + 1), [ranks], load, members) for i, ranks in enumerate(holders.ranks)]
+    loads = load[np.array([ranks[: holders.positions] for ranks in holders.ranks])]
+    if np.ptp(loads, axis=0).max() <= _CUT_BYTES or holders.positions == 1:
+        return [_Line(_ALL, loads, members)]
+    return [_Line(slice(i, i + 1), load[np.array([ranks])], members) for i, ranks in enumerate(holders.ranks)]
 
 
 def _level(before: list[float], amount: float) -> float:
@@ -219,10 +235,10 @@ def _level(before: list[float], amount: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Split:
-    """An assignment, and the number of elements that it gives each rank."""
+    """An assignment, and of each of its boxes the rank and the number of elements."""
 
     assignment: Assignment
-    ranks: npt.NDArray[np.int64]  # distinct
+    ranks: npt.NDArray[np.int64]
     numels: npt.NDArray[np.float64]
 
 
@@ -232,30 +248,26 @@ def _split(layout: Layout, holders: Holders, cuts: tuple[Cuts, ...]) -> _Split:
     Args:
         cuts: of each box, or one for all of them.
     """
-    boxes: list[Box] = []
-    writers: list[tuple[int, int]] = []
-    slots: defaultdict[int, int] = defaultdict(int)
-    numels: defaultdict[int, int] = defaultdict(int)
-    of_each = cuts * len(layout.boxes) if len(cuts) == 1 else cuts
-    for box, ranks, box_cuts in zip(layout.boxes, holders.ranks, of_each, strict=True):
-        for piece, position in _cut(box, box_cuts):
-            rank = ranks[position]
-            boxes.append(piece)
-            writers.append((rank, slots[rank]))
-            slots[rank] += 1
-            numels[rank] += piece.numel
-    assignment = Assignment(layout.shape, tuple(boxes), tuple(writers))
-    return _Split(assignment, np.array(list(numels)), np.array(list(numels.values()), dtype=np.float64))
+    if len(cuts) == len(cuts[0]) == 1:
+        boxes, numels, writers = layout.boxes, layout.numels, holders.at(cuts[0][0][1])
+    else:
+        of_each = cuts * len(layout.boxes) if len(cuts) == 1 else cuts
+        pieces = [
+            (Box((first + begin, *offsets), (height, *sizes)), held[position])
+            for ((first, *offsets), (rows, *sizes)), held, each in zip(
+                layout.boxes, holders.ranks, of_each, strict=True
+            )
+            for begin, height, position in _cut(rows, each)
+        ]
+        boxes = tuple(piece for piece, _ in pieces)
+        numels = tuple(box.numel for box in boxes)
+        writers = _Writers.numbered([rank for _, rank in pieces])
+    return _Split(Assignment(layout.shape, boxes, writers.files), writers.ranks, np.array(numels, dtype=np.float64))
 
 
-def _cut(box: Box, cuts: Cuts) -> Iterator[tuple[Box, int]]:
-    if len(cuts) == 1 or not box.sizes:
-        yield box, cuts[-1][1]
-        return
-    rows, begin = box.sizes[0], 0
-    for fraction, position in cuts:
-        end = round(rows * fraction)
-        if end > begin:
-            offsets = (box.offsets[0] + begin, *box.offsets[1:])
-            yield Box(offsets, (end - begin, *box.sizes[1:])), position
-            begin = end
+@lru_cache(maxsize=64)  # boxes of a grid have as many rows
+def _cut(rows: int, cuts: Cuts) -> list[tuple[int, int, int]]:
+    """Returns where each piece begins, its rows, and its position."""
+    ends = [round(rows * fraction) for fraction, _ in cuts]
+    pieces = zip([0, *ends], ends, cuts, strict=False)
+    return [(begin, end - begin, position) for begin, end, (_, position) in pieces if end > begin]

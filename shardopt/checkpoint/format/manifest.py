@@ -21,7 +21,7 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.values import Values, decode_each, encode_each, encode_path, pack
 from shardopt.errors import Problem, StateError
-from shardopt.sharding.box import Box, grid_boxes, grid_cuts
+from shardopt.sharding.box import Box, grid_cuts
 from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
 
@@ -120,12 +120,14 @@ class StoredTensors(dict[str, StoredTensor]):
         if excess:
             problem = Problem("manifest", excess, "layouts within the limit", "have fewer dimensions, ranks or layouts")
             raise StateError("the manifest would be unreadable", [problem])
-        members = f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
+        alike = {id(layout.boxes): layout for layout in distinct}
+        boxes = {key: encode_boxes(layout) for key, layout in alike.items()}
+        wires = [_encode_layout(layout, boxes[id(layout.boxes)]) for layout in distinct]
+        members = f'"layouts":{_dump(wires)},"tensors":{_dump(tensors)}'
         return members + (f',"tied":{_dump(tied)}' if tied else "")
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(NamedTuple):
     """One data file: its size, and the hash of its header and checksum tensor.
 
     `directory` is None for a file of the checkpoint's own; else the name of the directory beside it that has the file.
@@ -227,14 +229,13 @@ def _dump(body: Any) -> str:
 def encode_boxes(layout: StoredLayout) -> dict[str, Any]:
     """Returns the boxes of a layout in the form of docs/format.md: `shape`, and `cuts` or `boxes`."""
     cuts = grid_cuts(layout.shape, layout.boxes)
-    if cuts is not None and layout.boxes == grid_boxes(cuts):
+    if cuts is not None:
         return {"shape": layout.shape, "cuts": cuts}
     return {"shape": layout.shape, "boxes": [[box.offsets, box.sizes] for box in layout.boxes]}
 
 
-def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
-    wire = encode_boxes(layout)
-    wire["files"] = layout.files
+def _encode_layout(layout: StoredLayout, boxes: Mapping[str, Any]) -> dict[str, Any]:
+    wire = {**boxes, "files": layout.files}
     if layout.entries:
         wire["entries"] = [
             None if entry == StoredEntry(own, False) else _encode_entry(entry)

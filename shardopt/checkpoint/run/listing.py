@@ -145,7 +145,7 @@ def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
     """Marks the directories without manifest that other checkpoints refer to; the others are unfinished saves."""
     needed: defaultdict[str | None, set[DataFile]] = defaultdict(set)
     for file in (file for each in listed for file in each.files if file.directory is not None):
-        needed[file.directory].add(replace(file, directory=None))
+        needed[file.directory].add(file._replace(directory=None))
 
     def told(each: Listed) -> Listed:
         files = needed.get(each.id.name) if each.id and each.condition == "unfinished" else None

@@ -160,9 +160,7 @@ def make_manifest(
 def _stored_tensors(plan: SavePlan) -> StoredTensors:
     number = {writer: i for i, writer in enumerate(plan.files)}
     layouts = {
-        assignment: StoredLayout(
-            assignment.shape, assignment.boxes, tuple(number[writer] for writer in assignment.writers)
-        )
+        assignment: StoredLayout(assignment.shape, assignment.boxes, tuple(map(number.__getitem__, assignment.writers)))
         for assignment in set(plan.assigned.values())
     }
     stored = StoredTensors(

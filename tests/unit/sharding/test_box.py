@@ -56,9 +56,11 @@ def test_grid_and_its_cells_are_each_others_reverse(inner):
     cuts = tuple((0, *points, 10) for points in inner)
     cells = grid_boxes(cuts)
     assert list(cells) == sorted(cells, key=lambda box: box.offsets)
-    assert grid_cuts((10,) * len(cuts), cells[::-1]) == cuts
+    assert grid_cuts((10,) * len(cuts), cells) == cuts
     assert cover_faults((10,) * len(cuts), cells) == []
     if len(cells) > 1:
+        assert grid_cuts((10,) * len(cuts), cells[::-1]) is None
+        assert cover_faults((10,) * len(cuts), cells[::-1]) == []
         assert grid_cuts((10,) * len(cuts), cells[1:]) is None
         assert grid_cuts((10,) * len(cuts), (*cells[1:], cells[-1])) is None
 

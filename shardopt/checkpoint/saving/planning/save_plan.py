@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -66,18 +67,12 @@ class SavePlan:
         self.geometry = geometry
         members = {key: member for key, member in geometry.members.items() if key not in known}
         self.assigned = {**assign(members, cut_plain), **known}
-        writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
+        alike = {id(each.writers): each.writers for each in self.assigned.values()}
+        writers = dict.fromkeys(chain.from_iterable(alike.values()))  # mostly ascending, which is sorted fast
         if geometry.per_rank:
-            writers |= {(rank, 0) for rank in range(world_size)}
+            writers |= dict.fromkeys((rank, 0) for rank in range(world_size))
         self.files = sorted(writers)  # rank and slot of every data file
         self.stored: StoredTensors | None = None  # made at the first commit, and kept
-
-    def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
-        """Yields the boxes of a tensor that a rank writes, each with the slot (number) of its file."""
-        assignment = self.assigned[key]
-        for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
-            if writer == rank:
-                yield box, slot
 
     @cached_property
     def boxes_in_order(self) -> Mapping[tuple[int, int], Sequence[tuple[str, int]]]:
@@ -102,8 +97,13 @@ class RankWrites:
     def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
         self.rank = rank
         self.slots: defaultdict[int, list[WriteRequest]] = defaultdict(list)
+        own: dict[Assignment, list[tuple[Box, int]]] = {}  # of the tensors that are written alike
         for key in plan.assigned if views is None else filter(plan.assigned.__contains__, views):
-            for box, slot in plan.boxes_of(rank, key):
+            alike = plan.assigned[key]
+            if alike not in own:
+                writers = zip(alike.boxes, alike.writers, strict=True)
+                own[alike] = [(box, slot) for box, (writer, slot) in writers if writer == rank]
+            for box, slot in own[alike]:
                 piece, inner = (0, None) if views is None else _place_in(views[key], box)
                 self.slots[slot].append(WriteRequest(key, plan.geometry.members[key].dtype, box, piece, inner))
         for requests in self.slots.values():  # as `SavePlan.boxes_in_order`
