@@ -169,6 +169,10 @@ class AfterCommit:
         root, mirror = (storage.child(id.name) for storage in (self._run.root.storage, self._mirror.remote))
 
         def copy_metrics(save_id: str) -> None:
+            copies = self._run.roots[1]
+            for record in self._run.branches.values():
+                if record.file_name not in copies.names:  # it was out of reach when the branch began
+                    copies.add(record)
             # From here on `add_metrics` writes to both, as the copy is being made. Before, it may have found none.
             with self._committing, wrap_os_errors(f"copy the metrics of {root.url} to {mirror.url}"):
                 added = added_to(root, save_id)

@@ -25,7 +25,7 @@ from shardopt.checkpoint.format.constants import (
     unpack_record,
 )
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import CheckpointError, CorruptionError, Problem
 
 Newer = Literal["abandon", "remove"]
 
@@ -54,6 +54,11 @@ def parse_id(name: str) -> CheckpointId | None:
     return found if found is not None and found.name == name else None
 
 
+def record_file(branch: int) -> str:
+    """Returns the name of a branch's record."""
+    return f"branch-{branch:05d}.json"
+
+
 def by_numbers(name: str) -> tuple[tuple[int, int | str], ...]:
     """Returns a sort key that orders names by the numbers in them: "step-9" before "step-10"."""
     sections = re.split(r"([0-9]+)", name)
@@ -78,7 +83,7 @@ class Branch(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        return f"branch-{self.number:05d}.json"
+        return record_file(self.number)
 
     def pack(self) -> bytes:
         """Returns the record's bytes."""
@@ -116,16 +121,28 @@ class Branches(dict[int, Branch]):
         )
 
 
-def branches_of(records: Iterable[Branch]) -> Branches:
+def branches_of(records: Iterable[Branch], ids: Iterable[CheckpointId] = (), where: str = "the run") -> Branches:
     """Returns the branches in these records, in any order; each must begin on an earlier branch.
 
+    Args:
+        ids: checkpoints that were listed with the records, or before: of the branch of each there is a record.
+        where: the run's URL.
+
     Raises:
-        CorruptionError: a record is missing.
+        CorruptionError: a record is missing, as in a copy of the directories of steps alone. Nobody knows then which
+            steps are of the run.
     """
     branches = Branches({record.number: record for record in records})
-    for number in range(1, branches.current + 1):
+    newest = max(ids, key=lambda id: (id.branch, id.step), default=CheckpointId(0))
+    last = max(branches.current, newest.branch)
+    for number in range(1, last + 1):
         if number not in branches:
-            raise damaged("the run", f"no record of branch {number} of {branches.current}")
+            begin = "begin a run in another directory"
+            if newest.branch:
+                begin += f", with checkpoint.load of {newest.name} or another step"
+            remedy = f"copy {record_file(number)} from where the steps are from; if it is lost, {begin}"
+            problem = Problem(where, f"no record of branch {number} of {last}", record_file(number), remedy)
+            raise CorruptionError("nobody knows which steps are of the run", [problem])
     return branches
 
 
@@ -163,19 +180,23 @@ def decode_branch(wire: Mapping[str, Any], where: str) -> Branch:
     return record
 
 
-def merge_records(by_root: Mapping[str, Mapping[str, Branch]]) -> Branches:
+def merge_records(by_root: Mapping[str, Mapping[str, Branch]], ids: Iterable[CheckpointId] = ()) -> Branches:
     """Merges the records in the roots of a run, by their URLs; each root may lack some.
+
+    Args:
+        ids: the checkpoints in the roots, as for `branches_of`.
 
     Raises:
         CheckpointError: they contradict each other.
         CorruptionError: a record is missing in all of them.
     """
     merged: dict[str, Branch] = {}
+    where = " and ".join(by_root)
     for name, record in (each for records in by_root.values() for each in records.items()):
         if merged.setdefault(name, record) != record:
-            found, where = f"{merged[name]} and {record}", " and ".join(by_root)
+            found = f"{merged[name]} and {record}"
             problem = Problem(name, found, "one run in both roots", "give each run roots of its own")
             raise CheckpointError(
                 f"the records of branches contradict each other in {where}", [problem], code="run-root"
             )
-    return branches_of(merged.values())
+    return branches_of(merged.values(), ids, where)

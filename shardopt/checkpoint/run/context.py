@@ -178,20 +178,21 @@ class Run:
 
     def committed_here(self) -> tuple[list[CheckpointId], list[CheckpointId]]:
         """Lists the committed checkpoints that this rank sees: the run's and the others, ascending. Local."""
-        committed = [id for id in self.root.ids() if self.root.is_committed(id)]
-        branches = self._branches_with(self.root.records)
+        ids = self.root.ids()
+        committed = [id for id in ids if self.root.is_committed(id)]
+        branches = self._branches_with(self.root.records, ids)
         return [id for id in committed if branches.has(id)], [id for id in committed if not branches.has(id)]
 
     def branches_here(self) -> Branches:
         """Returns the branches that all ranks agreed on, or else those that this rank sees. Local."""
         if self.is_agreed:
             return self.branches
-        self.root.ids()
-        return self._branches_with(self.root.records)
+        ids = self.root.ids()
+        return self._branches_with(self.root.records, ids)
 
-    def _branches_with(self, records: Mapping[str, Branch]) -> Branches:
+    def _branches_with(self, records: Mapping[str, Branch], ids: Sequence[CheckpointId]) -> Branches:
         known = {each.file_name: each for each in self.branches.values()}
-        return branches_of({**records, **known}.values())
+        return branches_of({**records, **known}.values(), ids, self.root.url)
 
     def agree_on_branches(self, needs_copies: bool) -> Branches:
         """Reads the records of branches, and copies missing ones to the other root. Collective.
@@ -211,12 +212,12 @@ class Run:
         return self.branches
 
     def _read_branches(self, needs_copies: bool) -> Collection[Branch]:
-        self.root.ids()
+        ids = self.root.ids()
         self.root.claim()
         found = {self.root: self.root.records}
         for root in self.roots[1:]:
             try:
-                root.ids()
+                ids += root.ids()
             except CorruptionError:
                 raise
             except CheckpointError as error:
@@ -226,7 +227,7 @@ class Run:
                 continue
             root.claim()
             found[root] = root.records
-        branches = merge_records({root.url: records for root, records in found.items()}).values()
+        branches = merge_records({root.url: records for root, records in found.items()}, ids).values()
         for root, records in found.items():
             for record in branches:
                 if record.file_name not in records:
@@ -252,8 +253,10 @@ class Run:
 
         Raises:
             CheckpointNotFoundError: there is none.
+            CorruptionError: tiers have steps of a branch whose record is missing.
             CheckpointError: a root cannot be read, or not all ranks see the same.
         """
+        branches_of(self.branches.values(), [*(each.id for each in on_tiers), *lacking], self.root.url)
         candidates = [each for each in (*on_tiers, *self._committed()) if self.branches.has(each.id, seen_from)]
         candidates.sort(key=lambda each: -each.id.step)  # of equal ones the order stays
         self.at_root = frozenset(id.step for id, url in candidates if url == self.root.checkpoint(id).url)

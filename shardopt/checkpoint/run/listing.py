@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardopt.checkpoint.converting.verify import VerifyReport, verify
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
-from shardopt.checkpoint.run.branches import Branches, CheckpointId, branches_of, parse_id
+from shardopt.checkpoint.run.branches import Branches, CheckpointId, parse_id
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.retention import Retention, metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
@@ -111,7 +111,7 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
     """
     root = Root(storage_of(url))
     ids = root.ids()
-    branches = branches_of(root.records.values())
+    branches = root.branches()
 
     def look(id: CheckpointId) -> Listed:
         return look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
@@ -134,7 +134,7 @@ def list_step(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunLis
     root = Root(storage_of(parent))
     try:
         root.ids()
-        branches = branches_of(root.records.values())
+        branches = root.branches()
     except CheckpointError:  # one may be able to read the checkpoint, and nothing around it
         return None
     one = look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))

@@ -18,7 +18,15 @@ from shardopt.checkpoint.format.constants import (
     unpack_record,
 )
 from shardopt.checkpoint.hosts.directory import PREFIX
-from shardopt.checkpoint.run.branches import Branch, CheckpointId, branches_of, parse_id, read_records
+from shardopt.checkpoint.run.branches import (
+    Branch,
+    Branches,
+    CheckpointId,
+    branches_of,
+    parse_id,
+    read_records,
+    record_file,
+)
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
@@ -112,6 +120,10 @@ def refuse_seen_by_some(url: str, ranks_see: Sequence[bool]) -> None:
         raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
 
 
+def _ids_in(names: Iterable[str]) -> list[CheckpointId]:
+    return sorted(id for id in map(parse_id, names) if id is not None)
+
+
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
 """Those of this process, by URL: a root that is still empty is of neither kind to see."""
 
@@ -159,9 +171,18 @@ class Root:
         """
         with wrap_os_errors(f"look into {self.url}"):
             names = self.storage.names()
+            ids = _ids_in(names)
+            if (branch := max((id.branch for id in ids), default=0)) and record_file(branch) not in names:
+                # It was written before the branch's first step, but maybe after the listing had passed its name.
+                names = self.storage.names()
+                ids = _ids_in(names)
             self.names = frozenset(names)
             self.records = read_records(self.storage, names, self.records)
-        return sorted(id for id in map(parse_id, names) if id is not None)
+        return ids
+
+    def branches(self) -> Branches:
+        """Returns the branches as of the last listing. Raises CorruptionError if the record of one is missing."""
+        return branches_of(self.records.values(), _ids_in(self.names), self.url)
 
     def claim(self) -> None:
         """Makes this the root of a run, or of a publisher, after a listing.
@@ -261,7 +282,7 @@ class Root:
         ids, listed = self.ids(), list[CheckpointId]()
         found: Published | None = None
         while ids != listed:
-            branches = branches_of(self.records.values())
+            branches = self.branches()
             # Before it is asked which are committed: those of a stream that has ended are not any more.
             stream = self._stream() or stream
             own = [Published(id, stream) for id in reversed(ids) if branches.has(id) and step in (None, id.step)]

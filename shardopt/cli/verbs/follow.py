@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shardopt.checkpoint.run.branches import CheckpointId, branches_of
+from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.root import Published, Root
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
@@ -57,7 +57,7 @@ def _since(root: Root, seen: Published | None, newest: Published) -> list[Publis
     if seen is None or seen.stream != newest.stream or not newest.is_after(seen):
         return [newest]
     listed = [Published(id, newest.stream) for id in root.ids()]
-    branches = branches_of(root.records.values())
+    branches = root.branches()
     between = [each for each in listed if branches.has(each.id) and each.is_after(seen) and newest.is_after(each)]
     return [*between, newest]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import tempfile
 import uuid
 from contextlib import suppress
@@ -25,9 +26,11 @@ from shardopt.checkpoint.run.branches import (
     parse_id,
     read_records,
 )
+from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.root import Root, run_at
 from shardopt.checkpoint.run.shares import tiers_at
 from shardopt.checkpoint.storage import LocalStorage
+from shardopt.cli import main
 from shardopt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -190,6 +193,87 @@ def test_a_record_that_is_missing_is_refused(tmp_path):
     (tmp_path / "branch-00002.json").write_bytes(Branch(2, 1, 5).pack())
     with pytest.raises(CorruptionError, match="no record of branch 1 of 2"):
         checkpoint.Manager(tmp_path).steps()
+
+
+def test_a_copy_of_steps_without_the_records_of_their_branches_is_refused(tmp_path, capsys):
+    root, copy, mirror = (tmp_path / name for name in ("run", "copy", "mirror"))
+    three_steps(root)
+    with checkpoint.Manager(root) as manager:
+        restored(manager, step=100)
+        save(manager, 400)
+    for name in directories(root):
+        shutil.copytree(root / name, copy / name)
+    manager = checkpoint.Manager(copy)
+    reads = [
+        lambda: manager.restore(app_of()),
+        lambda: manager.restore(app_of(), step=100),
+        lambda: manager.save(1, app_of()),
+        manager.steps,
+        manager.abandoned_steps,
+        lambda: manager.path(400),
+        lambda: list_run(copy),
+        Root(LocalStorage(str(copy))).newest,
+    ]
+    for read in reads:
+        with pytest.raises(CorruptionError, match="no record of branch 1 of 1.* copy branch-00001.json from .*-b1 or"):
+            read()
+    assert directories(copy) == directories(root)  # nor is there a record of another branch 1
+    for verb in ("ls", "prune --keep-last 1", "follow --count 1", "show"):
+        assert main([*verb.split(), str(copy)]) == 1 and "branch-00001.json" in capsys.readouterr().err
+    shutil.copy(root / "branch-00001.json", copy)
+    assert restored(manager) == restored(checkpoint.Manager(copy)) == (400, 400)
+    # The mirror of a root, or the root of a mirror, brings the record.
+    for first, second in ((root, mirror), (mirror, root)):
+        with checkpoint.Manager(first, destinations=[checkpoint.Mirror(second)]) as manager:
+            assert restored(manager) == (400, 400)
+        (second / "branch-00001.json").unlink()
+
+
+def test_a_branch_that_begins_while_the_root_is_listed_is_seen(tmp_path, monkeypatch):
+    three_steps(tmp_path)
+    manager, names, listed = checkpoint.Manager(tmp_path), LocalStorage.names, []
+
+    def names_without_record(self):
+        found = names(self)
+        if self.url == str(tmp_path) and not listed:
+            listed.append(found)
+            with checkpoint.Manager(tmp_path) as other:
+                restored(other, step=100)
+                save(other, 400)
+            return [name for name in names(self) if not name.startswith("branch-")]
+        return found
+
+    monkeypatch.setattr(LocalStorage, "names", names_without_record)
+    assert manager.steps() == [100, 400]
+
+
+def away_from(path, method):
+    def fails_there(self, *args):
+        if self.url == str(path):
+            raise CheckpointError("it is away")
+        return method(self, *args)
+
+    return fails_there
+
+
+def test_the_record_of_a_branch_that_began_while_the_mirror_was_away_comes_to_it_with_the_next_copy(
+    tmp_path, monkeypatch
+):
+    root, mirror = tmp_path / "run", tmp_path / "mirror"
+    with checkpoint.Manager(root, destinations=[checkpoint.Mirror(mirror)]) as manager:
+        save(manager, 100)
+        save(manager, 200)
+        manager.wait()
+        for name, look in (
+            ("add", lambda: restored(manager, step=100)),
+            ("ids", lambda: manager._run.agree_on_branches(needs_copies=False)),
+        ):
+            with monkeypatch.context() as patched, suppress(CheckpointError):
+                patched.setattr(Root, name, away_from(mirror, getattr(Root, name)))
+                look()
+        assert not (mirror / "branch-00001.json").exists()
+        save(manager, 300)
+    assert restored(checkpoint.Manager(mirror)) == (300, 300)
 
 
 # What a Manager makes of them.
