@@ -169,7 +169,7 @@ class AfterCommit:
         root, mirror = (storage.child(id.name) for storage in (self._run.root.storage, self._mirror.remote))
 
         def copy_metrics(save_id: str) -> None:
-            copies = self._run.roots[1]
+            copies = self._run.roots[-1]
             for record in self._run.branches.values():
                 if record.file_name not in copies.names:  # it was out of reach when the branch began
                     copies.add(record)
