@@ -10,7 +10,7 @@ from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.metrics import Noted, noted_of, record_name, remove_records
+from shardopt.checkpoint.run.metrics import Noted, added_to, noted_of, record_name, remove_records
 from shardopt.checkpoint.run.retention import metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
@@ -182,12 +182,19 @@ class Keeper(Task):
         return unwanted + [id for id in own if id.step < newest and id.step not in keep]
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
-        """Returns the steps that rules keep. Reads each manifest once, and only if a rule needs what it has."""
+        """Returns the steps that rules keep.
+
+        Reads each manifest once, and only if a rule needs what it has. Metrics that were added are read each time, if a
+        rule goes by metrics: another job may add some, as one that evaluates.
+        """
         rules, unread = self._run.rules, list[CheckpointId]()
         if rules.best is not None or rules.seconds is not None:
-            for id in sorted(set(whole) - self._noted.keys()):
+            for id in sorted(whole):
                 try:
-                    self._noted[id] = _noted_or_nothing(root, id)
+                    if id not in self._noted:
+                        self._noted[id] = _noted_or_nothing(root, id)
+                    elif rules.best is not None and record_name(id.name) in root.names:
+                        self._noted[id] = _noted_again(root, id, self._noted[id])
                 except CheckpointError as error:  # it may be the best one: it stays this time
                     if unread and root.storage.is_remote:
                         raise  # after many attempts at each of two: it is the store that fails
@@ -242,6 +249,12 @@ def _logging_failures(root: Root) -> Iterator[None]:
         yield
     except (OSError, CheckpointError) as error:
         _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
+
+
+def _noted_again(root: Root, id: CheckpointId, noted: Noted) -> Noted:
+    """Returns what is noted of a checkpoint with the metrics that were added to it by now."""
+    added = {} if noted.save_id is None else added_to(root.checkpoint(id), noted.save_id)
+    return noted._replace(metrics={**noted.metrics, **added})
 
 
 def _noted_or_nothing(root: Root, id: CheckpointId) -> Noted:

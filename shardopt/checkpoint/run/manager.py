@@ -186,8 +186,8 @@ class Manager:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a saved checkpoint, for example from a later evaluation. Collective.
 
-        They count for `Retention(best=)` at the next removal, and for `Export(best=)` at once; of one name the last
-        counts. Waits for a save of the step. They stand beside the checkpoint in root and mirror, also of one on tiers.
+        They count for `Retention(best=)` at the next removal, of any job, and for an `Export(best=)` of this one at once; of
+        one name the last counts. Waits for a save of the step. They are beside the checkpoint in root and mirror.
 
         Args:
             metrics: numbers by name; rank 0's count.

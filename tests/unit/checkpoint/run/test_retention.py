@@ -255,6 +255,39 @@ def test_a_rule_by_a_metric_that_no_checkpoint_has_is_told_once(tmp_path, caplog
     assert len(messages) == told and all("required one of" in each and "loss" in each for each in messages)
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_metrics_that_another_job_adds_count_at_the_next_removal(tmp_path, mirrored):
+    root, mirror = tmp_path / "run", tmp_path / "mirror"
+    destinations = [checkpoint.Mirror(mirror)] if mirrored else []
+    keep = Retention(last=1, best=Best("loss", "min", 1))
+    with checkpoint.Manager(root, keep=keep, destinations=destinations) as manager:
+        with checkpoint.Manager(root, destinations=destinations) as evaluation:
+            for step, loss in enumerate([3.0, 0.5, 2.0, 2.5]):
+                manager.save(step, {"x": torch.ones(3)})
+                manager.wait()
+                evaluation.add_metrics(step, {"loss": loss})
+            manager.save(4, {"x": torch.ones(3)})
+            manager.wait()
+            assert [checkpoint.Manager(url).steps() for url in (root, mirror)] == [[1, 4], [1, 4] if mirrored else []]
+            evaluation.add_metrics(4, {"loss": 0.1})
+            evaluation.add_metrics(1, {"loss": 9.0})  # it replaces what was known
+            manager.save(5, {"x": torch.ones(3)})
+            assert manager.steps() == [4, 5]
+
+
+@pytest.mark.parametrize("rules", [{"last": 2}, {"last": 2, "best": Best("loss", "min", 1)}])
+def test_metrics_that_were_added_are_read_again_only_where_a_rule_goes_by_them(tmp_path, monkeypatch, rules):
+    read, read_record = [], LocalStorage.read_record
+    monkeypatch.setattr(LocalStorage, "read_record", lambda self, name: read.append(name) or read_record(self, name))
+    with checkpoint.Manager(tmp_path, keep=Retention(**rules)) as manager:
+        for step in range(4):
+            manager.save(step, {"x": torch.ones(3)}, metrics={"loss": 1.0 + step})
+        manager.add_metrics(2, {"loss": 0.5})
+        read.clear()
+        manager.save(4, {"x": torch.ones(3)})
+    assert read == ["step-00000002.metrics.json"] * ("best" in rules)
+
+
 def test_a_rule_by_a_metric_that_comes_at_fewer_steps_than_checkpoints_is_not_told(tmp_path, caplog):
     manager = checkpoint.Manager(tmp_path, keep=Retention(last=2, best=("loss", "min", 1)))
     for step in range(1, 11):
