@@ -186,7 +186,7 @@ class Manager:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a saved checkpoint, for example from a later evaluation. Collective.
 
-        They count for `Retention(best=)` at the next removal, of any job, and for an `Export(best=)` of this one at once; of
+        They count for any job's `Retention(best=)` at the next removal, and for `Export(best=)` of this one at once; of
         one name the last counts. Waits for a save of the step. They are beside the checkpoint in root and mirror.
 
         Args:

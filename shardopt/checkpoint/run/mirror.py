@@ -21,6 +21,7 @@ from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.root import refuse_seen_by_some
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
 from shardopt.world import world
 
@@ -90,7 +91,8 @@ class MirrorCopier(Task):
 
         A checkpoint that waits for its turn is left out once a newer one waits behind it. So copies may lag behind
         saves, but never further and further. A checkpoint that is there already is left out, too. Another checkpoint of
-        that name is never written over: then the upload fails with CheckpointExistsError.
+        that name is never written over: then the upload fails with CheckpointExistsError. One that somebody removes
+        meanwhile is left out too, which is logged.
 
         Files that stand beside those of the checkpoint are copied too; directories and names with a dot first are not.
 
@@ -180,6 +182,10 @@ class MirrorCopier(Task):
         with ranks.beating():
             try:
                 copied = copy_over_ranks(ranks, source, target, read, lambda: self._turns.jobs[-1] is upload)
+            except CheckpointError:  # on all ranks
+                if not ranks.on_rank_0(self._describe(upload), lambda: _is_gone(source)):
+                    raise
+                copied = None
             finally:
                 self._referred = frozenset()
             if copied is None:
@@ -189,6 +195,15 @@ class MirrorCopier(Task):
             self.report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
             emit_report("upload", self.report, for_all=ranks.rank == 0)
             upload.afterwards(self.remote)
+
+
+def _is_gone(checkpoint: Storage) -> bool:
+    """Whether a checkpoint is not there any more; logs it. On rank 0."""
+    with wrap_os_errors(f"look into {checkpoint.url}"):
+        if checkpoint.exists(MANIFEST_NAME):
+            return False
+    _log.warning("%s is not copied: it was removed before, as by `shardopt prune`", checkpoint.url)
+    return True
 
 
 def _committed(root: Storage) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import threading
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,12 +193,47 @@ def test_remains_of_a_dead_upload_are_cleared_and_a_copy_is_made_once(roots):
         assert mirror.report is before
 
 
-def test_a_checkpoint_that_is_gone_is_told(roots):
-    mirror = MirrorCopier(*roots)
-    mirror.upload("step-00000001")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        mirror.close()
-    mirror.close()  # told once
+def removed_while_it_is_copied(local, remote, removed, at):
+    """Returns what closing raises after a checkpoint has lost files at a call of the copy, and the copies' steps."""
+    manager, inner = checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)]), getattr(copying, at)
+    rank = manager._run.ranks.rank
+
+    def removes(*args):
+        if rank == 0 and manager._run.mirror.uploading() == {"step-00000002"}:
+            for path in Path(local, "step-00000002").glob(removed):
+                path.unlink()
+        return inner(*args)
+
+    manager.save(1, {"x": value(1)})
+    manager.wait()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(copying, at, removes)
+        manager.save(2, {"x": value(2)})
+        manager._run.mirror.finish()
+    try:
+        manager.save(3, {"x": value(3)})
+        raised = None
+    except CorruptionError as error:
+        raised = error.problems[0].found
+    manager.wait()
+    manager.close()
+    return raised, checkpoint.Manager(remote).steps(), sorted(path.name for path in Path(remote).iterdir())
+
+
+@pytest.mark.parametrize("at", ["is_copied", "upload_files"])
+def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out(roots, at, caplog):
+    told = removed_while_it_is_copied(*two_local_roots(roots), "*", at)
+    assert told == (None, [1, 3], ["step-00000001", "step-00000003"])
+    assert "step-00000002 is not copied: it was removed" in caplog.text
+
+
+def test_ranks_agree_on_what_was_removed_while_it_was_copied(roots):
+    for told in run_ranks(2, removed_while_it_is_copied, *two_local_roots(roots), "*", "upload_files"):
+        assert told == (None, [1, 3], ["step-00000001", "step-00000003"])
+
+
+def test_a_checkpoint_that_loses_files_alone_is_damaged(roots):
+    assert removed_while_it_is_copied(*two_local_roots(roots), "*-r*", "upload_files")[:2] == ("no such file", [1])
 
 
 # On ranks: to a directory that fsspec reaches as if it were remote.

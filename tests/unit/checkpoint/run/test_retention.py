@@ -260,19 +260,21 @@ def test_metrics_that_another_job_adds_count_at_the_next_removal(tmp_path, mirro
     root, mirror = tmp_path / "run", tmp_path / "mirror"
     destinations = [checkpoint.Mirror(mirror)] if mirrored else []
     keep = Retention(last=1, best=Best("loss", "min", 1))
-    with checkpoint.Manager(root, keep=keep, destinations=destinations) as manager:
-        with checkpoint.Manager(root, destinations=destinations) as evaluation:
-            for step, loss in enumerate([3.0, 0.5, 2.0, 2.5]):
-                manager.save(step, {"x": torch.ones(3)})
-                manager.wait()
-                evaluation.add_metrics(step, {"loss": loss})
-            manager.save(4, {"x": torch.ones(3)})
+    with (
+        checkpoint.Manager(root, keep=keep, destinations=destinations) as manager,
+        checkpoint.Manager(root, destinations=destinations) as evaluation,
+    ):
+        for step, loss in enumerate([3.0, 0.5, 2.0, 2.5]):
+            manager.save(step, {"x": torch.ones(3)})
             manager.wait()
-            assert [checkpoint.Manager(url).steps() for url in (root, mirror)] == [[1, 4], [1, 4] if mirrored else []]
-            evaluation.add_metrics(4, {"loss": 0.1})
-            evaluation.add_metrics(1, {"loss": 9.0})  # it replaces what was known
-            manager.save(5, {"x": torch.ones(3)})
-            assert manager.steps() == [4, 5]
+            evaluation.add_metrics(step, {"loss": loss})
+        manager.save(4, {"x": torch.ones(3)})
+        manager.wait()
+        assert [checkpoint.Manager(url).steps() for url in (root, mirror)] == [[1, 4], [1, 4] if mirrored else []]
+        evaluation.add_metrics(4, {"loss": 0.1})
+        evaluation.add_metrics(1, {"loss": 9.0})  # it replaces what was known
+        manager.save(5, {"x": torch.ones(3)})
+        assert manager.steps() == [4, 5]
 
 
 @pytest.mark.parametrize("rules", [{"last": 2}, {"last": 2, "best": Best("loss", "min", 1)}])
