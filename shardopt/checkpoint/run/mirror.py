@@ -19,7 +19,7 @@ from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.root import refuse_seen_by_some
-from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.sources.own import is_committed, read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
@@ -208,4 +208,5 @@ def _is_gone(checkpoint: Storage) -> bool:
 
 def _committed(root: Storage) -> list[str]:
     with wrap_os_errors(f"look into {root.url}"):
-        return [name for name in root.names() if root.child(name).exists(MANIFEST_NAME)]
+        names = root.names()
+    return [name for name in names if is_committed(root.child(name))]

@@ -34,7 +34,14 @@ from shardopt.checkpoint.sources.reading.open_file import HEAD_BYTES, DataFileRe
 from shardopt.checkpoint.sources.referred import directory_of, referred_in
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, is_temporary, storage_of, wrap_os_errors
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, StateError
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    Problem,
+    StateError,
+    UnreadableError,
+)
 from shardopt.sharding.box import whole
 from shardopt.state.values import decode_value
 
@@ -114,7 +121,12 @@ class OwnSource(Source):
 
 
 def manifest_bytes(storage: Storage) -> bytes | None:
-    """Returns the bytes of the manifest; None if there is none. Raises CorruptionError if it is too large."""
+    """Returns the bytes of the manifest; None if there is none.
+
+    Raises:
+        CorruptionError: it is too large; or the directory is a link to what is not there now, as on a disk that is not
+            mounted.
+    """
     where = f"{storage.url}/{MANIFEST_NAME}"
     data = b""
     with wrap_os_errors(f"read {where}"):
@@ -130,8 +142,21 @@ def manifest_bytes(storage: Storage) -> bytes | None:
                 if nbytes == len(data):
                     break  # all of it, and damaged
         except FileNotFoundError:
+            if (target := storage.missing_target()) is not None:
+                found, remedy = f"a link to {target}, where nothing is", "mount what is missing, or remove the link"
+                problem = Problem(storage.url, found, "a checkpoint", remedy)
+                raise UnreadableError("a link leads nowhere", [problem]) from None
             return None
     return data
+
+
+def is_committed(storage: Storage) -> bool:
+    """Whether there is a manifest. One that is out of reach counts, too; a load then finds what is wrong."""
+    try:
+        with wrap_os_errors(f"look into {storage.url}"):
+            return storage.exists(MANIFEST_NAME) or storage.missing_target() is not None
+    except CorruptionError:
+        return True
 
 
 def not_found(storage: Storage) -> CheckpointNotFoundError:

@@ -146,6 +146,10 @@ class Storage(ABC):
         """Whether this directory's name is a symbolic link, to a directory elsewhere or to none."""
         return False
 
+    def missing_target(self) -> str | None:
+        """Returns where this directory's name leads as a symbolic link, if nothing is there; None otherwise."""
+        return None
+
     @abstractmethod
     def child(self, name: str) -> Storage:
         """Returns the storage of a subdirectory by name."""

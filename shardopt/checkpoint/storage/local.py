@@ -276,6 +276,9 @@ class LocalStorage(Storage):
     def is_link(self) -> bool:
         return os.path.islink(self.url)
 
+    def missing_target(self) -> str | None:
+        return os.path.realpath(self.url) if self.is_link() and not os.path.exists(self.url) else None
+
     def child(self, name: str) -> Storage:
         return LocalStorage(self._path(name), self._durable)
 

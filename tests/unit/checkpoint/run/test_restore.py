@@ -17,6 +17,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run import manager as manager_module
+from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.storage import LocalStorage, retry, storage_of
 from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
@@ -65,6 +66,34 @@ class BadDisk:
         if all(part in path for part in self.parts) and self.times > 0:
             self.times -= 1
             raise OSError(self.number, os.strerror(self.number))
+
+
+def test_a_step_whose_link_leads_nowhere_is_told(tmp_path, caplog):
+    root, archive, mirror = (tmp_path / name for name in ("run", "archive", "mirror"))
+    saved(root, 1, 2, 3)
+    shutil.copytree(root / "step-00000003", mirror / "step-00000003")
+    for step in (1, 3):
+        shutil.move(root / f"step-0000000{step}", archive / f"step-0000000{step}")
+        (root / f"step-0000000{step}").symlink_to(archive / f"step-0000000{step}")
+    assert restored(checkpoint.Manager(root)) == 3
+    archive.rename(tmp_path / "unmounted")
+    with checkpoint.Manager(root, destinations=[checkpoint.Mirror(mirror)]) as manager:
+        assert restored(manager) == 3
+    caplog.clear()
+    manager = checkpoint.Manager(root, keep=2)
+    assert restored(manager) == 2
+    assert f"found a link to {archive}/step-00000003, where nothing is" in caplog.text and "mount what" in caplog.text
+    assert manager.steps() == [1, 2, 3]
+    assert [each.condition for each in list_run(root).checkpoints] == ["unreadable", "committed", "unreadable"]
+    manager.save(3, app_of(3))  # in place of the link
+    assert manager.steps() == [2, 3] and not (root / "step-00000003").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "unmounted").iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_run_all_of_whose_steps_are_links_that_lead_nowhere_does_not_begin_anew(tmp_path):
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "archive")
+    with pytest.raises(UnreadableError, match=r"link to .*archive, where nothing is"):
+        checkpoint.Manager(tmp_path).restore(app_of())
 
 
 @pytest.mark.parametrize("part", ["manifest.json", ".safetensors"])
