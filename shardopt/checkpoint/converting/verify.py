@@ -13,18 +13,20 @@ from shardopt.checkpoint.format.constants import (
     DATA_SUFFIX,
     DELTA_INDEX_PREFIX,
     DELTA_PREFIX,
+    MANIFEST_NAME,
     PER_RANK_PREFIX,
 )
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.sources.detect_format import open_source
+from shardopt.checkpoint.sources.own import not_found
 from shardopt.checkpoint.sources.reading.checking import damaged_segments, sizes_for
 from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, form_of
 from shardopt.checkpoint.sources.reading.with_deltas import open_with_deltas
 from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.sources.source import Source
-from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.text import plural
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import cover_faults
@@ -118,6 +120,10 @@ def _verify(storage: Storage, progress: Progress | None, base_root: str | os.Pat
             found, nbytes = check.result()
             problems += found
             unsummed += nbytes
+    if problems and not source.is_foreign:
+        with wrap_os_errors(f"look into {storage.url}"):
+            if not storage.exists(MANIFEST_NAME):  # it was removed meanwhile, as by retention
+                raise not_found(storage)
     return VerifyReport(
         url=storage.url,
         tensors=len(manifest.tensors),

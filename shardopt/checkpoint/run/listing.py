@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardopt.checkpoint.converting.verify import VerifyReport, verify
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, parse_id
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -117,7 +118,11 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
         return look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
 
     with world().thread_pool(sizes_for(root.storage).threads, "shardopt-list") as pool:
-        return RunListing(root.url, branches, _with_bases([*pool.map(look, ids)]))
+        listed = [*pool.map(look, ids)]
+    if any(each.condition == "unfinished" for each in listed):  # what is removed meanwhile is left out
+        there = frozenset(root.ids())
+        listed = [each for each in listed if each.condition != "unfinished" or each.id in there]
+    return RunListing(root.url, branches, _with_bases(listed))
 
 
 def list_step(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing | None:
@@ -174,6 +179,8 @@ def look_at(
             manifest, _ = read_manifest(storage)
             metrics = metrics_of(storage)
             problems = [*_missing_or_cut(manifest, storage)]
+            if problems and not storage.exists(MANIFEST_NAME):  # it was removed meanwhile, as by retention
+                return listed("unfinished")
         verified = verify(storage.url) if verify_bytes else None
     except CheckpointNotFoundError:
         return listed("unfinished")

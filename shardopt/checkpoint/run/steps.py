@@ -390,7 +390,8 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
                 _log.warning("%s: trying again", error)
                 continue
             failures[candidate.url] = error
-            what = "damaged" if isinstance(error, CorruptionError) else "gone"
+            is_gone = isinstance(error, CheckpointNotFoundError) or error.code == "no-checkpoint"
+            what = "gone" if is_gone else "damaged"
             step = candidate.id.step
             _log.warning("step %d is %s, resuming from the previous checkpoint: %s", step, what, error)
         else:

@@ -82,13 +82,13 @@ class OwnSource(Source):
         directory = self.directory_of(file)
         copy = directory.copy_of(file.name)
         try:
-            opened = DataFileReader(directory, file, keys, self._head_bytes)
+            opened = DataFileReader(directory, file, keys, self._head_bytes, self.storage)
             self._head_bytes = max(self._head_bytes, opened.header_bytes)  # as ranks mostly write alike
             return opened
         except CheckpointError as error:
             if directory.pass_over(file.name, copy, error):
                 return self.open_file(number, keys)
-            if not isinstance(error, CorruptionError):
+            if not isinstance(error, CorruptionError) or error.code == "no-checkpoint":
                 raise
             with wrap_os_errors(f"read {directory.url}/{file.name}"):
                 if file.directory is None or directory.exists(file.name):

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
+from shardopt.checkpoint.format.constants import (
+    MANIFEST_NAME,
+    SEGMENT_BYTES,
+    Dtype,
+    damaged,
+    segment_count,
+    stored_shape,
+)
 from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import ReadInto, Span, Storage, wrap_os_errors
@@ -148,7 +155,11 @@ class OpenFile(ABC):
             try:
                 yield
             except FileNotFoundError:
-                raise damaged(self.where, "no such file") from None
+                raise self.missing() from None
+
+    def missing(self) -> CorruptionError:
+        """Returns the error for this file where it is not there."""
+        return damaged(self.where, "no such file")
 
     @contextmanager
     def opened(self, once: bool = False) -> Iterator[ReadInto]:
@@ -233,6 +244,7 @@ class DataFileReader(SummedFile):
         wanted: the keys of which entries are kept; None for all. The others are read again when they are asked for:
             a job has as many files as ranks, with thousands of keys each.
         head_bytes: as many as its header may have; of a longer one the rest takes another read.
+        checkpoint: which is read; where it is removed meanwhile, the error for a missing file says so.
     """
 
     def __init__(
@@ -241,9 +253,10 @@ class DataFileReader(SummedFile):
         file: DataFile,
         wanted: Collection[str] | None = None,
         head_bytes: int = HEAD_BYTES,
+        checkpoint: Storage | None = None,
     ) -> None:
         super().__init__(storage, file.name)
-        self.file = file
+        self.file, self._checkpoint = file, checkpoint
         self.header_bytes = 0
         entries = self._read(head_bytes)
         self._all: Mapping[str, Entry] | None = entries if wanted is None else None
@@ -277,6 +290,12 @@ class DataFileReader(SummedFile):
         self.refuse_other_header(header)
         self.header_bytes = length
         return entries
+
+    def missing(self) -> CorruptionError:
+        if self._checkpoint is None or self._checkpoint.exists(MANIFEST_NAME):
+            return super().missing()
+        problem = Problem(self.where, "nothing any more", "what was written", "take another checkpoint")
+        return CorruptionError("a checkpoint was removed while it was read", [problem], code="no-checkpoint")
 
     def refuse_other_header(self, header: bytes | bytearray) -> None:
         """Raises CorruptionError if a header, with the checksums of this file, is not what was written."""

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.run.listing import condition_of
+from shardopt.checkpoint.run.listing import condition_of, look_at
+from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.reading.open_file import OpenFile
+from shardopt.checkpoint.storage import storage_of
 from shardopt.cli.entry import main
 from shardopt.errors import CheckpointNotFoundError, CorruptionError
 
@@ -107,6 +110,32 @@ def test_a_file_of_another_save_is_found(copy, tmp_path):
     checkpoint.save(tmp_path / "other", {"big": torch.zeros(400, 500, dtype=torch.float64)})
     data_file(copy).write_bytes(data_file(tmp_path / "other").read_bytes())
     assert not checkpoint.verify(copy).ok
+
+
+@pytest.mark.parametrize("at", ["open_file", "opened"])
+def test_one_that_is_removed_while_it_is_read_is_not_damaged(copy, monkeypatch, at):
+    kind = OwnSource if at == "open_file" else OpenFile
+    inner = getattr(kind, at)
+
+    def removed_before(self, *args, **options):
+        shutil.rmtree(copy, ignore_errors=True)
+        return inner(self, *args, **options)
+
+    def read(of):
+        shutil.copytree(saved, copy, dirs_exist_ok=True)
+        monkeypatch.setattr(kind, at, removed_before)
+        try:
+            return of(copy)
+        finally:
+            monkeypatch.setattr(kind, at, inner)
+
+    saved = shutil.copytree(copy, copy.parent / "saved")
+    app = {"big": torch.zeros(400, 500, dtype=torch.float64)}
+    with pytest.raises(CheckpointNotFoundError):
+        read(checkpoint.verify)
+    with pytest.raises(CorruptionError, match=r"a checkpoint was removed while it was read.*no-checkpoint"):
+        read(lambda path: checkpoint.load(path, app, select="big"))
+    assert read(lambda path: look_at(storage_of(path), verify_bytes=True)).condition == "unfinished"
 
 
 def test_nothing_to_verify(tmp_path):

@@ -18,6 +18,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run import manager as manager_module
 from shardopt.checkpoint.run.listing import list_run
+from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.storage import LocalStorage, retry, storage_of
 from shardopt.checkpoint.text import seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
@@ -88,6 +89,27 @@ def test_a_step_whose_link_leads_nowhere_is_told(tmp_path, caplog):
     manager.save(3, app_of(3))  # in place of the link
     assert manager.steps() == [2, 3] and not (root / "step-00000003").is_symlink()
     assert sorted(path.name for path in (tmp_path / "unmounted").iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch, caplog):
+    manager, names = saved(tmp_path, 1, 2, 3), LocalStorage.names
+
+    def removed_before(self, number, keys=None, inner=OwnSource.open_file):
+        if self.url.endswith("3"):
+            shutil.rmtree(self.url, ignore_errors=True)
+        return inner(self, number, keys)
+
+    monkeypatch.setattr(OwnSource, "open_file", removed_before)
+    assert restored(manager) == 2
+    assert "step 3 is gone" in caplog.text and "damaged" not in caplog.text
+
+    def removed_between(self):
+        if self.url.endswith("2"):
+            shutil.rmtree(self.url, ignore_errors=True)
+        return names(self)
+
+    monkeypatch.setattr(LocalStorage, "names", removed_between)
+    assert [(each.id.step, each.condition) for each in list_run(tmp_path).checkpoints] == [(1, "committed")]
 
 
 def test_a_run_all_of_whose_steps_are_links_that_lead_nowhere_does_not_begin_anew(tmp_path):
