@@ -229,6 +229,23 @@ def test_a_copy_of_steps_without_the_records_of_their_branches_is_refused(tmp_pa
         (second / "branch-00001.json").unlink()
 
 
+def test_a_root_without_the_records_of_the_branches_that_tiers_have_steps_of_is_refused(tmp_path):
+    root, options = tmp_path / "run", {"destinations": [checkpoint.Tier(str(tmp_path / "fast"), every=1)], "every": 100}
+    with checkpoint.Manager(root, **options) as manager:
+        for step in (100, 200):
+            save(manager, step)
+        manager.wait()
+        restored(manager, step=100)
+        save(manager, 101)
+        manager.wait()
+    (root / "branch-00001.json").unlink()  # as by a backup of the root from before
+    with (
+        checkpoint.Manager(root, **options) as manager,
+        pytest.raises(CorruptionError, match=r"no record of branch 1.*step-00000101-b1"),
+    ):
+        manager.restore(app_of())
+
+
 def test_a_branch_that_begins_while_the_root_is_listed_is_seen(tmp_path, monkeypatch):
     three_steps(tmp_path)
     manager, names, listed = checkpoint.Manager(tmp_path), LocalStorage.names, []
