@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.absent_gradients import refuse_absent, refuse_absent_late
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.initial_state import made_of, restore_dtypes
-from shardopt.algorithms.reductions import Term, all_reduce_terms
+from shardopt.algorithms.reductions import Term, all_reduce_terms, equate_sums
 from shardopt.algorithms.registry import GLOBAL_STATE, AlgorithmSpec, Options, find_spec, spec_of
 from shardopt.algorithms.stepped import Stepped
 from shardopt.errors import AlgorithmError, GradientError, Problem, ShardoptError
@@ -310,14 +310,20 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         # stands among others decides in which order ranks add it up, and so its last bit.
         steps = sorted((each for each in steps if each.may_have_gradient), key=lambda step: step.key)
         rounds = [(batch, self.equations_of(batch)) for batch in self.batches(steps)]
-        self._reduce(_next_terms(steps, rounds))
-        self._agree(steps)
+        terms = _next_terms(steps, rounds)
+        self._reduce(terms)
+        self._agree(steps)  # on what the ranks of these cuts have counted, not other replicas
+        self._equate(terms)
         while terms := _next_terms(steps, rounds):
             self._reduce(terms)
+            self._equate(terms)
         raise_fault(steps)  # now that the others do not wait for this rank
 
     def _reduce(self, terms: Iterable[Term]) -> None:
         all_reduce_terms(terms)
+
+    def _equate(self, terms: Collection[Term]) -> None:
+        equate_sums(terms)
 
     def _agree(self, steps: Sequence[Any]) -> None:
         """Raises if gradients are absent or refused on some ranks; defers the check if it would wait for a device.

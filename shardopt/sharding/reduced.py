@@ -52,10 +52,12 @@ class ShardGroup:
     Args:
         group: their process group.
         dims: the dimensions along which they hold different indices; not negative.
+        replicas: the groups of ranks, including this one, of which each has the same part of the tensor.
     """
 
     group: dist.ProcessGroup
     dims: frozenset[int]
+    replicas: tuple[dist.ProcessGroup, ...] = ()
 
 
 def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
@@ -68,10 +70,12 @@ def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
         mesh = tensor.device_mesh
         if mesh.get_coordinate() is None or not tells_of_others(tensor):
             return ()
+        placed = [(dim, each) for dim, each in enumerate(tensor.placements) if mesh.size(dim) > 1]
+        replicas = tuple(mesh.get_group(dim) for dim, each in placed if each.is_replicate())
         return tuple(
-            ShardGroup(mesh.get_group(mesh_dim), frozenset([placement.dim % tensor.ndim]))
-            for mesh_dim, placement in enumerate(tensor.placements)
-            if isinstance(placement, Shard | _StridedShard) and mesh.size(mesh_dim) > 1
+            ShardGroup(mesh.get_group(dim), frozenset([each.dim % tensor.ndim]), replicas)
+            for dim, each in placed
+            if isinstance(each, Shard | _StridedShard)
         )
     if isinstance(tensor, ShardedTensor):
         return (ShardGroup(process_group_of(tensor), cut_dims(tensor.metadata())),)

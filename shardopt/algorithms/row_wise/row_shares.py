@@ -8,6 +8,7 @@ who touched which of them. Where a lookup's own backward takes the step, all kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -48,6 +49,10 @@ class RowShares(SharedRows):
         shape, dtype = view_of(parameter).shape, moment_dtype(view_of(parameter).dtype)
         super().__init__(parameter, cuts, dtype)
         self._dims, self._dtype = range(1, len(shape)), dtype
+        # Replicas have to agree on how many rows they add up, since the first one's sums go to all.
+        replicas = dict.fromkeys(group for cut in cuts for group in cut.replicas)
+        exact = (replace(cut, replicas=()) for cut in cuts)
+        self._askers = (*exact, *(ShardGroup(group, frozenset()) for group in replicas))
         self._width = max(prod(shape[1:]), 1)
         self._alike: Tensor | None = None
         self._sums: tuple[Tensor, ...] = ()
@@ -70,7 +75,7 @@ class RowShares(SharedRows):
             self.flag += 1
             if isinstance(self.parameter, DTensor) and len(gradients) == 1:
                 self._alike.copy_(_described(gradients[0]))
-        yield from ((memory, self.cuts) for memory in (self.flag, self._alike))
+        yield from ((memory, self._askers) for memory in (self.flag, self._alike))
 
     def asked(self) -> tuple[Tensor, ...]:
         """Returns `flag`, and whether all ranks have described the same rows, unless they knew it beforehand."""
@@ -78,7 +83,7 @@ class RowShares(SharedRows):
 
     def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
         """Yields this rank's squares of rows, and which rows it touched where that is not the same on all ranks."""
-        if gradients is not None and _are_alike(self.on_host[1:], prod(each.group.size() for each in self.cuts)):
+        if gradients is not None and _are_alike(self.on_host[1:], prod(each.group.size() for each in self._askers)):
             yield from self._squares_of(gradients, numbers)
             return
         self._sums, self._counts = (sum_memory(self.parameter, self._dims, self._dtype) for _ in range(2))
