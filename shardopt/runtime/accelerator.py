@@ -9,7 +9,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -35,6 +35,16 @@ def is_capturing() -> bool:
     return asks is not None and bool(asks())
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for all work of a device.
+
+    From another device torch would return to that one, for which the driver makes a context: some hundred MiB on device
+    0 for each process that waits in a new thread.
+    """
+    with getattr(torch.get_device_module(device), "device", nullcontext)(device):  # MPS has one alone
+        torch.accelerator.synchronize(device)
+
+
 def wait_for_reads(tensors: Iterable[Tensor]) -> None:
     """Waits until accelerators have read these tensors, which are about to change, where they are in pinned memory.
 
@@ -45,7 +55,7 @@ def wait_for_reads(tensors: Iterable[Tensor]) -> None:
         has_memory = getattr(module, "memory_reserved", lambda device: True)  # MPS has no such question, and one device
         for device in range(module.device_count()):
             if has_memory(device):  # others would get a context
-                torch.accelerator.synchronize(device)
+                synchronize(torch.device(torch.accelerator.current_accelerator().type, device))
 
 
 def _initialized_module() -> Any:

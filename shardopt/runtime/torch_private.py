@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -324,6 +324,11 @@ def out_of_inference_mode() -> Iterator[None]:
     records = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(records):
         yield
+
+
+def changeable(targets: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Returns a context in which these tensors may be changed: inference mode if one was made in it, else as it is."""
+    return torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext()
 
 
 def has_modes() -> bool:

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import threading
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
-from tests.accelerator.support import CopiesToHost, each_kind, on_accelerator
+from tests.accelerator.support import CopiesToHost, each_kind, needs_standin, on_accelerator
 from tests.support.in_bits import by_hand
 
 SHAPES = {"wide": (700, 300), "deep": (3, 90, 110), "small": (12,), "table": (90_000, 2)}
@@ -219,3 +220,29 @@ def in_bits(accelerator, folder):
 @each_kind
 def test_tables_of_devices_are_published_in_fewer_bits(kind, tmp_path):
     assert on_accelerator(2, in_bits, str(tmp_path), kind=kind) == [[], []]
+
+
+def contexts_of_a_thread(standin):
+    """Follows in a new thread, into weights on the second device."""
+    device = torch.device("standin", 1)
+    standin.C.set_device(1)
+    folder, seen = tempfile.mkdtemp(), []
+    app = {"a": torch.zeros(300, 300, device=device)}
+    with torch.inference_mode():
+        made = {name: torch.zeros_like(each) for name, each in app.items()}
+    with checkpoint.Publisher(folder, durable=False) as publisher:
+        publisher.publish(1, {"a": torch.ones(300, 300)}).result()
+        for each in (app, made):
+            follower = checkpoint.Follower(folder, each)
+            standin.C.reset()
+            thread = threading.Thread(target=follower.update)
+            thread.start()
+            thread.join()
+            seen.append((standin.C.contexts(), [bool((tensor == 1).all()) for tensor in each.values()]))
+    shutil.rmtree(folder)
+    return seen
+
+
+@needs_standin
+def test_an_update_in_a_thread_makes_no_context_on_another_device():
+    assert on_accelerator(1, contexts_of_a_thread) == [[({1}, [True])] * 2]

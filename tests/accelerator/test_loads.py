@@ -92,6 +92,20 @@ def test_what_is_loaded_is_what_was_stored():
         assert set(waits) <= {"wait: synchronize an event"}
 
 
+def into_inference_tensors(standin):
+    folder = tempfile.mkdtemp()
+    tensors = stored_in(folder)
+    with torch.inference_mode():
+        app = blank_like(tensors)
+    checkpoint.load(f"{folder}/1", app)
+    shutil.rmtree(folder)
+    return [name for name, tensor in tensors.items() if not torch.equal(app[name].cpu(), tensor)]
+
+
+def test_a_model_made_in_inference_mode_is_loaded():
+    assert on_accelerator(1, into_inference_tensors) == [[]]
+
+
 def test_what_fits_into_two_buffers_waits_for_the_end_alone():
     with mock.patch("os.fsync"):
         (found,) = on_accelerator(1, loaded, None, 64 << 20)

@@ -64,6 +64,19 @@ def saved_big(tmp_path_factory):
     return path
 
 
+def load_in_inference_mode(path):
+    value = torch.arange(12.0)
+    checkpoint.save(path, {"a": value})
+    with torch.inference_mode():
+        app = {"a": torch.zeros(12)}
+    checkpoint.load(path, app, share_reads="always")
+    return torch.equal(app["a"], value)
+
+
+def test_boxes_are_sent_into_tensors_made_in_inference_mode(tmp_path):
+    assert run_ranks(2, load_in_inference_mode, str(tmp_path / "saved")) == [True, True]
+
+
 def load_big_in_each_way(path):
     return [load_big(path, share_reads) for share_reads in ("never", "always", "auto")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,9 +21,10 @@ from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
 from shardopt.errors import CheckpointError, MismatchError
-from shardopt.runtime.accelerator import has_streams, on_stream, wait_for_reads
+from shardopt.runtime.accelerator import has_streams, on_stream, synchronize, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
+from shardopt.runtime.torch_private import changeable
 from shardopt.sharding.pieces import View
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -139,11 +139,11 @@ class Staged:
         targets = [part.request.target for part in self.parts]
         devices = {target.device for target in targets} - {torch.device("cpu")}
         for device in devices:  # what was queued within `serving`, on whatever stream, may still read them
-            torch.accelerator.synchronize(device)
+            synchronize(device)
         wait_for_reads(targets)
         reshard_before_writing(self._into)
         increment_version(targets)
-        with torch.inference_mode() if any(map(torch.is_inference, targets)) else nullcontext():
+        with changeable(targets):
             for target, memory in self._copies:
                 target.copy_(memory)
             for each in self._scatters:
@@ -160,7 +160,7 @@ class Staged:
                 with on_stream(stream):
                     stream.synchronize()
             else:
-                torch.accelerator.synchronize(device)
+                synchronize(device)
 
     def held(self) -> dict[Place, Held]:
         """Returns what is known of the parts, once they were changed. Reads no file."""

@@ -25,6 +25,7 @@ from shardopt.checkpoint.format.assign import Member, assign
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype
 from shardopt.ranks import Ranks
 from shardopt.runtime.accelerator import wait_for_reads
+from shardopt.runtime.torch_private import changeable
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.sharding.pieces import Piece, View, narrowed
 
@@ -110,7 +111,8 @@ class BroadcastReads:
         for target in (tensor for tensors in received for tensor in tensors):
             raw = incoming[begin : begin + target.nbytes]
             # Cloned, as a tensor of another dtype must begin where such a one may.
-            target.copy_(raw.clone().view(target.dtype).view(target.shape))
+            with changeable([target]):
+                target.copy_(raw.clone().view(target.dtype).view(target.shape))
             begin += target.nbytes
 
     def _rounds(self) -> Iterator[list[_SharedBox]]:

@@ -21,6 +21,7 @@ from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.checkpoint.sources.reading.scratch import ScratchCopy, check_cast, room_for
 from shardopt.runtime.accelerator import copies_from_pinned, copy_stream, has_streams, on_stream
 from shardopt.runtime.host_memory import HostMemory
+from shardopt.runtime.torch_private import changeable
 
 BUFFER_BYTES = 64 * SEGMENT_BYTES
 _PAGE_BYTES = 4096
@@ -97,7 +98,9 @@ class DeviceScratch:
                 for copy in own:
                     check_cast(*copy)
                 sources = [_on_device(copy) for copy in own]
-                torch._foreach_copy_([copy.target for copy in own], sources, non_blocking=True)
+                targets = [copy.target for copy in own]
+                with changeable(targets):
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
                 event = torch.get_device_module(device).Event()
                 event.record(stream)
             slot.ends.append((stream, event))

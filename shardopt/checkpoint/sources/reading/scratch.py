@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.errors import CheckpointError, Problem
+from shardopt.runtime.torch_private import changeable
 from shardopt.state.casts import lost_in_cast
 
 ALIGNMENT_BYTES = 64
@@ -79,7 +79,7 @@ class HostScratch:
 def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
     """Copies elements from scratch to their target; errors as `check_cast`."""
     check_cast(entry, target, source)
-    with torch.inference_mode() if target.is_inference() else nullcontext():  # which is changed nowhere else
+    with changeable([target]):
         target.copy_(source)
 
 
