@@ -62,7 +62,7 @@ def _together(pairs: Iterable[tuple[Tensor, dist.ProcessGroup]], collective: Cal
         for tensors in kinds.values():
             flat = torch.cat([tensor.flatten() for tensor in tensors])
             # One copy, where ranks communicate elsewhere.
-            flat = collective(ranks, flat.to(ranks.device)).to(flat.device)
+            flat = collective(ranks, flat.to(ranks.device_beside(flat.device))).to(flat.device)
             pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
             sums = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
             torch._foreach_copy_(tensors, sums)

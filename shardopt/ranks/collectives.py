@@ -55,14 +55,33 @@ class Collectives:
         """
         if self._accelerator is None:
             return torch.device("cpu")
+        module = torch.get_device_module(self._accelerator)
+        return self._bound_device or torch.device(self._accelerator, module.current_device())
+
+    @property
+    def _bound_device(self) -> torch.device | None:
         bound: torch.device | None = None if self._group is None else getattr(self._group(), "bound_device_id", None)
-        if bound is not None and bound.type == self._accelerator:
-            return bound
-        return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
+        return bound if bound is not None and bound.type == self._accelerator else None
 
     def device_beside(self, device: torch.device) -> torch.device:
-        """Returns the device to which numbers computed on `device` must go: the same one without other ranks."""
-        return device if self.size == 1 else self.device
+        """Returns the device to which numbers computed on `device` must go, so that all ranks have them on one type.
+
+        It is the same one without other ranks, and where a group that is bound to none communicates there: the current
+        one may be another where nobody has set it.
+        """
+        is_here = device.type == self._accelerator and self._bound_device is None
+        return device if self.size == 1 or is_here else self.device
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Returns the device to which memory on `device`, of the same type on all ranks, must go: most often that.
+
+        NCCL alone has none of the host's.
+        """
+        group = self._process_group()
+        if group is None or self.size == 1:
+            return device
+        kinds = (pair.partition(":")[0] for pair in dist.get_backend_config(group).split(","))
+        return device if device.type in kinds else self.device_beside(device)
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Sums each number over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.

@@ -214,3 +214,36 @@ def test_jobs_of_one_rank_do_so_over_nccl(tmp_path, stage):
 def over_nccl(cuda, folder, stage):
     backend = dist.group.WORLD._get_backend(torch.device(cuda.KIND))
     return backend.name(), jobs_here(cuda, folder, stage, "copies")
+
+
+def reduced_on(standin):
+    """Where a rank that has set no device adds up its norm; and what islands of the host's weights make of these
+    through a group that only accelerators have."""
+    own, device = (
+        dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        torch.device("standin", dist.get_rank()),
+    )
+    seen, reduce = [], dist.all_reduce
+
+    def noted(tensor, *args, **kwargs):
+        seen.append(tensor.device)
+        return reduce(tensor, *args, **kwargs)
+
+    weight, host = nn.Parameter(torch.ones(4, 4, device=device)), nn.Parameter(torch.ones(4))
+    clipped = shardopt.GradientClippingOptimizer(shardopt.keyed("adamw", {"w": weight}), "norm", max_gradient=0.5)
+    inner = shardopt.keyed("sgd", {"w": host}, lr=1.0, process_group=own)
+    across = dist.new_group(backend="standin:standin_gloo")
+    islands = shardopt.SemiSync(inner, "sgd", outer_options={"lr": 1.0}, process_group=across, every=1)
+    weight.grad, host.grad = torch.ones_like(weight), torch.full((4,), 2.0 * dist.get_rank())
+    dist.all_reduce = noted
+    try:
+        clipped.step()
+        islands.step()
+    finally:
+        dist.all_reduce = reduce
+    return seen[0] == device, seen[-1].type, host.tolist()
+
+
+@needs_standin
+def test_numbers_are_added_up_where_they_are_or_where_the_group_communicates():
+    assert on_accelerator(2, reduced_on) == [(True, "standin", [0.0] * 4)] * 2

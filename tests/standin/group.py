@@ -67,6 +67,11 @@ class StandinGroup(ProcessGroup):
         self._gloo, self._store = dist.ProcessGroupGloo(store, rank, size, timeout=timeout), store
 
     # -- helpers
+    def _is_host(self, t):
+        if t.device.type == "cpu" and "cpu:" not in dist.get_backend_config(self):
+            raise RuntimeError("No backend type associated with device type cpu")  # as torch says of NCCL alone
+        return t.device.type == "cpu"
+
     def _run(self, call, outputs, hosts):
         call(hosts).wait()
 
@@ -78,7 +83,7 @@ class StandinGroup(ProcessGroup):
         return finish
 
     def _in_place(self, tensors, call):
-        if all(t.device.type == "cpu" for t in tensors):
+        if all(map(self._is_host, tensors)):
             return call(list(tensors))
         hosts = [_host(t) for t in tensors]
         return _Work(self._run(call, tensors, hosts), list(tensors))
@@ -108,7 +113,7 @@ class StandinGroup(ProcessGroup):
         return self._gloo.barrier(options)
 
     def allgather(self, outs, ins, opts=None):
-        if ins[0].device.type == "cpu":
+        if self._is_host(ins[0]):
             return self._gloo.allgather(outs, ins)
         hosts = [[torch.empty_like(o, device="cpu") for o in out] for out in outs]
         self._gloo.allgather(hosts, [_host(i) for i in ins]).wait()
@@ -121,7 +126,7 @@ class StandinGroup(ProcessGroup):
         return _Work(finish, outs)
 
     def _allgather_base(self, out, inp, opts=None):
-        if inp.device.type == "cpu":
+        if self._is_host(inp):
             return self._gloo._allgather_base(out, inp)
         host = torch.empty(out.shape, dtype=out.dtype)
         self._gloo._allgather_base(host, _host(inp).contiguous()).wait()
@@ -141,7 +146,7 @@ class StandinGroup(ProcessGroup):
         mine = host.reshape(-1).view(self.size(), -1)[self.rank()].view(out.shape)
         if avg:
             mine = mine / self.size()
-        if out.device.type == "cpu":
+        if self._is_host(out):
             _give(out, mine)
             return _Work(result=[out])
         return _Work(lambda: _give(out, mine), [out])
@@ -151,7 +156,7 @@ class StandinGroup(ProcessGroup):
         return _Work(lambda: [w.wait() for w in works], outs)
 
     def alltoall_base(self, out, inp, out_splits, in_splits, opts=None):
-        if inp.device.type == "cpu":
+        if self._is_host(inp):
             return self._gloo.alltoall_base(out, inp, out_splits, in_splits)
         host = torch.empty(out.shape, dtype=out.dtype)
         self._gloo.alltoall_base(host, _host(inp), out_splits, in_splits).wait()

@@ -91,8 +91,7 @@ class Team:
 
     def exchanges_on(self, device: torch.device) -> torch.device:
         """Returns the device of what ranks exchange for parameters on `device`: that, if they communicate there."""
-        there = self.ranks.device_beside(device)
-        return device if device.type == there.type else there
+        return self.ranks.device_beside(device)
 
     def count(self) -> list[tuple[GatheredStep, list[float]]]:
         """Returns, for each parameter, on how many ranks it has a gradient, and on how many it has none.

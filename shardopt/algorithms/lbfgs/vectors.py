@@ -142,7 +142,8 @@ class ParameterVector:
             The sums [k], and the numbers of all ranks [R, l], on the CPU.
         """
         count = len(own)
-        buffer = torch.zeros(len(sums) + self.ranks.size * count, dtype=torch.float64, device=self.ranks.device)
+        device = self.ranks.device_beside(sums.device)
+        buffer = torch.zeros(len(sums) + self.ranks.size * count, dtype=torch.float64, device=device)
         buffer[: len(sums)] = sums
         at = len(sums) + self.ranks.rank * count
         buffer[at : at + count] = own

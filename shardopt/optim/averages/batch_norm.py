@@ -48,13 +48,14 @@ def update_bn(
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm) and layer.track_running_stats]
     if ranks.size == 1 or not layers:
         return
+    there = ranks.device_beside(_batches(layers[0]).device)
     with torch.no_grad():
         # fp64: the sum of equal statistics is then exact, and so is the mean.
         own = [
-            torch.cat([statistic.to(ranks.device, torch.float64).flatten() for statistic in _statistics(layer)])
+            torch.cat([statistic.to(there, torch.float64).flatten() for statistic in _statistics(layer)])
             for layer in layers
         ]
-        counts = torch.stack([_batches(layer).to(ranks.device, torch.float64) for layer in layers])
+        counts = torch.stack([_batches(layer).to(there, torch.float64) for layer in layers])
         weighted = [statistic * count for statistic, count in zip(own, counts, strict=True)]
         total = ranks.all_reduce_sum(torch.cat([counts, *weighted]))
         summed = total[len(layers) :].split_with_sizes([statistic.numel() for statistic in own])

@@ -34,7 +34,7 @@ class Buckets:
         self.flats: list[Tensor] = []
         self.views: list[Tensor] = [*like]
         self._places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(like)  # buffer, begin and end of each view
-        self._sums: list[Exchange] = []
+        self._sums: list[tuple[Tensor, Exchange]] = []  # each of a buffer, or of what it is elsewhere
         self._ranks = 1
         for run in _runs(like, kinds or [None] * len(like), bucket_bytes):
             first = like[run[0]]
@@ -51,19 +51,24 @@ class Buckets:
 
         The views are not to be touched before `end_mean`.
         """
-        self._sums = [ranks.begin_all_reduce_sum(flat) for flat in self.flats if flat.numel()]
+        there = [(flat, flat.to(ranks.device_for(flat.device))) for flat in self.flats if flat.numel()]
+        self._sums = [(flat, ranks.begin_all_reduce_sum(numbers)) for flat, numbers in there]
         self._ranks = ranks.size
 
     def wait(self) -> None:
         """Waits for what the means are made of. On an accelerator only the current stream waits."""
-        for each in self._sums:
+        for _, each in self._sums:
             each.wait()
 
     def end_mean(self) -> None:
         """Waits, and makes the means; every rank gets the same bits."""
         self.wait()
         while self._sums:
-            self._sums[0].wait().div_(self._ranks)
+            flat, exchange = self._sums[0]
+            total = exchange.wait()
+            if total is not flat:
+                flat.copy_(total)
+            flat.div_(self._ranks)
             del self._sums[0]  # one by one, so that it can be called again after an error
 
     def unlike_first(self, ranks: Ranks) -> list[bool]:
@@ -74,7 +79,7 @@ class Buckets:
         own = [flat.clone() for flat in self.flats]
         for flat in self.flats:
             if flat.numel():
-                ranks.broadcast(flat)
+                flat.copy_(ranks.broadcast(flat.to(ranks.device_for(flat.device))))
         unlike = [
             (own[k][begin:end].view(torch.uint8) != self.flats[k][begin:end].view(torch.uint8)).any()
             for k, begin, end in self._places
