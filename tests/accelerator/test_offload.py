@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from copy import deepcopy
 from unittest import mock
 
 import pytest
@@ -78,7 +79,7 @@ def read_before_changes(standin):
     found, folder = {}, tempfile.mkdtemp()
 
     def forward(weight):
-        gathered = torch.empty(weight.shape, device=standin.KIND)
+        gathered = torch.empty(weight.shape, dtype=weight.dtype, device=standin.KIND)
         with standin.stream(standin.Stream()):  # as `fully_shard` copies its weights with a CPUOffloadPolicy
             gathered.copy_(weight.detach(), non_blocking=True)
         return gathered
@@ -117,6 +118,25 @@ def read_before_changes(standin):
     before = forward(weight)
     optimizer.eval()
     found["eval"] = value(before)
+
+    weight = nn.Parameter(torch.full((4, 4), 5.0).pin_memory())
+    inner = shardopt.keyed("sgd", {"w": weight}, lr=1.0)
+    islands = shardopt.SemiSync(inner, lambda anchors: shardopt.keyed("sgd", anchors), every=3, process_group=None)
+    weight.grad = torch.ones(4, 4)
+    islands.step()
+    before = forward(weight)
+    islands.sync()
+    found["a meeting"] = value(before)
+
+    weight = nn.Parameter(torch.full((4, 4), 5.0).bfloat16().pin_memory())
+    optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, master_dtype="float32")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    saved = deepcopy(optimizer.state_dict())
+    optimizer.step()
+    before = forward(weight)
+    optimizer.load_state_dict(saved)
+    found["a load of masters"] = value(before)
     shutil.rmtree(folder)
     return found
 
@@ -135,7 +155,8 @@ def added_up_elsewhere(standin):
     """Returns how often the host waits to add up numbers of many tensors on the host over a group of the device."""
     terms = [(torch.ones(2), (mock.Mock(group="g"),)) for _ in range(10)]
     standin.C.reset()
-    with mock.patch.object(reductions, "ranks_of", lambda group: mock.Mock(device=torch.device(standin.KIND, 0))):
+    there = mock.Mock(device_beside=lambda device: torch.device(standin.KIND, 0))
+    with mock.patch.object(reductions, "ranks_of", lambda group: there):
         reductions.all_reduce_terms(terms, lambda ranks, flat: flat.add_(1))
     return sum(standin.waits().values()), {number for tensor, _ in terms for number in tensor.tolist()}
 
@@ -157,7 +178,10 @@ def test_a_rate_on_a_device_is_refused_for_fused_kernels_on_the_host():
 def test_each_parameter_is_changed_in_order_where_it_is():
     (found,) = on_accelerator(1, on_one_rank)
     assert found == {"unscaled": [1.0, 1.0, 1.0], "updated_by_a_rate_of_the_device": True, "on_two_devices": []} | {
-        "read_before_changes": {"a swap": 2.0, "its end": 0.0, "a load": 5.0, "eval": 5.0},
+        "read_before_changes": {
+            **{"a swap": 2.0, "its end": 0.0, "a load": 5.0, "eval": 5.0},
+            **{"a meeting": 4.0, "a load of masters": 3.0},
+        },
         "read_elsewhere": 1.0,
         "added_up_elsewhere": (2, {2.0}),
     }

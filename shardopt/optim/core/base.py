@@ -29,6 +29,7 @@ from shardopt.optim.state_dict.offered import changed_by_hooks, with_named_group
 from shardopt.optim.state_dict.options import saved_options, warn_of
 from shardopt.optim.state_dict.saved_form import KeyedGroup, plan_groups, plan_keys, plan_state
 from shardopt.ranks import Group, SharedGroup, ranks_of
+from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.partial_loads import loading_alone
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
@@ -37,7 +38,7 @@ from shardopt.runtime.torch_private import (
     changes_what_is_loaded,
     out_of_inference_mode,
 )
-from shardopt.sharding.view import is_held
+from shardopt.sharding.view import is_held, local_tensors
 from shardopt.state.param_groups import ALGORITHM, NAMES_OF_TORCH, PARAMS, are_named
 from shardopt.state.paths import PARAM_GROUPS, STATE
 from shardopt.state.state import Tied
@@ -148,8 +149,10 @@ class KeyedOptimizer(Node):
         self.plan_load(plan, state_dict)
         plan.check()
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
-        with_masters = (group[PARAMS] for group in self.param_groups if group.get("master_dtype"))
-        reshard_before_writing(chain.from_iterable(with_masters))  # which are made of these
+        groups = [group[PARAMS] for group in self.param_groups if group.get("master_dtype")]
+        with_masters = [*chain.from_iterable(groups)]  # which are made of these
+        wait_for_reads(chain.from_iterable(map(local_tensors, with_masters)))
+        reshard_before_writing(with_masters)
         with loading_alone(self, (*plan.unmatched.missing_keys, *plan.algorithms)):
             plan.apply()
             noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit, s
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.options import as_number
+from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.deferred_checks import is_taking_state
 from shardopt.runtime.partial_loads import is_partly_loaded, mark_half_stepped, refuse_partly_loaded
 from shardopt.runtime.signals import is_part_of
@@ -308,6 +310,7 @@ class OuterOptimizer(OptimizerWrapper):
         if fragment in self._exchanges:
             self._outer_step(fragment)
         params = self._params_by_name.values()
+        wait_for_reads(chain.from_iterable(map(local_tensors, params)))
         reshard_before_writing(params)
         with self._marked_if_changed(object, params):  # the anchors have changed already
             for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardopt.optim.semi_sync.islands.islands import Islands
 from shardopt.optim.semi_sync.weights import Weights, refuse_unfit, step_by
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
+from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.partial_loads import mark_half_stepped
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
@@ -212,6 +214,7 @@ class SemisyncOptimizer(CombinedOptimizer):
             return
         self._global_step_counter += 1
         self._global_optimizer.zero_grad()
+        wait_for_reads(chain.from_iterable(map(local_tensors, self._worker_model_params)))
         reshard_before_writing(self._worker_model_params)
         try:
             if self._optimizer_global_step is not None:
