@@ -4,6 +4,7 @@ import itertools
 import random
 import shutil
 import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -14,7 +15,8 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.writing import device_stream
+from shardopt.checkpoint.saving import save
+from shardopt.checkpoint.saving.writing import device_stream, staging
 from tests.accelerator.support import each_kind, needs_standin, on_accelerator
 
 ORDERS = list(itertools.product(["now", "lazy"], [False, True]))
@@ -132,7 +134,6 @@ def test_a_save_wakes_no_other_device(stage):
 
 def pinned_in_the_call(standin):
     """Returns how many bytes a lazy save pins in the call, and how many in its thread."""
-    import threading
 
     from shardopt.checkpoint.saving.writing.staging import Staging
     from shardopt.runtime import host_memory
@@ -355,3 +356,35 @@ def on_a_full_device(standin):
 @needs_standin
 def test_small_tensors_are_copied_alone_where_the_device_is_full():
     assert on_accelerator(1, on_a_full_device) == [(True, 8)]
+
+
+def kept_while_written(standin):
+    """Returns how many bytes of the device a publication with a cast holds once it is staged, and not yet written."""
+    folder, may_write = [tempfile.mkdtemp() if dist.get_rank() == 0 else None], threading.Event()
+    dist.broadcast_object_list(folder)
+    weights = {f"w{i}": torch.ones(1 << 16).to(standin.KIND) for i in range(4)}
+    write_files = save.write_files
+
+    def waiting(*args, **kwargs):
+        may_write.wait(30)
+        return write_files(*args, **kwargs)
+
+    before = standin.C.allocated()[0]
+    with (
+        mock.patch.object(staging, "LEAST_SHARED_BYTES", 0),
+        mock.patch.object(save, "write_files", waiting),
+        checkpoint.Publisher(folder[0], dtype=torch.bfloat16, durable=False) as publisher,
+    ):
+        pending = publisher.publish(1, weights)
+        staged = pending.staged.wait(30)
+        deadline = time.monotonic() + 5
+        while standin.C.allocated()[0] > before and time.monotonic() < deadline:  # the thread is on its way
+            time.sleep(0.01)
+        kept = standin.C.allocated()[0] - before
+        may_write.set()
+        pending.result()
+    return staged, kept
+
+
+def test_casts_of_replicas_are_freed_once_they_are_copied():
+    assert on_accelerator(2, kept_while_written) == [(True, 0)] * 2

@@ -212,11 +212,13 @@ def save_described(
     save_id = decision["save_id"]
 
     def write() -> _Written:
+        nonlocal here
         if error is not None:
             raise error
         writes = planning.planned.writes
         if here.copied is not None:
             planning.description, writes = here.copied(writes)
+            here = here._replace(state=planning.description)  # so that what was copied can be freed
         if ranks.rank and decision["base"] is not None:
             target.base = open_found(FoundBase(*decision["base"]), section, target.storage)
         if ranks.rank:

@@ -214,6 +214,7 @@ class Staging:
                 for key, view in self._held.items()
                 if [_version(piece.tensor) for piece in view.pieces] != self._versions[key]
             }
+        self._held = {}  # which may be casts that only this save has
         changed_keys = [key for key in self._description.views if key in changed]
         if changed_keys:
             required = "as it was when the save was asked for, until it is copied"
@@ -312,7 +313,7 @@ class Staging:
 
     def describe(self, check_replicas: CheckReplicas) -> Description:
         """Describes the state at the time of the call, in host memory; valid after `finish`."""
-        copied = {key: view for key, view in self._description.views.items() if key not in self._held}
+        copied = {key: view for key, view in self._description.views.items() if key not in self._samples}
         contents = contents_of(copied, check_replicas)
         for key, by_box in self._samples.items():
             contents[key] = {box: hash_of(sample) for box, sample in by_box.items()}
