@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from shardopt.errors import Problem, RankError
 from shardopt.ranks.failures import names_of
+from shardopt.runtime.accelerator import on_stream, side_stream
 
 
 class Exchange:
     """A running collective; keeps the sent memory alive until it is done."""
 
-    def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | _OnStream | None) -> None:
         self._got = got
         self._sent: Tensor | None = sent
         self._work = work
@@ -27,6 +29,17 @@ class Exchange:
             self._work = None
         self._sent = None
         return self._got
+
+
+class _OnStream:
+    """What has been queued on a stream of its own until now."""
+
+    def __init__(self, stream: Any) -> None:
+        self._device = stream.device
+        self._event = stream.record_event()
+
+    def wait(self) -> None:
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
 
 class Collectives:
@@ -97,7 +110,8 @@ class Collectives:
     def begin_all_reduce_sum(self, numbers: Tensor) -> Exchange:
         """Begins to sum each number over the ranks, in place; every rank gets the same bits. Collective.
 
-        It is only begun here: the numbers are not to be touched before `wait` of what this returns.
+        It is only begun here: the numbers are not to be touched before `wait` of what this returns. Other groups that
+        sum the same numbers get these bits too: an accelerator's backend, which promises no order, only moves numbers.
 
         Args:
             numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
@@ -105,7 +119,14 @@ class Collectives:
         group = self._process_group()
         if group is None or group.size() == 1:
             return Exchange(numbers, numbers, None)
-        return Exchange(numbers, numbers, dist.all_reduce(numbers, group=group, async_op=True))
+        if group.size() == 2 or numbers.device.type != self._accelerator:
+            return Exchange(numbers, numbers, dist.all_reduce(numbers, group=group, async_op=True))
+        stream = side_stream(numbers.device)
+        stream.wait_stream(torch.get_device_module(numbers.device).current_stream(numbers.device))
+        with on_stream(stream):
+            _add_in_order(numbers.view(-1), group)
+        numbers.record_stream(stream)
+        return Exchange(numbers, numbers, _OnStream(stream))
 
     def broadcast(self, numbers: Tensor) -> Tensor:
         """Gives every rank the first rank's numbers, in place. Collective: one broadcast.
@@ -167,6 +188,23 @@ class Collectives:
             )
             raise RankError("ranks cannot communicate", [problem], code="process-group")
         return group
+
+
+def _add_in_order(numbers: Tensor, group: dist.ProcessGroup) -> None:
+    """Adds up a vector over ranks, in place, in their order: each rank one part of it, which it sends to the others.
+
+    Sends as much as an all-reduce. Takes as much memory as the vector.
+    """
+    counts = [len(part) for part in numbers.tensor_split(group.size())]
+    own = [counts[group.rank()]] * group.size()
+    parts = numbers.new_empty(len(own), own[0])
+    dist.all_to_all_single(parts.view(-1), numbers, own, counts, group=group)
+    total, *others = parts
+    for part in others:
+        total += part
+    for part in others:
+        part.copy_(total)
+    dist.all_to_all_single(numbers, parts.view(-1), counts, own, group=group)
 
 
 def accelerator_of(group: dist.ProcessGroup) -> str | None:

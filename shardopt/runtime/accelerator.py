@@ -125,6 +125,12 @@ def copy_stream(device: torch.device) -> Any:
     return stream or _copy_streams.setdefault(device, torch.get_device_module(device).Stream(device))
 
 
+def side_stream(device: torch.device) -> Any:
+    """Returns the stream for what this process exchanges beside training."""
+    stream = _side_streams.get(device)
+    return stream or _side_streams.setdefault(device, torch.get_device_module(device).Stream(device))
+
+
 def await_copies() -> None:
     """Waits for all copies on these streams that have begun."""
     for stream in tuple(_copy_streams.values()):
@@ -134,7 +140,9 @@ def await_copies() -> None:
 
 
 _copy_streams: dict[torch.device, Any] = {}
+_side_streams: dict[torch.device, Any] = {}
 os.register_at_fork(after_in_child=_copy_streams.clear)
+os.register_at_fork(after_in_child=_side_streams.clear)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Parallel jobs of two ranks on an accelerator: they save, restart and resume, and compute what they do on the CPU."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardopt
 from shardopt import checkpoint
 from shardopt.nn import ShardedEmbeddingBag, Table
+from shardopt.ranks import Ranks
 from shardopt.sharding.view import local_tensors
 from tests.accelerator.support import each_kind, needs_gpu, needs_standin, on_accelerator
 
@@ -247,3 +249,28 @@ def reduced_on(standin):
 @needs_standin
 def test_numbers_are_added_up_where_they_are_or_where_the_group_communicates():
     assert on_accelerator(2, reduced_on) == [(True, "standin", [0.0] * 4)] * 2
+
+
+def added_in_order(standin):
+    """Whether sums of three ranks are those in the order of ranks, whatever an all-reduce would make of them."""
+
+    def drawn(rank, size):
+        return torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 10**rank
+
+    ranks, right = Ranks(dist.group.WORLD), []
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError):
+        for late in (False, True):
+            standin.C.late(late)
+            for size in (2, 7, 3000):
+                numbers = drawn(ranks.rank, size).to(standin.KIND)
+                numbers.mul_(2)  # queued
+                begun = ranks.begin_all_reduce_sum(numbers)
+                total = begun.wait().mul_(0.5)
+                right.append(torch.equal(total.cpu(), drawn(0, size) + drawn(1, size) + drawn(2, size)))
+            standin.C.late(False)
+    return right
+
+
+@needs_standin
+def test_what_islands_add_up_is_added_in_the_order_of_ranks():
+    assert on_accelerator(3, added_in_order) == [[True] * 6] * 3

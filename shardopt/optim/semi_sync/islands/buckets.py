@@ -1,7 +1,7 @@
 """Flat buffers for the values of several tensors, which islands add up or compare.
 
 buckets = Buckets(tensors)          # a view of a buffer for each, to be filled
-buckets.begin_mean(ranks)           # one all-reduce for each buffer, in the background
+buckets.begin_mean(ranks)           # one sum for each buffer, in the background
 buckets.end_mean()                  # the views have the means
 """
 
