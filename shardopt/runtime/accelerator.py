@@ -55,7 +55,7 @@ def wait_for_reads(tensors: Iterable[Tensor]) -> None:
         has_memory = getattr(module, "memory_reserved", lambda device: True)  # MPS has no such question, and one device
         for device in range(module.device_count()):
             if has_memory(device):  # others would get a context
-                synchronize(torch.device(torch.accelerator.current_accelerator().type, device))
+                synchronize(torch.device(device))  # of the accelerator, by its number
 
 
 def _initialized_module() -> Any:

@@ -190,11 +190,8 @@ def save_described(
     if options.fallback_urls:
         return _save_where_there_is_room(ranks, url, described, plans, options)
     begin, call = world().monotonic(), call_on("saving", url)
-    target = (
-        HostsTarget(ranks, url, options.durable, options.base)
-        if is_on_hosts(url)
-        else SaveTarget(ranks, url, options.durable)
-    )
+    durable, on_hosts = options.durable, is_on_hosts(url)
+    target = HostsTarget(ranks, url, durable, options.base) if on_hosts else SaveTarget(ranks, url, durable)
     planning = Planning(ranks, call, plans)
 
     def describe_here() -> Described:
