@@ -223,7 +223,7 @@ def test_numbers_of_touched_rows_alone_are_exchanged_where_all_ranks_have_the_sa
     whole.grad = dense.to_sparse(1)
     alone.step()
     for counts, table in of_ranks:
-        assert counts[1:] == [numbers] and counts[0] <= 18
+        assert counts[1:] == [numbers] and counts[0] <= 34
         assert torch.allclose(table, whole.detach(), rtol=1e-6)
 
 

@@ -33,8 +33,8 @@ from shardopt.runtime.rows import write_rows
 from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
 from shardopt.sharding.view import local_tensors, view_of
 
-_PARTS = 8  # of a digest of rows, of 8 bits each
-_MOST_RANKS = 256  # whose sums of squares of such numbers are exact in fp32
+_PARTS = 16  # of a digest of rows, of 4 bits each
+_MOST_RANKS = 65_536  # whose sums of squares of such numbers are exact in fp32
 
 
 class RowShares(SharedRows):
@@ -142,7 +142,7 @@ def _described(gradient: RowGradient) -> Tensor:
     """Returns 1, and parts of a digest of the rows that have a gradient, and their squares: [1 + 2 × parts], fp32.
 
     Added up over the ranks they say whether all are equal, to all ranks alike: numbers are equal where the sum of their
-    squares times their count is the square of their sum. Of 8 bits each that is exact on up to 256 ranks.
+    squares times their count is the square of their sum. Of 4 bits each that is exact on up to 65,536 ranks.
     """
     if gradient.index is None:
         digest = gradient.values.new_full((), -1, dtype=torch.int64)
@@ -151,7 +151,7 @@ def _described(gradient: RowGradient) -> Tensor:
         mixed = (gradient.index + places * 0x9E3779B97F4A7C1) * 0x5851F42D4C957F2D
         mixed ^= mixed >> 31
         digest = (mixed * 0x14057B7EF767814F).sum()
-    parts = torch.stack([digest >> 8 * part & 0xFF for part in range(_PARTS)]).float()
+    parts = torch.stack([digest >> 4 * part & 0xF for part in range(_PARTS)]).float()
     return torch.cat([parts.new_ones(1), parts, parts.square()])
 
 
