@@ -186,9 +186,12 @@ def _place(
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
     """Wraps a local tensor, without a view of it, in a DTensor placed like another."""
     # DTensor.from_local would record autograd and wrap a fresh view, so that local_tensors gave another object back.
-    spec = copy.copy(like._spec)
-    spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    spec, meta = like._spec, like._spec.tensor_meta
+    if meta is None or meta.dtype != local.dtype:  # otherwise they share it, as torch's own results do
+        spec = copy.copy(spec)
+        spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made  # without `__init__`, which only has `torch.export` look, and takes longer than all of this
 
 
 def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> DTensor:

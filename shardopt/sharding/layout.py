@@ -105,7 +105,8 @@ class Layout:
     @lru_cache(maxsize=4096)
     def replicated(shape: tuple[int, ...]) -> Layout:
         """Returns the layout of a plain tensor: one box, held by every rank that has the tensor."""
-        return Layout(shape, (whole(shape),))
+        box = whole(shape)
+        return Layout(box.sizes, (box,))
 
     @staticmethod
     def from_holders(shape: tuple[int, ...], holders: Mapping[Box, Iterable[int]], local: bool = False) -> Layout:

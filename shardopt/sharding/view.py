@@ -55,7 +55,7 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
         memory = local.detach()
     if isinstance(tensor, DTensor):
         return view_of_dtensor(tensor, memory, key)
-    layout = Layout.replicated(tuple(tensor.shape))
+    layout = Layout.replicated(tensor.shape)
     return View(layout.shape, tensor.dtype, (Piece(layout.boxes[0], memory),), layout)
 
 
@@ -140,12 +140,10 @@ def assemble(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         LayoutError: they have other shapes than those of `like`.
     """
-    expected = [tuple(local.shape) for local in local_tensors(like)]
-    actual = [tuple(local.shape) for local in tensors]
+    expected, actual = [local.shape for local in local_tensors(like)], [local.shape for local in tensors]
     if expected != actual:
-        raise refusal(
-            "tensor", f"local tensors of shapes {actual}", f"shapes {expected}", "pass one for each local tensor"
-        )
+        found, required = f"local tensors of shapes {[*map(tuple, actual)]}", f"shapes {[*map(tuple, expected)]}"
+        raise refusal("tensor", found, required, "pass one for each local tensor")
     if isinstance(like, DTensor):
         return dtensor_like(like, local_like(like, tensors))
     if isinstance(like, ShardedTensor):

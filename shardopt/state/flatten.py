@@ -265,6 +265,12 @@ def _shallow(node: Any, seen: set[int]) -> Any:
     A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
     loaded may differ in these places, and one memory cannot take both.
     """
+    if isinstance(node, torch.Tensor):
+        if type(node) is torch.Tensor and node.ndim == 0:
+            if id(node) in seen:
+                return node.clone()
+            seen.add(id(node))
+        return node
     if isinstance(node, Mapping):
         # A copy of a dict keeps what rides on a module's state dict as an attribute: its version notes.
         copied = copy.copy(node) if isinstance(node, dict) else dict(node)
@@ -279,10 +285,6 @@ def _shallow(node: Any, seen: set[int]) -> Any:
         return copy.copy(node)
     if isinstance(node, tuple) and (type(node) is tuple or holds_tensors(node)):
         return like(node, [_shallow(child, seen) for child in node])
-    if type(node) is torch.Tensor and node.ndim == 0:
-        if id(node) in seen:
-            return node.clone()
-        seen.add(id(node))
     return node
 
 

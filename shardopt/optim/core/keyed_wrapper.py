@@ -286,7 +286,5 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         state = self.state
         for name in self._params.keys() & offered.get(STATE, {}).keys():
             entries = state.get(self._params[name])
-            if entries and any(
-                entry in entries for entry in offered[STATE][name]
-            ):  # of another algorithm there is none
+            if entries and not {*entries}.isdisjoint(offered[STATE][name]):  # of another algorithm there is none
                 self._local.state.loaded(self._params[name], offered[STATE][name], name in untouched)

@@ -7,7 +7,7 @@ there would drift from theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from operator import is_
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.dense_gradients import checked_gradients
-from shardopt.algorithms.registry import AlgorithmSpec, Kind
+from shardopt.algorithms.registry import Kind
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.gradients import GradientReader
 from shardopt.sharding.view import assemble, is_held, local_tensors
@@ -115,17 +115,17 @@ class ShardedState(MutableMapping[str, Any]):
     Args:
         shards: of the parameter.
         states: of its local tensors.
-        spec: of the algorithm.
+        kinds: of the algorithm's entries, by name.
         changed: called after an entry was replaced or removed.
     """
 
     def __init__(
-        self, shards: Shards, states: tuple[State, ...], spec: AlgorithmSpec, changed: Callable[[], None]
+        self, shards: Shards, states: tuple[State, ...], kinds: Mapping[str, Kind], changed: Callable[[], None]
     ) -> None:
         self._shards = shards
         self._states = states
         self._changed = changed
-        self._kinds = {entry.name: entry.kind for entry in spec.state}
+        self._kinds = kinds
 
     def __getitem__(self, name: str) -> Any:
         first = self._states[0][name]

@@ -51,6 +51,7 @@ class LocalState(MutableMapping[Any, Any]):
         """State that steps cache; cleared when anyone but the optimizer changes it."""
         self.narrow = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
         self._settled = spec is not None and spec.settled_at_first_step
+        self._kinds = {} if spec is None else {entry.name: entry.kind for entry in spec.state}
 
     def local_tensors(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Returns the tensors that are stepped in place of a parameter; none if this rank has no elements of it."""
@@ -336,9 +337,8 @@ class LocalState(MutableMapping[Any, Any]):
             if isinstance(self._optimizer, AlgorithmOptimizer):
                 self._optimizer.complete_state(parameter)
             return self._of_local(parameter)
-        assert self._spec is not None  # sharded parameters are refused for an unknown class
-        states = tuple(self._of_local(local) for local in shards.local_tensors)
-        return ShardedState(shards, states, self._spec, self._changed)
+        states = tuple([self._of_local(local) for local in shards.local_tensors])
+        return ShardedState(shards, states, self._kinds, self._changed)
 
     def _has(self, parameter: Tensor) -> bool:
         tensors = self.local_tensors(parameter)

@@ -126,7 +126,8 @@ class LoadPlan:
         if not isinstance(offered, Mapping):
             self.problem(key, _kind(offered), "a mapping", "offer what state_dict() gives")
             return
-        self.unmatched_names(f"{key}.", into.keys(), offered.keys(), remedy)
+        if {*into} != {*offered}:
+            self.unmatched_names(f"{key}.", into.keys(), offered.keys(), remedy)
         for name in [name for name in into if name in offered]:
             old = into[name]
             new = self._merge(f"{key}.{name}", old, offered[name], remedy)
