@@ -69,7 +69,9 @@ def redistributed_gradient() -> tuple[list[float], list[float]]:
     ours = distribute_tensor(counting((7, 2)).float(), mesh, [Shard(0), Replicate()])
     for dtype in (torch.float32, torch.bfloat16):  # one shares the parameter's spec, and the other must not
         made = assemble(param, [local.detach().to(dtype) for local in local_tensors(param)])
-        assert made.dtype == dtype and made.full_tensor().dtype == dtype and view_of(made).layout == view_of(param).layout
+        assert (
+            made.dtype == dtype and made.full_tensor().dtype == dtype and view_of(made).layout == view_of(param).layout
+        )
     param.grad = distribute_tensor(counting((7, 2)).float(), mesh, [Shard(1), Shard(0)])
     (gradient,) = local_gradients(param)
     return gradient.flatten().tolist(), ours.to_local().flatten().tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from sys import intern
 from typing import Any, NamedTuple
@@ -95,23 +96,23 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]
     table = load_json(header[8:], where)
     table.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
-    numbers: list[Any] = []
+    sizes: list[Sequence[Any]] = []
     length = offset = len(header)
     segments = 0
     for key, info in table.items():
         try:
-            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), (offsets := info["data_offsets"])
             fits = type(dtype) is str and begin + length == offset and begin <= end < 2**63
         except (KeyError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
         if not fits:
             raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
         offset = end + length
-        numbers += (begin, end, *shape)
+        sizes += offsets, shape
         key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
         entries[key] = Entry(key, dtype, shape, begin + length, offset, segments)
         segments += segment_count(end - begin)
-    if not all_sizes(numbers):
+    if not all_sizes([*chain.from_iterable(sizes)]):
         raise damaged(where, "a shape or offset that is no size")
     last = next(reversed(entries.values()), None)
     if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:

@@ -55,7 +55,7 @@ class _Overlap(NamedTuple):
     `entry` is what the file has, of which the stored box is all or some.
     """
 
-    number: int  # of the file
+    numbers: tuple[int, ...]  # of the file, and of those with deltas that reads need
     entry: StoredEntry
     form: Form
     sizes: tuple[int, ...]
@@ -182,26 +182,23 @@ class CheckpointReader(CheckpointContents):
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        names: set[str] = set()
-        numbers: dict[int, None] = {}
         reads = []
         for key, pieces in wanted:
-            _, dtype, layout, *_ = self.manifest.tensors[key]
-            own_name = self.key_in_files(key)
+            _, dtype, layout, tied_to, stored_as = self.manifest.tensors[key]
+            own_name = key if tied_to is stored_as is None else self.key_in_files(key)
             for box, tensor in pieces:
-                for overlap in self._overlaps_with(layout, dtype, box):
-                    name = overlap.entry.key(own_name) if overlap.entry.is_patch else own_name
-                    names.add(name)
-                    numbers[overlap.number] = None
-                    for each in self._delta_files(overlap.entry):
-                        names |= {DELTA_INDEX_PREFIX + name, DELTA_PREFIX + name}
-                        numbers[each] = None
-                    reads.append((overlap, name, dtype, tensor))
+                for each in self._overlaps_with(layout, dtype, box):
+                    reads.append((each, each.entry.key(own_name) if each.entry.is_patch else own_name, dtype, tensor))
+        used, names = {id(each): each for each, _, _, _ in reads}, {name for _, name, _, _ in reads}
+        if any(len(overlap.numbers) > 1 for overlap in used.values()):
+            names |= {prefix + name for name in names for prefix in (DELTA_INDEX_PREFIX, DELTA_PREFIX)}
+        numbers = dict.fromkeys(number for overlap in used.values() for number in overlap.numbers)
         self._open_all(numbers, None if others_follow else names)
+        files = {each: self._file_of(overlap.numbers[0], overlap.entry) for each, overlap in used.items()}
         requests = []
-        for (number, entry, form, sizes, stored, part), name, dtype, tensor in reads:
+        for overlap, name, dtype, tensor in reads:
+            file, (_, _, form, sizes, stored, part) = files[id(overlap)], overlap
             target = tensor if part is None else narrowed(tensor, part)
-            file = self._file_of(number, entry)
             for request in file.requests(name, form, dtype, sizes, stored, target):
                 requests.append((file, request))
         return requests
@@ -271,7 +268,8 @@ class CheckpointReader(CheckpointContents):
                 wanted = None if common == box else common.within(box)
                 entry = layout.entry(i)
                 form, within = form_of(dtype, entry.box), common.within(entry.box)
-                overlaps.append(_Overlap(layout.files[i], entry, form, entry.box.sizes, within, wanted))
+                numbers = layout.files[i], *self._delta_files(entry)
+                overlaps.append(_Overlap(numbers, entry, form, entry.box.sizes, within, wanted))
             if self._overlaps_kept + 1 + len(overlaps) > _MOST_OVERLAPS:  # of one who reads it all box by box
                 self._overlaps.clear()
                 self._overlaps_kept = 0

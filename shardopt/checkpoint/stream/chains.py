@@ -124,8 +124,8 @@ class Chain(OpenFile):
     def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
         return self._looked_at().is_intact(segment, memory, *following)
 
-    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
-        return self._looked_at().failed_segments(segment, memory)
+    def failed_of(self, segment: int, memories: Sequence[memoryview]) -> list[int]:
+        return self._looked_at().failed_of(segment, memories)
 
     def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
         return self._looked_at().check(entry, read)

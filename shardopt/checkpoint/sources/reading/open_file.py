@@ -107,8 +107,12 @@ class OpenFile(ABC):
         Args:
             memory: whole segments, one after the other; the last one may be the end of an entry.
         """
-        pieces = (memory[begin : begin + SEGMENT_BYTES] for begin in range(0, memory.nbytes, SEGMENT_BYTES))
-        return [i for i, piece in enumerate(pieces, segment) if not self.is_intact(i, piece)]
+        begins = range(0, memory.nbytes, SEGMENT_BYTES)
+        return self.failed_of(segment, [memory[begin : begin + SEGMENT_BYTES] for begin in begins])
+
+    def failed_of(self, segment: int, memories: Sequence[memoryview]) -> list[int]:
+        """Returns the numbers of failed segments, from `segment` on, each of which has one of these memories."""
+        return []
 
     def summed_with(self, entry: Entry) -> int | None:
         """Returns a number for the byte range that shares one checksum with an entry, if there is one."""
@@ -220,10 +224,9 @@ class SummedFile(OpenFile):
                 yield from self.segment_error(entry, failed).problems
             segment += segment_count(chunk.nbytes)
 
-    def failed_segments(self, segment: int, memory: memoryview) -> list[int]:
-        begins = range(0, memory.nbytes, SEGMENT_BYTES)
+    def failed_of(self, segment: int, memories: Sequence[memoryview]) -> list[int]:
         # The last one first: it was just read, and is in the core's cache.
-        digests = [xxhash.xxh3_64_digest(memory[begin : begin + SEGMENT_BYTES]) for begin in reversed(begins)]
+        digests = [*map(xxhash.xxh3_64_digest, reversed(memories))]
         digests.reverse()
         stored = self.sums[8 * segment : 8 * (segment + len(digests))]
         if b"".join(digests) == stored:

@@ -145,34 +145,34 @@ class SmallReads:
 
     Args:
         scratch: as for `Batch`.
-        members: whole boxes, each to be copied to contiguous memory of its dtype.
+        members: whole boxes by their offsets, each to be copied to contiguous memory of its dtype.
         nbytes: of all of them.
     """
 
     scratch: Scratch
-    members: list[tuple[Entry, Tensor]] = field(default_factory=list)
+    members: list[ReadRequest] = field(default_factory=list)
     nbytes: int = 0
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Reads, verifies and copies; call it once."""
         buffer = self.scratch.take()
         memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
-        spans = []  # one for all boxes that follow one another in the file
-        at = begin = offset = 0
-        end = -1  # before any entry, also one that begins where its file does
-        for entry, _ in self.members:
+        runs: list[tuple[Entry, int, list[memoryview]]] = []  # of boxes that follow one another in the file: the first
+        at, end = 0, -1  # before any entry, also one that begins where its file does
+        for entry, _, _, _, _ in self.members:
             if entry.begin != end:
-                spans.append(Span(offset, memory[begin:at]))
-                begin, offset = at, entry.begin
-            at, end = at + entry.end - entry.begin, entry.end
-        read([*spans[1:], Span(offset, memory[begin:at])])
-        at = 0
-        for entry, target in self.members:
+                runs.append((entry, at, pieces := []))
+            begin, at, end = at, at + entry.end - entry.begin, entry.end
+            pieces.append(memory[begin:at])
+        read([Span(first.begin, memory[at : at + sum(map(len, pieces))]) for first, at, pieces in runs])
+        for first, _, pieces in runs:
+            for failed in file.failed_of(first.segment, pieces):
+                entry = next(each.entry for each in self.members if each.entry.segment == failed)
+                raise file.segment_error(entry, failed)
+        for entry, _, _, _, target in self.members:
             nbytes = entry.end - entry.begin
-            if not file.is_intact(entry.segment, memory[at : at + nbytes]):
-                raise file.segment_error(entry, entry.segment)
-            move_bytes(target.data_ptr(), address + at, nbytes)
-            at += nbytes
+            move_bytes(target.data_ptr(), address, nbytes)
+            address += nbytes
         self.scratch.use(buffer, ())
 
 
@@ -193,7 +193,7 @@ def batches_of(
                 yield small
                 small = None
             small = small or SmallReads(scratch)
-            small.members.append((entry, target))
+            small.members.append(request)
             small.nbytes += nbytes
             continue
         is_one = _is_one_run(request)

@@ -283,6 +283,33 @@ def test_each_flipped_byte_is_found_and_named(tmp_path):
     assert named > 40
 
 
+def test_damage_of_a_small_box_among_its_neighbours_is_named(tmp_path):
+    """Neighbours in the file are verified at once: also behind a gap, and with one that is read twice."""
+    tensors = {f"x{i:02}": numbers((i % 5, 3), "float32", i) for i in range(40)}
+    path = store(tmp_path / "c", tensors, {key: [whole(tuple(each.shape))] for key, each in tensors.items()})
+    (file,) = path.glob("*.safetensors")
+    keys = [*sorted(tensors.keys() - {"x12", "x33"}), "x02"]
+    with checkpoint.open(path) as reader:
+        entries = reader.source.open_file(0).entries
+    for damaged in (None, "x01", "x14", "x39", "x12"):
+        sound, targets = file.read_bytes(), [torch.zeros_like(tensors[key]) for key in keys]
+        data = bytearray(sound)
+        if damaged is not None:
+            data[entries[damaged].begin + 5] ^= 1
+        file.write_bytes(data)
+        with checkpoint.open(path) as reader:
+            reads = reader.requests(
+                [(key, [Piece(whole(tuple(each.shape)), each)]) for key, each in zip(keys, targets, strict=True)]
+            )
+            if damaged in keys:
+                with pytest.raises(CorruptionError, match=f"segment 0 of '{damaged}'"):
+                    fetch(reads)
+            else:
+                fetch(reads)
+                assert all(same(each, tensors[key]) for key, each in zip(keys, targets, strict=True))
+        file.write_bytes(sound)
+
+
 def test_only_what_is_read_is_checked(tmp_path):
     value = numbers((2000, 200), "float32")
     path = store(tmp_path / "c", {"x": value, "y": value}, {"x": [whole((2000, 200))], "y": [whole((2000, 200))]})
