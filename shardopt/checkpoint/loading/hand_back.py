@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.loading.kept_dtypes import keeping_dtypes
 from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
 from shardopt.state.paths import PARAM_GROUPS, join
@@ -92,7 +93,8 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
     for number, target in enumerate(loaded):
         choices = {"strict": False} if lenient and isinstance(target.object, PartialStateful) else {}
         try:
-            with _keeping_groups(target.object):
+            held = _with_inner(target.object) if hasattr(target.object, "__dict__") else []
+            with _keeping_groups(target.object), keeping_dtypes(held):
                 target.object.load_state_dict(target.filled_state(), **choices)
         except Exception as error:
             told = _refusal(error, loaded, number)
