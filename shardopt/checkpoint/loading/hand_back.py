@@ -93,8 +93,7 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
     for number, target in enumerate(loaded):
         choices = {"strict": False} if lenient and isinstance(target.object, PartialStateful) else {}
         try:
-            held = _with_inner(target.object) if hasattr(target.object, "__dict__") else []
-            with _keeping_groups(target.object), keeping_dtypes(held):
+            with _keeping_groups(target.object), keeping_dtypes(target.object, _with_inner):
                 target.object.load_state_dict(target.filled_state(), **choices)
         except Exception as error:
             told = _refusal(error, loaded, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -21,13 +21,16 @@ _STEP = "step"
 
 
 @contextmanager
-def keeping_dtypes(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Undoes, in loads of these within, torch's casts of state: moments in fp32, counts, masks. Others are left alone.
+def keeping_dtypes(loaded: Any, with_inner: Callable[[Any], Iterable[Optimizer]]) -> Iterator[None]:
+    """Undoes torch's casts of state in the load of an object: moments in fp32, counts, masks.
 
     Where the optimizer's own load goes on, or a hook of the program's runs, state has its dtypes already.
+
+    Args:
+        with_inner: returns an object and the optimizers that it has as attributes, whose load its own may call.
     """
     with ExitStack() as after_load:
-        for each in optimizers:
+        for each in with_inner(loaded) if hasattr(loaded, "__dict__") else ():
             is_torchs = isinstance(each, Optimizer) and not isinstance(each, PartialStateful)  # keyed ones keep them
             if is_torchs and takes_load_hooks(each):
                 given: dict[str, Any] = {}

@@ -116,7 +116,7 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]], fla
 def _live_groups(schedule: LRScheduler) -> list[dict[str, Any]]:
     """Returns the groups of a schedule's optimizer; none if its class does not keep the optimizer as torch's do."""
     groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
-    return groups if isinstance(groups, list) else []
+    return list(groups) if isinstance(groups, list | tuple) else []
 
 
 def _problems(

@@ -8,7 +8,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
 from shardopt.errors import MismatchError
-from shardopt.optim import KeyedOptimizerWrapper
+from shardopt.optim import CombinedOptimizer, KeyedOptimizerWrapper
 
 RATES = {"bias": 0.2, "weight": 0.1}
 
@@ -42,6 +42,16 @@ def made(schedule, order=("bias", "weight"), rates=RATES):
     groups = [{"match": pattern, "lr": rates[pattern]} for pattern in order]
     optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.3, groups=groups)
     return {"model": model, "optimizer": optimizer, "schedule": schedule(optimizer), "step": 0}
+
+
+def combined(optimizer_of, order=("bias", "weight")):
+    """An app whose optimizer has others in it: its groups are a tuple."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    members = {each: {n: p for n, p in model.named_parameters() if each in n} for each in RATES}
+    optimizer = CombinedOptimizer([(each, optimizer_of(members[each], RATES[each])) for each in order])
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
 
 
 def trained(app, steps=3):
@@ -296,3 +306,23 @@ def test_rates_of_an_optimizer_that_saves_no_groups_are_told_of_and_resume_as_sa
     again["optimizer"].save_param_groups(True)
     checkpoint.load(tmp_path / "d", again, init_state=True)
     assert again["optimizer"].param_groups[0]["lr"] == 0.25
+
+
+def test_groups_of_a_combined_optimizer_in_another_order_are_refused(tmp_path, caplog):
+    def keyed(members, rate):
+        return shardopt.keyed("adamw", members.items(), lr=rate)
+
+    checkpoint.save(tmp_path / "c", trained(combined(keyed)))
+    checkpoint.load(tmp_path / "c", combined(keyed), init_state=True)
+    assert not caplog.records
+    with pytest.raises(MismatchError, match=r"schedule\.base_lrs"):
+        checkpoint.load(tmp_path / "c", combined(keyed, ("weight", "bias")), init_state=True)
+
+
+def test_rates_of_a_combined_optimizer_that_saves_no_groups_are_told_of(tmp_path, caplog):
+    def wrapped(members, rate):
+        return KeyedOptimizerWrapper(members, lambda params: torch.optim.Adam(params, lr=rate))
+
+    checkpoint.save(tmp_path / "c", trained(combined(wrapped)))
+    checkpoint.load(tmp_path / "c", combined(wrapped), init_state=True)
+    assert "checkpoints of this optimizer have no groups" in caplog.text
