@@ -239,8 +239,9 @@ def drawn_in(steps, state, save_at, workers, resumable):
     if state is not None:
         checkpoint.load(state, app)
     numbers = []
+    wrap = prefetched if resumable is None else lambda loader: loader
     while app["step"] < steps:
-        for _ in loader if resumable else data.through(loader):
+        for _ in loader if resumable else data.through(wrap(loader)):
             app["step"] += 1
             numbers.append(torch.rand(()).item())
             if save_at is not None and app["step"] == save_at[0]:
@@ -250,7 +251,12 @@ def drawn_in(steps, state, save_at, workers, resumable):
     return numbers
 
 
-@pytest.mark.parametrize(("workers", "resumable"), [(0, False), (1, False), (0, True)])
+def prefetched(loader):
+    """Opens the loader when the first batch is asked for, as most that fetch batches ahead do."""
+    yield from loader
+
+
+@pytest.mark.parametrize(("workers", "resumable"), [(0, False), (1, False), (0, True), (0, None), (1, None)])
 @pytest.mark.parametrize("at", [3, 8, 9])
 def test_random_numbers_of_a_resumed_epoch_are_those_of_an_unbroken_one(tmp_path, at, workers, resumable):
     """Each loader draws a seed for its workers as it is opened; an epoch that is resumed is opened twice."""
@@ -270,6 +276,16 @@ def test_seeds_of_workers_differ_by_epoch_and_rank():
         for _ in range(3):
             assert list(sampler.through(Opened())) == []
     assert len(set(seeds)) == 6
+
+
+def test_a_loader_that_is_opened_before_through_is_told_of_if_it_draws_from_the_programs_numbers(caplog):
+    for generator in (torch.Generator(), None):
+        sampler = shardopt.ResumableSampler(8, batch_size=4)
+        loader = DataLoader(torch.arange(8), batch_sampler=sampler, generator=generator)
+        list(sampler.through(loader)), next(iter(loader)), list(sampler.through(prefetched(loader)))
+        assert not caplog.records
+        list(sampler.through(zip(loader, range(2), strict=True)))
+        assert ("generator=torch.Generator()" in caplog.text) == (generator is None)
 
 
 @pytest.mark.parametrize("at", [2, 8], ids=["within", "at the end"])
