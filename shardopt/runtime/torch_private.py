@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 BatchNorm = _BatchNorm
 """All batch-norm layers, including users' own, as torch's `update_bn` looks for them."""
@@ -284,6 +285,18 @@ def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
 def changes_what_is_loaded(optimizer: Optimizer) -> bool:
     """Whether there are hooks of `register_load_state_dict_pre_hook`."""
     return bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
+def around_loads(
+    optimizer: Optimizer, before: Callable[[Optimizer, dict[str, Any]], None], after: Callable[[Optimizer], None]
+) -> Iterator[RemovableHandle]:
+    """Has torch's load call one function behind the hooks before it, and one ahead of those after it.
+
+    Yields what removes them; nothing where torch's constructor has not run, so that there are no hooks.
+    """
+    if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+        yield optimizer.register_load_state_dict_pre_hook(before)
+        yield optimizer.register_load_state_dict_post_hook(after, prepend=True)
 
 
 def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.checkpoint.loading.torchs_own import TorchsState, stored_state, torchs_state
+from shardopt.checkpoint.loading.torchs_state import TorchsState, stored_state, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
@@ -50,6 +50,7 @@ class _Change:
         drop: names whose state was never stepped on this rank.
         keep: names whose state was, of which the checkpoint knows nothing.
         forget: name → parameter whose state was, and which had none, or of another form, when it was saved.
+        extend: name → parameter, of those in `make` that have state, which lacks entries; what they have stays.
         entries: name → the names of what is stored of it, where it gets the stored options.
         forgotten: parameter → its state until then.
     """
@@ -59,8 +60,9 @@ class _Change:
     drop: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
     forget: dict[str, Tensor] = field(default_factory=dict)
+    extend: dict[str, Any] = field(default_factory=dict)
     entries: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    forgotten: dict[Tensor, Mapping[str, Any]] = field(default_factory=dict)
+    forgotten: dict[Any, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_due(self) -> bool:
@@ -147,7 +149,8 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
         # State that one rank has stepped stays on all ranks.
         change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
         begun.append(change)
-        change.forgotten = {each: dict(change.optimizer.state[each]) for each in change.forget.values()}
+        changed = (*change.forget.values(), *change.extend.values())
+        change.forgotten = {each: dict(change.optimizer.state[each]) for each in changed}
         if change.drop or change.forget:
             change.optimizer.drop_state([*change.drop, *change.forget])
         if change.make:
@@ -160,7 +163,7 @@ def _take_back(begun: Sequence[_Change]) -> None:
     """Drops the state that these changes have made, and makes what they have dropped."""
     for change in begun:
         if change.make and isinstance(change.optimizer, UnsteppedStateful | TorchsState):
-            change.optimizer.drop_state(change.make)
+            change.optimizer.drop_state([name for name in change.make if name not in change.extend])
         if change.drop:
             change.optimizer.init_state(names=change.drop)
         for parameter, state in change.forgotten.items():
@@ -185,7 +188,9 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
             forget = _known_without_state(key, since, torchs.parameters, flat, manifest)
             if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
                 forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
-            yield key, _Change(torchs, sorted(torchs.stored.keys() - (live - forget.keys())), forget=forget)
+            extend = torchs.lacking(live - forget.keys())
+            absent = torchs.stored.keys() - (live - forget.keys())
+            yield key, _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
             continue
         if not hasattr(optimizer, "init_state"):
             continue
@@ -204,7 +209,12 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
             yield (
                 key,
                 _Change(
-                    optimizer, make, sorted(unstepped), kept, forget, _known_entries(each, entries, flat, manifest)
+                    optimizer,
+                    make,
+                    sorted(unstepped),
+                    kept,
+                    forget,
+                    entries=_known_entries(each, entries, flat, manifest),
                 ),
             )
         elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.runtime.torch_private import takes_load_hooks
+from shardopt.runtime.torch_private import around_loads
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import PARAM_GROUPS, STATE
 from shardopt.state.state import PartialStateful
@@ -31,14 +31,9 @@ def keeping_dtypes(loaded: Any, with_inner: Callable[[Any], Iterable[Optimizer]]
     """
     with ExitStack() as after_load:
         for each in with_inner(loaded) if hasattr(loaded, "__dict__") else ():
-            is_torchs = isinstance(each, Optimizer) and not isinstance(each, PartialStateful)  # keyed ones keep them
-            if is_torchs and takes_load_hooks(each):
+            if isinstance(each, Optimizer) and not isinstance(each, PartialStateful):  # keyed ones keep them
                 given: dict[str, Any] = {}
-                hooks = (
-                    each.register_load_state_dict_pre_hook(partial(_note, given)),
-                    each.register_load_state_dict_post_hook(partial(_put_back, given), prepend=True),
-                )
-                for hook in hooks:
+                for hook in around_loads(each, partial(_note, given), partial(_put_back, given)):
                     after_load.callback(hook.remove)
         yield
 

@@ -6,12 +6,10 @@ the app has, keep their positions: these are taken where names that are stored a
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,13 +17,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.loading.names import Names, owner_of
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.positional_params import listed
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import Problem, StateError
-from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
     ALGORITHM,
@@ -39,8 +35,8 @@ from shardopt.state.param_groups import (
     other_algorithm,
     other_class,
 )
-from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
-from shardopt.state.state import FlatState, RestoreTarget, Tied
+from shardopt.state.paths import PARAM_GROUPS, join
+from shardopt.state.state import FlatState, RestoreTarget
 from shardopt.state.values import canonical, encode_value
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -280,116 +276,3 @@ def _names_in(groups: Any) -> list[str] | None:
     if not all(len(group.get(NAMES_OF_TORCH) or ()) == len(group.get(PARAMS, ())) for group in groups):
         return None
     return [*chain.from_iterable(group[NAMES_OF_TORCH] for group in groups if group[PARAMS])]
-
-
-@dataclass(frozen=True, slots=True)
-class TorchsState:
-    """Makes the state of one of torch's optimizers for a load, and removes it if the load fails.
-
-    Args:
-        parameters: by the names, or the numbers, under which their state is stored.
-        stored: name → path within its state → what is stored there.
-        strange: names of those whose state another algorithm has saved: they get only what their own has.
-    """
-
-    optimizer: Optimizer
-    parameters: Mapping[str, torch.Tensor]
-    stored: Mapping[str, Mapping[Path, Any]]
-    strange: Collection[str] = ()
-
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer, by parameter."""
-        return self.optimizer.state
-
-    def init_state(self, *, names: Iterable[str]) -> None:
-        """Makes the state of some parameters as a first step would, with places for further stored entries."""
-        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group[PARAMS]}
-        for name in names:
-            parameter = self.parameters[name]
-            group = groups[id(parameter)]
-            made = lazy_state(self.optimizer, group, parameter) if makes_lazy_state_as_torch(self.optimizer) else {}
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            stored = {} if name in self.strange else self.stored[name]
-            absent = {path: each for path, each in stored.items() if path[0] not in made}
-            places = {path: _place_for(each, parameter, on_device) for path, each in absent.items()}
-            self.optimizer.state[parameter] = {**made, **nest(places)}
-
-    def drop_state(self, names: Iterable[str]) -> None:
-        """Removes the state of some parameters."""
-        for name in names:
-            self.optimizer.state.pop(self.parameters[name], None)
-
-
-def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest, tied: Tied) -> TorchsState | None:
-    """Returns the `TorchsState` for one of torch's optimizers with stored state; None for other objects.
-
-    Args:
-        keys: those of the optimizer in the checkpoint.
-    """
-    optimizer, numbered = target.object, target.numbered
-    if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "init_state"):
-        return None
-    if numbered is not None and not numbered.in_order:
-        parameters = dict(zip(numbered.names, numbered.parameters, strict=True))
-    else:
-        positions = numbers_in(optimizer, target.state) if target.groups is None else None
-        parameters = {str(number): each for number, each in enumerate(positions or ())}
-    name_here = {tied.get(name, name): name for name in parameters}
-    stored = stored_state(target, keys, manifest, name_here)
-    return TorchsState(
-        optimizer,
-        parameters,
-        {name_here[name]: each for name, each in stored.items() if name in name_here},
-        of_other_algorithms(target, manifest, tied),
-    )
-
-
-def of_other_algorithms(target: RestoreTarget, manifest: Manifest, tied: Tied) -> list[str]:
-    """Returns the names of parameters, of one of torch's optimizers, that another algorithm has stepped."""
-    numbered, section = target.numbered, (*target.path, PARAM_GROUPS)
-    if numbered is None:
-        return []
-    keys = {name: join((*section, tied.get(name, name))) for name in numbered.names}
-    stored = {name: manifest.values.get(key, ((), None))[1] for name, key in keys.items()}
-    return [
-        name
-        for name, options in stored.items()
-        if isinstance(options, Mapping) and other_algorithm(options, numbered.algorithm)
-    ]
-
-
-def stored_state(
-    target: RestoreTarget, keys: Iterable[str], manifest: Manifest, known: Collection[str]
-) -> dict[str, dict[Path, Any]]:
-    """Returns the stored state of an optimizer: name → path within → tensor or value.
-
-    Args:
-        known: names of parameters. Of a key that was renamed no path tells where the name ends.
-    """
-    at = len(target.path)
-    prefix = f"{target.state_key}."
-    found: dict[str, dict[Path, Any]] = {}
-    for key in keys:
-        each = manifest.tensors.get(key)
-        path, value = (each.path, each) if each is not None else manifest.values.get(key, ((), None))
-        if len(path) > at + 2 and path[at] == STATE:
-            name, within = str(path[at + 1]), path[at + 2 :]
-            if name not in known:
-                name, entry = owner_of(key.removeprefix(prefix), known)
-                within = tuple(entry.split(".")) if name else tuple(key.removeprefix(f"{prefix}.").split("."))
-            found.setdefault(name, {})[within] = value
-        elif len(path) == at and isinstance(value, Mapping):  # plain values that the app has as one yet
-            for name, entries in value.get(STATE, {}).items():
-                found.setdefault(str(name), {}).update({(entry,): inner for entry, inner in entries.items()})
-    return found
-
-
-def _place_for(stored: Any, parameter: torch.Tensor, on_device: bool) -> Any:
-    """Returns a place for a stored entry of the state of a parameter."""
-    if not isinstance(stored, StoredTensor):
-        return copy.deepcopy(stored)
-    shape, dtype = stored.layout.shape, torch_dtype(stored.dtype)
-    if shape == view_of(parameter, "a parameter").shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")

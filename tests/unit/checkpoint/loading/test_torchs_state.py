@@ -1,0 +1,139 @@
+"""Optimizers of a program's own resume in a fresh process, whatever state they keep, and whenever they make it."""
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.errors import MismatchError
+
+
+class Own(torch.optim.Optimizer):
+    """The base of these: each makes its state otherwise."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.begin()
+
+    def begin(self):
+        """What the constructor makes."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1 / float(self.factor(parameter, self.state[parameter])))
+
+
+class Counts(Own):
+    """State without a tensor."""
+
+    def factor(self, parameter, state):
+        state["step"] = state.get("step", 0) + 1
+        return state["step"]
+
+
+class Partly(Own):
+    """Some entries made by the constructor, others by the first step, or later."""
+
+    def begin(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"sum": torch.zeros_like(parameter), "step": 0}
+
+    def factor(self, parameter, state):
+        state["step"] += 1
+        state["sum"] += parameter.grad
+        state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+        if state["step"] > 1:
+            state.setdefault("late", []).append(state["step"])
+        return 1 + state["sum"].square().mean() + state["mean"].abs().mean() + sum(state.get("late", ()))
+
+
+class PartlyCounts(Partly):
+    """Of which the constructor makes no tensor."""
+
+    def begin(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": 0}
+
+    def factor(self, parameter, state):
+        state.setdefault("sum", torch.zeros_like(parameter))
+        return super().factor(parameter, state)
+
+
+class OfAll(Own):
+    """State under keys of its own."""
+
+    def factor(self, parameter, state):
+        of_all = self.state.setdefault("all", {"step": 0, "norm": torch.zeros(2)})
+        of_all["step"] += 1
+        of_all["norm"] += parameter.grad.norm()
+        self.state.setdefault("count", torch.zeros(1, dtype=torch.int64)).add_(1)
+        self.state["plain"] = {"step": of_all["step"]}
+        return of_all["norm"].sum() + self.state["count"]
+
+
+def app_of(make):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    return {"model": model, "optimizer": make(model.parameters())}
+
+
+def train(app, steps=2):
+    for _ in range(steps):
+        app["model"].zero_grad()
+        app["model"](torch.ones(1, 2)).square().sum().backward()
+        app["optimizer"].step()
+
+
+def state_of(app):
+    entries = {key: each for key, each in app["optimizer"].state_dict()["state"].items() if len(each)}
+    in_order = {key: sorted(each.items()) if isinstance(each, dict) else each for key, each in entries.items()}
+    return repr(sorted(in_order.items(), key=str)), repr(app["model"].state_dict())
+
+
+@pytest.mark.parametrize("make", [Counts, Partly, PartlyCounts, OfAll])
+def test_a_fresh_optimizer_goes_on_as_the_one_that_was_saved(tmp_path, make):
+    saved, app = app_of(make), app_of(make)
+    train(saved)
+    checkpoint.save(tmp_path / "c", saved)
+    for _ in range(2):  # also into what has it all
+        checkpoint.load(tmp_path / "c", app, init_state=True)
+    train(saved), train(app)
+    assert torch.equal(app["model"][0].weight, saved["model"][0].weight)
+    checkpoint.save(tmp_path / "d", app)
+    last = app_of(make)
+    checkpoint.load(tmp_path / "d", last, init_state=True)
+    assert state_of(last) == state_of(saved)
+
+
+@pytest.mark.parametrize("make", [Counts, Partly, OfAll])
+def test_a_failed_load_leaves_state_as_it_was(tmp_path, make):
+    saved, app = app_of(make), app_of(make)
+    train(saved)
+    checkpoint.save(tmp_path / "c", {**saved, "more": torch.zeros(2)})
+    before = state_of(app)
+    with pytest.raises(MismatchError, match="more"):
+        checkpoint.load(tmp_path / "c", app, init_state=True)
+    assert state_of(app) == before
+
+
+def test_entries_that_the_constructor_made_stay_the_same_tensors(tmp_path):
+    """Which may be views of one buffer."""
+    saved, app = app_of(Partly), app_of(Partly)
+    train(saved)
+    checkpoint.save(tmp_path / "c", saved)
+    weight = app["model"][0].weight
+    own = app["optimizer"].state[weight]["sum"]
+    checkpoint.load(tmp_path / "c", app, init_state=True)
+    assert app["optimizer"].state[weight]["sum"] is own and own.any()
+
+
+def test_state_of_a_layer_that_the_app_lacks_is_no_state_under_a_key_of_its_own(tmp_path):
+    saved, app = app_of(Counts), app_of(Counts)
+    saved["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    saved["model"].register_parameter("more", saved["optimizer"].param_groups[1]["params"][0])
+    train(saved)
+    saved["optimizer"].state[saved["model"].more]["step"] = 3
+    checkpoint.save(tmp_path / "c", saved)
+    with pytest.raises(MismatchError, match=r"optimizer\.state\.more"):
+        checkpoint.load(tmp_path / "c", app, init_state=True)
+    assert "more" not in app["optimizer"].state
