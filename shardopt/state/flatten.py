@@ -54,6 +54,7 @@ from shardopt.state.state import (
     is_stateful,
     like,
     refuse_chains,
+    takes_any_part,
     takes_any_state,
 )
 from shardopt.state.trainer_optimizers import unwrapped
@@ -182,8 +183,8 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
                 for name, entries in child.items():  # one by one: other ranks may have others
                     _descend(entries, (*path, part, name), partial(setitem, child, name), takes_any, flat)
             else:
-                at = (*path, plain.get(part, part))
-                _descend(child, at, partial(setitem, target.state, part), takes_any, flat)
+                at, may_grow = (*path, plain.get(part, part)), takes_any or takes_any_part(node, part, child)
+                _descend(child, at, partial(setitem, target.state, part), may_grow, flat)
                 if plain_module and f".{part}".endswith(_EXTRA_STATE):
                     _add_plain(flat, at, None, partial(setitem, target.state, part))
     else:

@@ -71,6 +71,28 @@ class OfAll(Own):
         return of_all["norm"].sum() + self.state["count"]
 
 
+class Further(Own):
+    """Parts of its state beside torch's, which are None until a step."""
+
+    def begin(self):
+        self.means, self.of_all = None, None
+
+    def factor(self, parameter, state):
+        parameters = self.param_groups[0]["params"]
+        self.means = self.means or [torch.zeros(()) for _ in parameters]
+        mean = self.means[[each is parameter for each in parameters].index(True)]
+        mean += parameter.grad.norm()
+        self.of_all = {"step": 1 + (self.of_all or {"step": 0})["step"]}
+        return mean + self.of_all["step"]
+
+    def state_dict(self):
+        return {**super().state_dict(), "means": self.means, "of_all": self.of_all}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.means, self.of_all = state_dict["means"], state_dict["of_all"]
+
+
 def app_of(make):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -90,7 +112,7 @@ def state_of(app):
     return repr(sorted(in_order.items(), key=str)), repr(app["model"].state_dict())
 
 
-@pytest.mark.parametrize("make", [Counts, Partly, PartlyCounts, OfAll])
+@pytest.mark.parametrize("make", [Counts, Partly, PartlyCounts, OfAll, Further])
 def test_a_fresh_optimizer_goes_on_as_the_one_that_was_saved(tmp_path, make):
     saved, app = app_of(make), app_of(make)
     train(saved)
