@@ -78,7 +78,8 @@ def check_optimizers(flat: FlatState) -> None:
     if strange or any(named.values()):
         parameters = {join(each.path): _parameters_of(each) for each in modules}
         if strange:
-            _refuse_strange(strange, parameters)
+            held = {id(leaf.value) for leaf in flat.leaves.values()}  # also such as the app has in a dict
+            _refuse_strange(strange, parameters, held)
         _refuse_moved(named, parameters)
     if places:
         _refuse_unshared(flat, places)
@@ -97,14 +98,16 @@ def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> 
         raise StateError("values of several islands cannot be saved as one", problems, code="semi-sync")
 
 
-def _refuse_strange(optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raises StateError for optimizers of parameters that a module has replaced by others.
+def _refuse_strange(
+    optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]], held: set[int]
+) -> None:
+    """Raises StateError for optimizers of parameters that a module has replaced by others, and the app has not.
 
     A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
     device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
     that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole.
     """
-    owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
+    owned = held.union(id(tensor) for parameters in modules.values() for tensor in parameters.values())
     each_with_path = [(each.path, child) for each in optimizers for child in children_of(each.object)]
     problems = [_strange(join(path), optimizer, modules, owned) for path, optimizer in each_with_path]
     if any(problems):

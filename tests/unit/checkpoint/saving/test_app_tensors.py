@@ -124,6 +124,17 @@ def test_what_may_be_meant_is_saved(tmp_path, name, app):
     assert checkpoint.verify(tmp_path / "c").ok
 
 
+def test_parameters_that_the_app_has_in_a_dict_are_stepped_beside_a_model_of_their_names(tmp_path):
+    """As an outer optimizer's, by hand. Those that the app has not are still refused."""
+    model = make_model()
+    anchors = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+    app = {"model": model, "anchors": anchors, "named": shardopt.keyed("sgd", anchors, lr=0.7)}
+    checkpoint.save(tmp_path / "held", {**app, "unnamed": torch.optim.SGD(anchors.values())})
+    del app["anchors"]
+    with pytest.raises(StateError, match="named: found 4 parameters that no module of the app has"):
+        checkpoint.save(tmp_path / "strange", app)
+
+
 def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
     model = make_model()
     optimizer = keyed(model)
