@@ -215,7 +215,7 @@ class Numbered:
         }
         note = {ALGORITHM: self.algorithm} if self.algorithm else {}
         groups = [
-            {PARAMS: names, **_options_of_torch(group), **note}
+            {PARAMS: names, **_without_dtypes(_options_of_torch(group)), **note}
             for group, names in zip(self.groups, self.members(), strict=True)
         ]
         return {**state, STATE: entries, PARAM_GROUPS: groups}
@@ -291,8 +291,16 @@ def _options_of_torch(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in group.items() if name not in _NOTES and name not in IMPLEMENTATION_OPTIONS}
 
 
+def _without_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with names in place of dtypes; `_like` makes dtypes of them."""
+    return {name: str(each) if isinstance(each, torch.dtype) else each for name, each in options.items()}
+
+
 def _like(value: Any, own: Any) -> Any:
-    """Returns a stored option in the live one's form: a number, or a tensor on its device."""
+    """Returns a stored option in the live one's form: a number, a tensor on its device, or a dtype."""
+    if isinstance(own, torch.dtype) and isinstance(value, str):
+        named = getattr(torch, value.removeprefix("torch."), None)
+        return named if isinstance(named, torch.dtype) else value
     if isinstance(own, torch.Tensor):
         return torch.as_tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(own, int | float):

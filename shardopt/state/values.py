@@ -48,6 +48,12 @@ _REMEDY = (
     "tensors, or an object with state_dict and load_state_dict"
 )
 
+_INSTEAD = {
+    "collections.deque": "keep a list in its place, cut by del it[:-maxlen]",
+    "collections.OrderedDict": "store dict(it)",
+    "torch.dtype": 'store str(it), of which getattr(torch, name.removeprefix("torch.")) makes it again',
+}
+
 
 @dataclass(frozen=True, slots=True)
 class OnAnyRank:
@@ -116,7 +122,8 @@ def _encode_rare(value: Any, key: str, depth: int) -> Any:
             plain = value.detach().resolve_conj().resolve_neg().contiguous()
             raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
             return {"tensor": [name, list(value.shape), base64.b64encode(raw).decode()]}
-    raise _refused(key, f"a value of type {kind.__module__}.{kind.__qualname__}")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise _refused(key, f"a value of type {name}", _INSTEAD.get(name, _REMEDY))
 
 
 def _is_tensor(kind: type) -> bool:
@@ -146,8 +153,8 @@ def _text(value: str, key: str) -> str:
     return value
 
 
-def _refused(key: str, actual: str) -> StateError:
-    return StateError("a value cannot be stored", [Problem(key, actual, "a plain value", _REMEDY)])
+def _refused(key: str, actual: str, remedy: str = _REMEDY) -> StateError:
+    return StateError("a value cannot be stored", [Problem(key, actual, "a plain value", remedy)])
 
 
 def united(wires: Sequence[Any]) -> Any:

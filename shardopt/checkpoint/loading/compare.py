@@ -201,6 +201,8 @@ def _match_tensor(
             remedy = "load it into a tensor of the shape and dtype that were saved"
             if castable:
                 remedy += ', or with Strictness(dtype="cast")'
+            if shape != view.shape and 0 in view.shape:
+                remedy += "; of what grows as a run goes on keep a list of tensors, which gets what is stored"
             if shape != view.shape and strictness.choice_for_missing(key) != "raise":
                 remedy += f", or leave it as it is with {_skip_of(names.renamed.get(key, key))}"
             required = describe_tensor(view.shape, view.dtype)

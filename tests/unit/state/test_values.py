@@ -3,7 +3,7 @@
 import datetime
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import PurePosixPath
@@ -197,6 +197,13 @@ def test_what_would_not_come_back_is_refused_by_name(value, said):
         encode_value({"options": [1, value]}, "schedule")
     (problem,) = refusal.value.problems
     assert problem.key.startswith("schedule['options'][1]")
+
+
+def test_the_error_of_a_common_type_names_the_line_to_write():
+    for value, line in ((OrderedDict(), "dict(it)"), (deque(), "a list"), (torch.float32, "str(it)")):
+        with pytest.raises(StateError) as refusal:
+            encode_value([value])
+        assert line in refusal.value.problems[0].remedy
 
 
 JSON = st.recursive(

@@ -159,3 +159,18 @@ def test_state_of_a_layer_that_the_app_lacks_is_no_state_under_a_key_of_its_own(
     with pytest.raises(MismatchError, match=r"optimizer\.state\.more"):
         checkpoint.load(tmp_path / "c", app, init_state=True)
     assert "more" not in app["optimizer"].state
+
+
+def test_dtypes_in_groups_come_back(tmp_path):
+    saved, app = app_of(Counts), app_of(Counts)
+    saved["optimizer"].param_groups[0]["compute"] = torch.bfloat16
+    app["optimizer"].param_groups[0]["compute"] = torch.float32
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", app)
+    assert app["optimizer"].param_groups[0]["compute"] is torch.bfloat16
+
+
+def test_the_error_of_a_tensor_that_grew_says_what_can_grow(tmp_path):
+    checkpoint.save(tmp_path / "c", {"seen": torch.ones(3, 2), "list": [torch.ones(2)]})
+    with pytest.raises(MismatchError, match=r"seen: .* keep a list of tensors"):
+        checkpoint.load(tmp_path / "c", {"seen": torch.ones(0, 2), "list": []})
