@@ -6,6 +6,7 @@ the app has, keep their positions: these are taken where names that are stored a
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections import Counter
@@ -137,8 +138,8 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
                 told = f"saved by {other}; {numbered.algorithm} takes the state that fits, with its own options"
                 algorithms[f"{join(target.path)}: {told}"] = None
                 continue
-            known = optimizer.defaults.keys() & here.keys() & stored.keys() - IMPLEMENTATION_OPTIONS
-            for option in sorted(known):
+            given = _given_by_code(optimizer)
+            for option in sorted(given & here.keys() & stored.keys() - IMPLEMENTATION_OPTIONS):
                 begin = _BEGINS.get(option, "")
                 begin = begin if begin in here else ""
                 ours, theirs = (_as_begun(each, option, begin) for each in (here, stored))
@@ -157,6 +158,13 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
         _log.warning(
             "loaded with strict=False from another algorithm [optimizer-state]:\n  %s", "\n  ".join(algorithms)
         )
+
+
+def _given_by_code(optimizer: Optimizer) -> set[str]:
+    """Returns the options that the code gives, and not those in which an optimizer keeps how far it has come."""
+    arguments = inspect.signature(type(optimizer)).parameters
+    # One that does not take its rate by name, as from a config, may take others so too.
+    return {name for name in optimizer.defaults if name in arguments or "lr" not in arguments}
 
 
 def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:

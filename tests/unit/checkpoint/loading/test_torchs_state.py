@@ -174,3 +174,27 @@ def test_the_error_of_a_tensor_that_grew_says_what_can_grow(tmp_path):
     checkpoint.save(tmp_path / "c", {"seen": torch.ones(3, 2), "list": [torch.ones(2)]})
     with pytest.raises(MismatchError, match=r"seen: .* keep a list of tensors"):
         checkpoint.load(tmp_path / "c", {"seen": torch.ones(0, 2), "list": []})
+
+
+class Adaptive(torch.optim.Optimizer):
+    """Keeps in its groups how far it has come, as Prodigy does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "distance": 1e-6, "k": 0})
+
+    def step(self):
+        self.param_groups[0] |= {"distance": 0.5, "k": self.param_groups[0]["k"] + 1}
+
+
+def test_progress_in_groups_is_no_option_of_the_code(tmp_path, caplog):
+    def adaptive(lr):
+        return app_of(lambda params: Adaptive(params, lr))
+
+    saved = adaptive(0.1)
+    train(saved)
+    checkpoint.save(tmp_path / "c", saved)
+    app = adaptive(0.1)
+    checkpoint.load(tmp_path / "c", app)
+    assert app["optimizer"].param_groups[0]["k"] == 2 and not caplog.records
+    checkpoint.load(tmp_path / "c", adaptive(0.2))
+    assert "lr: 0.2 here, 0.1 stored" in caplog.text and "distance" not in caplog.text
