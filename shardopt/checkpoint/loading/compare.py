@@ -19,8 +19,8 @@ from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
 from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
+from shardopt.checkpoint.loading.torchs.made_state import of_other_algorithms
 from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
-from shardopt.checkpoint.loading.torchs_state import of_other_algorithms
 from shardopt.checkpoint.rearrange.row_state import RowState
 from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem

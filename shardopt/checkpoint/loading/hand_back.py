@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.loading.kept_dtypes import keeping_dtypes
+from shardopt.checkpoint.loading.torchs.kept_dtypes import keeping_dtypes
 from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
 from shardopt.state.paths import PARAM_GROUPS, join

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.checkpoint.loading.torchs_state import TorchsState, stored_state, torchs_state
+from shardopt.checkpoint.loading.torchs.made_state import TorchsState, stored_state, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
