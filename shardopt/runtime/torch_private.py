@@ -287,6 +287,15 @@ def changes_what_is_loaded(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_load_state_dict_pre_hooks)
 
 
+def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy; returns the result."""
+    offered = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, offered)
+        offered = offered if changed is None else changed
+    return offered
+
+
 def around_loads(
     optimizer: Optimizer, before: Callable[[Optimizer, dict[str, Any]], None], after: Callable[[Optimizer], None]
 ) -> Iterator[RemovableHandle]:
@@ -297,15 +306,6 @@ def around_loads(
     if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
         yield optimizer.register_load_state_dict_pre_hook(before)
         yield optimizer.register_load_state_dict_post_hook(after, prepend=True)
-
-
-def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy; returns the result."""
-    offered = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = hook(optimizer, offered)
-        offered = offered if changed is None else changed
-    return offered
 
 
 def after_load_state_dict(optimizer: Optimizer) -> None:
