@@ -36,9 +36,9 @@ from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, emit_report
+from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.storage import absolute_url, storage_of, wrap_os_errors
-from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CorruptionError, MismatchError, OptionError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.sharding.layout import Layout

@@ -13,7 +13,12 @@ from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import Noted, added_to, noted_of, record_name, remove_records
 from shardopt.checkpoint.run.retention import metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
+from shardopt.checkpoint.saving.removal import (
+    remove_checkpoint,
+    remove_checkpoints,
+    remove_in_the_way,
+    remove_leftovers,
+)
 from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
@@ -58,7 +63,10 @@ class Keeper(Task):
         self._saved, self._warned = None, False
 
     def make_way(self, id: CheckpointId) -> None:
-        """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint."""
+        """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint.
+
+        It also removes what killed saves of the same step have left on a disk, which each new start would add to.
+        """
         if self._newest is None or id.step <= self._newest:
             self.finish()  # only below the newest anything is removed
         for root in self._run.roots:
@@ -69,6 +77,14 @@ class Keeper(Task):
                     with _logging_failures(root):
                         remove_in_the_way(root.checkpoint(id))
                 self._damaged -= {url}
+        root = self._run.root  # a mirror, or an object store, is cleared by the commit
+        if self._run.ranks.rank == 0 and not root.storage.is_remote and not self._is_busy(root, id):
+            with _logging_failures(root):
+                remove_leftovers(root.checkpoint(id))
+
+    def _is_busy(self, root: Root, id: CheckpointId) -> bool:
+        """Whether this process may still write to a checkpoint, or read it."""
+        return id.name in self._in_use(root) or root.checkpoint(id).url in _busy_urls()
 
     def begin(self, id: CheckpointId, noted: Noted) -> None:
         """Begins to remove unwanted checkpoints under the run's root, after a commit there.
@@ -215,10 +231,7 @@ class Keeper(Task):
         return kept
 
     def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
-        # A checkpoint that a background save of this process writes may be anywhere; a copy is read until it is done,
-        # and what is loaded until all ranks have it.
-        busy = {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)} | urls_being_read()
-        names = self._in_use(root)
+        busy, names = _busy_urls(), self._in_use(root)
         free = [id for id in ids if id.name not in names and root.checkpoint(id).url not in busy]
         root.forget(free)
         self._say_removed([url for id in free if (url := root.checkpoint(id).url) in self._damaged])
@@ -255,6 +268,11 @@ def _noted_again(root: Root, id: CheckpointId, noted: Noted) -> Noted:
     """Returns what is noted of a checkpoint with the metrics that were added to it by now."""
     added = {} if noted.save_id is None else added_to(root.checkpoint(id), noted.save_id)
     return noted._replace(metrics={**noted.metrics, **added})
+
+
+def _busy_urls() -> set[str]:
+    """Returns the URLs of checkpoints that saves of this process write, or loads read until all ranks have them."""
+    return urls_being_read() | {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)}
 
 
 def _noted_or_nothing(root: Root, id: CheckpointId) -> Noted:

@@ -22,10 +22,10 @@ from shardopt.checkpoint.saving.planning.save_plan import SavePlan
 from shardopt.checkpoint.saving.refer import Unchanged, refer
 from shardopt.checkpoint.saving.removal import discard
 from shardopt.checkpoint.saving.writing.base import Base
+from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.sources.referred import files_by_directory, referred_in
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
-from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.checkpoint.text import WHERE_TAKEN
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
 from shardopt.ranks import Call, Ranks
@@ -199,7 +199,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
     missing = _missing(storage, unlisted) if unlisted else []
     if missing:
         refuse_committed(storage)  # whose commit has removed them
-        remedy = "give all ranks the same path, on storage that they share"
+        remedy = "give all ranks the same path, on storage that they share, and each job a path of its own"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems, code="files-missing")
     try:

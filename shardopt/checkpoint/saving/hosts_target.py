@@ -10,8 +10,8 @@ from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.hosts.hosts import hosts_of, split
 from shardopt.checkpoint.saving.commit import SaveTarget
+from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.storage import wrap_os_errors
-from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import OptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Ranks
 

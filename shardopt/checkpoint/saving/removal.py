@@ -9,6 +9,7 @@ from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.referred import (
     References,
+    leftovers_in,
     references_of,
     references_under,
     referred_in,
@@ -37,6 +38,19 @@ def discard(storage: Storage, save_id: str) -> None:
                 storage.remove(name)
             if removed and _committed_id(storage) == save_id:
                 storage.remove_durably(MANIFEST_NAME)
+
+
+def remove_leftovers(storage: Storage) -> None:
+    """Removes the data files in a directory without a manifest, as killed saves leave them, unless others need them.
+
+    A save that was taken for dead, and still commits here, finds that its files are gone, or loses its manifest.
+    """
+    names = leftovers_in(storage)
+    if not names or storage.exists(MANIFEST_NAME):  # committed while references were looked for
+        return
+    _remove_each(storage, names)
+    if any(name.startswith(f"{_committed_id(storage)}-") for name in names):
+        storage.remove_durably(MANIFEST_NAME)
 
 
 def _committed_id(storage: Storage) -> str | None:

@@ -13,10 +13,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, SEAL_BYTES, damaged
+from shardopt.checkpoint.format.constants import (
+    FILE_NAME,
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    RECORD_NAME,
+    SEAL_BYTES,
+    damaged,
+)
 from shardopt.checkpoint.format.decoding import references_in
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage.marker import is_marker
 from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
 from shardopt.redaction import without_secrets
 from shardopt.world import world
@@ -101,6 +109,19 @@ def referred_in(storage: Storage) -> frozenset[str]:
         return frozenset()
     root, directory = parent
     return references_under(root, but=directory).get(directory, frozenset())
+
+
+def leftovers_in(storage: Storage) -> list[str]:
+    """Returns the names of the data files in a directory without a manifest, to which no checkpoint beside it refers.
+
+    They are those of saves that broke off, or are under way. A host's share of a checkpoint has none.
+    """
+    names = storage.names()
+    files = [name for name in names if FILE_NAME.fullmatch(name) and not is_marker(name)]
+    if not files or storage.is_link() or any(map(storage.exists, (MANIFEST_NAME, RECORD_NAME))):
+        return []
+    referred = referred_in(storage)
+    return [name for name in files if name not in referred]
 
 
 def references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:

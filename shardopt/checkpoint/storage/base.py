@@ -178,6 +178,10 @@ class Storage(ABC):
         """Returns what changes when a file is written again or replaced; None where that is not known."""
         return None
 
+    def written_at(self, name: str) -> float | None:
+        """Returns when a file was last written, in seconds since 1970 by the storage's clock; None if it is unknown."""
+        return None
+
     def copy_of(self, name: str) -> int:
         """Returns which of several copies of a file is being read; for `pass_over`."""
         return 0

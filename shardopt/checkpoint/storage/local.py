@@ -117,6 +117,9 @@ class LocalStorage(Storage):
         status = os.stat(self._path(name))
         return status.st_size, status.st_mtime_ns  # not the inode, which some file systems number anew
 
+    def written_at(self, name: str) -> float:
+        return os.stat(self._path(name)).st_mtime
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with _reading(self._path(name)), open(self._path(name), "rb") as file:
             file.seek(begin)

@@ -51,5 +51,10 @@ def remove_marker(storage: Storage, save_id: str) -> None:
         storage.remove(_marker_name(save_id))
 
 
+def is_marker(name: str) -> bool:
+    """Whether a file is a marker, which has no bytes, and which ranks of a save that is under way may look for."""
+    return name.endswith(_marker_name(""))
+
+
 def _marker_name(save_id: str) -> str:
     return file_name(save_id, 0, _NO_SLOT)

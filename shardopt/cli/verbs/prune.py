@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any
 
 from shardopt.checkpoint.arguments import refuse
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.metrics import remove_records
 from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.saving.removal import remove_checkpoints
-from shardopt.checkpoint.sources.referred import references_under
+from shardopt.checkpoint.saving.removal import remove_checkpoints, remove_leftovers
+from shardopt.checkpoint.sources.referred import leftovers_in, references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
-from shardopt.checkpoint.text import nbytes_text, plural
+from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
 from shardopt.cli.output import Output, Span
 from shardopt.cli.rules import parse_rules
 from shardopt.cli.verbs import ls
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
+from shardopt.world import world
 
+_DEAD_SECONDS = 86_400.0  # since a file was written: no save pauses for so long, and clocks of hosts differ by less
 _NEXT_SAVE = "the next save of the run removes what is left of them"
 
 
@@ -36,7 +40,8 @@ def prune(
 
     Only whole checkpoints of the run below its newest are removed, and what was to be removed when the run was taken
     back; and what was left of earlier ones as others referred to it, where none does that stays. What is damaged,
-    unfinished, abandoned, or the beginning of a branch stays, and so do files to which something refers that stays.
+    abandoned, or the beginning of a branch stays, and so do files to which something refers that stays. Of what is
+    unfinished only files go that nobody has written to for a day.
 
     Raises:
         OptionError: something would be removed, and no checkpoint of the run has the metric of `best`.
@@ -80,20 +85,60 @@ def prune(
         steps = ", ".join(map(_name, unwanted))
         output.line(Span(f"would remove {counted}: step {steps}; --yes removes them", "yellow"))
     else:
-        output.line("would remove nothing")
-    _print_unfinished(output, listing, kept)
+        output.line("would remove no checkpoint")
+    newest = max((id.step for id in kept), default=-1)
+    leftovers = _clear_leftovers(output, listing, newest, yes)
+    _print_unfinished(output, listing, newest, [each["url"] for each in leftovers if each["dead"]])
     urls = {"unwanted": [each.url for each in unwanted], "removed": [each.url for each in unwanted if yes]}
-    output.data({**ls.document(listing, rules, kept), **urls})
+    output.data({**ls.document(listing, rules, kept), **urls, "leftovers": leftovers})
     return 0
 
 
-def _print_unfinished(output: Output, listing: RunListing, kept: Collection[CheckpointId]) -> None:
-    """Says what stays without a manifest below the newest checkpoint, also of a removal that was interrupted."""
-    newest = max((id.step for id in kept), default=-1)
-    unfinished = [each for each in listing.checkpoints if each.condition == "unfinished" and each.in_run]
+def _print_unfinished(output: Output, listing: RunListing, newest: int, but: Collection[str]) -> None:
+    """Says what stays without a manifest below the newest checkpoint, also of a removal that was interrupted.
+
+    Args:
+        but: URLs of which something else was said.
+    """
+    unfinished = [
+        each for each in listing.checkpoints if each.condition == "unfinished" and each.in_run and each.url not in but
+    ]
     steps = ", ".join(_name(each) for each in unfinished if each.id is not None and each.id.step < newest)
     if steps:
         output.line(f"unfinished stay: step {steps}, of saves or removals that broke off; {_NEXT_SAVE}")
+
+
+def _clear_leftovers(output: Output, listing: RunListing, newest: int, yes: bool) -> list[dict[str, Any]]:
+    """Tells of the files of saves that broke off, and removes them; returns them as JSON.
+
+    Those that were written of late stay: they may be of a save, or of a copy from a tier, that is under way.
+
+    Args:
+        newest: the step below which the next save of the run removes them.
+    """
+    found = list[dict[str, Any]]()
+    for each in listing.checkpoints:
+        if each.condition != "unfinished" or each.id is None:
+            continue
+        storage = storage_of(each.url)
+        with wrap_os_errors(f"remove leftovers of {each.url}"), suppress(FileNotFoundError):  # that save has ended
+            names = leftovers_in(storage)
+            nbytes, times = sum(map(storage.size, names)), [storage.written_at(name) for name in names]
+            if not nbytes:
+                continue
+            age = min((world().wall_clock() - time for time in times if time is not None), default=None)
+            dead = age is not None and age >= _DEAD_SECONDS
+            found.append({"url": each.url, "bytes": nbytes, "age_seconds": age, "dead": dead, "removed": yes and dead})
+            what = f"{nbytes_text(nbytes)} of step {_name(each)}, which saves that broke off have left"
+            if dead and yes:
+                remove_leftovers(storage)
+                output.line(Span("removed ", "red"), what)
+            elif dead:
+                output.line(Span(f"would remove {what}; --yes removes them", "yellow"))
+            elif each.id.step >= newest:
+                written = "" if age is None else f", written {seconds_text(age)} ago"
+                output.line(f"stays: {what}, or one under way{written}; remove {each.url} if no job saves there")
+    return found
 
 
 def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointId]) -> None:

@@ -19,8 +19,8 @@ from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.destinations import Tier
+from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.storage import wrap_os_errors
-from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, NoSpaceError
 from shardopt.ranks import Ranks
 from shardopt.world import world

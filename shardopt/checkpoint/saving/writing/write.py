@@ -14,8 +14,8 @@ from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.device_stream import streamed, to_host
+from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.storage import FLUSH, Storage
-from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.sharding.pieces import View, narrowed
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that bytes just hashed are still in the cache when they are written

@@ -7,12 +7,19 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.saving.removal import remove_checkpoint, remove_checkpoints, remove_in_the_way
+from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.saving import removal
+from shardopt.checkpoint.saving.removal import (
+    remove_checkpoint,
+    remove_checkpoints,
+    remove_in_the_way,
+    remove_leftovers,
+)
 from shardopt.checkpoint.sources import referred
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.cli import main
-from shardopt.errors import CheckpointError
+from shardopt.errors import CheckpointError, NoSpaceError
 
 
 def save(root, *steps, **options):
@@ -248,3 +255,76 @@ def test_old_checkpoints_on_a_store_stay_whole_while_it_denies_a_manifest_beside
     asked.clear()
     save(root, 7, keep=1)
     assert set(asked) == {"read_rest"}  # one request at each look
+
+
+LEFT = "0123456789ab-r00001.safetensors"
+
+
+def test_what_killed_saves_of_a_step_have_left_goes_before_it_is_saved_again(tmp_path, monkeypatch):
+    """It used to stay until the commit: a job killed in each save of one step filled the disk."""
+    seen, inner = [], LocalStorage.write
+
+    def write(self, name, buffers):
+        seen.append(self.names())
+        return inner(self, name, buffers)
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    for step in ("step-00000002", "step-00000009"):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / LEFT).write_bytes(b"x")
+        (tmp_path / step / "notes.txt").write_bytes(b"x")
+    save(tmp_path, 2)
+    assert seen == [["notes.txt"]]
+    assert left_in(tmp_path / "step-00000009") == [LEFT, "notes.txt"]  # which may be a save of another job
+
+
+def test_leftovers_stay_while_checkpoints_need_them_or_this_process_writes_them(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, incremental=True)
+    (base,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    (tmp_path / "step-00000001" / MANIFEST_NAME).unlink()
+    marker = "0123456789ab-r00000-999999999.safetensors"
+    for name in (LEFT, marker):
+        (base.parent / name).write_bytes(b"")
+    monkeypatch.setattr("shardopt.checkpoint.run.keeper.tracked_urls", lambda: [str(base.parent)])
+    with checkpoint.Manager(tmp_path) as manager:
+        manager._steps._after.prepare(CheckpointId(1, 0), in_turn=True)
+        assert left_in(base.parent) == sorted([base.name, LEFT, marker])
+        monkeypatch.undo()
+        manager._steps._after.prepare(CheckpointId(1, 0), in_turn=True)
+    assert left_in(base.parent) == sorted([base.name, marker])  # a marker is looked for by ranks that save
+    assert checkpoint.verify(tmp_path / "step-00000002").ok
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_save_that_was_taken_for_dead_and_commits_is_kept_or_loses_its_manifest(tmp_path, monkeypatch, moment):
+    save(tmp_path, 1)
+    step = tmp_path / "step-00000001"
+    data = (step / MANIFEST_NAME).read_bytes()
+    (step / MANIFEST_NAME).unlink()
+    module, name = {"before": (referred, "referred_in"), "after": (removal, "_remove_each")}[moment]
+    inner = getattr(module, name)
+
+    def slow(*arguments):
+        (step / MANIFEST_NAME).write_bytes(data)
+        return inner(*arguments)
+
+    monkeypatch.setattr(module, name, slow)
+    remove_leftovers(storage_of(step))
+    assert (step / MANIFEST_NAME).exists() == (moment == "before") == bool(list(step.glob("*.safetensors")))
+
+
+def test_the_error_of_a_full_disk_names_what_broken_off_saves_have_left(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, incremental=True)
+    (tmp_path / "step-00000001" / MANIFEST_NAME).unlink()  # a base, which step 2 needs
+    for step in range(5, 10):
+        (tmp_path / f"step-0000000{step}").mkdir()
+        (tmp_path / f"step-0000000{step}" / LEFT).write_bytes(b"x" * 500)
+
+    def full(self, name, buffers):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "write", full)
+    with pytest.raises(NoSpaceError) as refused:
+        save(tmp_path, 9)
+    left = "2,000 bytes that broken-off saves have left in step-00000005, step-00000006, step-00000007 and 1 more of "
+    assert f"{left}{tmp_path}, if no job saves there" in str(refused.value)

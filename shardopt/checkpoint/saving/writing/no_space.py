@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from shardopt.checkpoint.sources.referred import leftovers_in
 from shardopt.checkpoint.storage import Storage
 from shardopt.checkpoint.text import plural
-from shardopt.errors import NoSpaceError, Problem
+from shardopt.errors import CheckpointError, NoSpaceError, Problem
 
+_MOST_NAMES = 3
 _FEW_FILES = 100  # that can still be made: then inodes may be what has run out
 
 
@@ -39,6 +41,26 @@ def explain_no_space(
             key=storage.url,
             found=f"{there}{written():,} of the bytes written{quota}",
             required=f"{needed():,} bytes for {content}{inodes}",
-            remedy="make room, keep fewer checkpoints (keep=), or save to another disk",
+            remedy=f"{_leftovers(storage)}make room, keep fewer checkpoints (keep=), or save to another disk",
         )
         raise NoSpaceError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error
+
+
+def _leftovers(storage: Storage) -> str:
+    """Returns the remedy for what broken-off saves have left on this disk, in directories beside this one, if any."""
+    parent, found = storage.parent(), dict[str, int]()
+    if parent is None or storage.is_remote:
+        return ""
+    root, own = parent
+    with suppress(OSError, CheckpointError):
+        for name in root.names():
+            beside = root.child(name)
+            found[name] = 0 if name == own else sum(map(beside.size, leftovers_in(beside)))
+    names = [name for name, nbytes in found.items() if nbytes]
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    where = f"{', '.join(names[:_MOST_NAMES])}{more} of {root.url}"
+    return (
+        f"remove the {sum(found.values()):,} bytes that broken-off saves have left in {where}, if no job saves there; "
+    )
