@@ -19,7 +19,8 @@ class Kept(NamedTuple):
         saves: how many are saved.
         checkpoints: how many of them stay at the end.
         nbytes: of these.
-        peak_bytes: the most at any time: those that stay, and the one whose save is under way.
+        peak_bytes: the most at any time, also after a restart: those that stay, the one that the run was restored from,
+            and the one whose save is under way.
     """
 
     saves: int
@@ -59,7 +60,8 @@ def kept_over_run(
         return Kept(0, 0, 0, 0)
     kept = _count(saved, rules, seconds_per_step)
     before_last = _count(saved[:-1], rules, seconds_per_step) if len(saved) > 1 else 0
-    return Kept(len(saved), kept, kept * nbytes, max(before_last + 1, kept) * nbytes)
+    most = min(max(before_last + 1, kept) + 1, len(saved))  # one more, unless all are there already: that of a restart
+    return Kept(len(saved), kept, kept * nbytes, most * nbytes)
 
 
 def _count(saved: Sequence[int], rules: Retention, seconds_per_step: float | None) -> int:
