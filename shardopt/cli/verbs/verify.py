@@ -7,17 +7,69 @@ from dataclasses import asdict
 from typing import Any
 
 from shardopt.checkpoint.converting.verify import verify as verify_checkpoint
+from shardopt.checkpoint.format.constants import FILE_NAME
 from shardopt.checkpoint.progress import progress_bar
+from shardopt.checkpoint.run.branches import parse_id
+from shardopt.checkpoint.run.metrics import record_name
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.storage import Storage, is_temporary, storage_of, wrap_os_errors
 from shardopt.checkpoint.text import plural
 from shardopt.cli.output import Output, Span
-from shardopt.errors import ShardoptError
+from shardopt.errors import CheckpointError, ShardoptError
 
 
 def verify(output: Output, *, urls: Sequence[str]) -> int:
-    """Verifies each checkpoint, even after a damaged or missing one; status 1 if there is any such."""
-    results = [_verify(output, url) for url in urls]
+    """Verifies each checkpoint, and all steps of the root of a run; continues after a damaged or missing one.
+
+    What the pattern `ROOT/step-*` also names is told: metrics, and steps without a manifest, as of a save under way.
+
+    Returns:
+        1 if one is damaged or missing, or nothing is complete. A step without a manifest counts as missing unless
+        another step of its root is complete.
+    """
+    results, unfinished = list[dict[str, Any]](), list[tuple[str, str]]()
+    for url, is_listed in ((each, each != given) for given in urls for each in _steps_of(given)):
+        root, _, name = storage_of(url).url.rpartition("/")
+        if parse_id(name.removesuffix(record_name(""))) and not parse_id(name):
+            output.line(f"{url}: metrics of a step, and no checkpoint")
+        elif parse_id(name) and _is_unfinished(storage_of(url), is_listed):
+            unfinished.append((root, url))
+        else:
+            results.append(_verify(output, url))
+    complete = {str(result["url"]).rpartition("/")[0] for result in results if result["ok"]}
+    for root, url in unfinished:
+        if root not in complete:
+            results.append(_verify(output, url))
+            continue
+        output.line(f"{url}: ", Span("no manifest: a save is under way, or broke off, or it was removed", "yellow"))
+        results.append({"url": url, "ok": None})
     output.data({"checkpoints": results})
-    return 0 if all(result["ok"] for result in results) else 1
+    return 0 if complete and all(result["ok"] is not False for result in results) else 1
+
+
+def _steps_of(url: str) -> list[str]:
+    """Returns the URLs of all steps under the root of a run; the URL itself where it is none."""
+    root = Root(storage_of(url))
+    try:
+        ids = root.ids()
+    except CheckpointError:  # which the verification names, if it is a checkpoint
+        return [url]
+    return [root.checkpoint(id).url for id in ids] or [url]
+
+
+def _is_unfinished(step: Storage, is_listed: bool) -> bool:
+    """Whether a directory has no manifest, and nothing else that makes a checkpoint.
+
+    Args:
+        is_listed: whether it was there, if it is not.
+    """
+    try:
+        with wrap_os_errors(f"look into {step.url}"):
+            names = set(step.names())
+    except CheckpointError:
+        return False
+    ours = {name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)}
+    return names == ours and (is_listed or Root(step).is_there())
 
 
 def _verify(output: Output, url: str) -> dict[str, Any]:

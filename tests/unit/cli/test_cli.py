@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,6 +292,32 @@ def test_verify_continues_after_one_that_is_not_there(saved, tmp_path, capsys):
     first, second = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (first["ok"], first["error"]["type"]) == (False, "CheckpointNotFoundError")
     assert (second["ok"], second["tensors"], second["problems"]) == (True, 1, [])
+
+
+def test_verify_takes_a_root_or_a_pattern_beside_a_save_under_way(tmp_path, capsys):
+    """`verify ROOT/step-*` used to fail on healthy runs: of metrics, and of the save under way."""
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.ones(3)})
+        manager.add_metrics(2, {"loss": 1.0})
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "0123456789ab-r00000.safetensors").write_bytes(b"x")
+    (tmp_path / "step-00000004").mkdir()
+    pattern = sorted(map(str, tmp_path.glob("step-*")))
+    assert main(["verify", *pattern]) == 0
+    said = capsys.readouterr()
+    assert "step-00000002.metrics.json: metrics of a step" in said.out and said.err == ""
+    assert "step-00000003: no manifest: a save is under way" in said.out
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["ok"] for each in found] == [True, True, None, None]
+    assert main(["verify", str(tmp_path / "step-00000003")]) == 1  # nothing is complete
+    assert main(["verify", str(tmp_path), str(tmp_path / "step-00000009")]) == 1  # one is missing
+    other = tmp_path / "copy" / "step-00000001"  # without its manifest: no save is under way there
+    shutil.copytree(tmp_path / "step-00000001", other, ignore=lambda *_: ["manifest.json"])
+    assert main(["verify", *pattern, str(other)]) == 1
+    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+    assert main(["verify", *pattern]) == 1
 
 
 def test_verify_tells_of_damage_by_its_status(saved, capsys):
