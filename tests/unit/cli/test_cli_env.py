@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from importlib.metadata import version
 import pytest
 
 import shardopt
+from shardopt.cli import joined
 from shardopt.cli.entry import main
 from shardopt.cli.verbs.env import probe
 from shardopt.errors import CheckpointError
@@ -32,6 +34,25 @@ def test_what_it_says_of_this_machine(tmp_path, monkeypatch, capsys):
     assert found["storage"]["bytes"] == 1 << 20 and found["storage"]["write_bytes_per_second"] > 0
     assert found["storage"]["free_bytes"] > 1 << 20
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_size_that_an_earlier_job_has_left_is_no_launcher(monkeypatch, capsys):
+    """It used to wait for ranks that nobody starts, without a word."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["env", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["ranks"]) == 1
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(joined, "_DEADLINE_SECONDS", 0.2)
+    assert main(["env"]) == 1
+    said = capsys.readouterr().err
+    assert "RANK=0 waits up to 0.2 s for the other ranks of WORLD_SIZE=2 at MASTER_ADDR=localhost" in said
+    assert "the ranks of the launcher were not found" in said and "unset RANK, WORLD_SIZE" in said
 
 
 def test_nothing_to_write(tmp_path, capsys):
