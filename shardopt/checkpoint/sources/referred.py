@@ -23,7 +23,7 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.decoding import references_in
 from shardopt.checkpoint.format.manifest import DataFile
-from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.marker import is_marker
 from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
 from shardopt.redaction import without_secrets
@@ -47,6 +47,9 @@ _bytes_of: dict[str, int] = {}
 def directory_of(file: DataFile, checkpoint: Storage) -> Storage:
     """Returns the directory of one of a checkpoint's files: its own, or one beside it.
 
+    Where the checkpoint is a symbolic link, such as `latest`, and the file is not beside that, it is one beside the
+    directory that the link leads to.
+
     Raises:
         CorruptionError: there can be none beside it.
     """
@@ -55,7 +58,10 @@ def directory_of(file: DataFile, checkpoint: Storage) -> Storage:
     parent = checkpoint.parent()
     if parent is None:
         raise damaged(checkpoint.url, f"a reference to {file.path}, where no directory is above")
-    return parent[0].child(file.directory)
+    beside = parent[0].child(file.directory)
+    if checkpoint.is_link() and not beside.exists(file.name):
+        return directory_of(file, storage_of(os.path.realpath(checkpoint.url)))
+    return beside
 
 
 def files_by_directory(of: Iterable[DataFile], checkpoint: Storage) -> list[tuple[Storage, list[DataFile]]]:

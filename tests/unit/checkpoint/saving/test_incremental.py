@@ -16,6 +16,7 @@ from shardopt.checkpoint.format.manifest import encode_manifest
 from shardopt.checkpoint.saving.removal import remove_checkpoint
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.cli import main
 from shardopt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -196,6 +197,23 @@ def test_a_checkpoint_that_was_moved_is_read_where_its_root_is_named(tmp_path):
         assert torch.equal(reader.read("frozen"), app["frozen"])
     checkpoint.reshard(moved, tmp_path / "whole", world_size=1, base_root=root)
     assert is_as_saved(tmp_path / "whole", app_of(2))
+
+
+def test_a_link_outside_the_root_finds_what_its_checkpoint_refers_to(tmp_path):
+    """`ls` and `verify` used to call it damaged."""
+    save(tmp_path / "run", 1)
+    save(tmp_path / "run", 2, base=1)
+    for link, target in (("latest", "run/step-00000002"), ("current", "latest"), ("moved", "run")):
+        (tmp_path / link).symlink_to(target)
+    for path in ("latest", "current", "moved/step-00000002"):
+        assert is_as_saved(tmp_path / path, app_of(2))
+        assert checkpoint.verify(tmp_path / path).ok
+        assert main(["ls", str(tmp_path / path)]) == 0
+    # Beside the link it counts first: there a root may have steps that lie in an archive.
+    (tmp_path / "step-00000001").mkdir()
+    for file in (tmp_path / "run" / "step-00000001").glob("*.safetensors"):
+        (tmp_path / "step-00000001" / file.name).write_bytes(b"x")
+    assert not checkpoint.verify(tmp_path / "latest").ok
 
 
 @pytest.mark.parametrize(
