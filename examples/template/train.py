@@ -110,14 +110,14 @@ def make_layers(width: int, layers: int) -> list[nn.Module]:
 
 
 def make_manager(config: Config) -> checkpoint.Manager:
-    """Returns what saves and restores the run, and stops it after SIGTERM to any rank."""
+    """Returns what saves and restores the run, and stops it after SIGTERM to any rank, or Ctrl-C."""
     return checkpoint.Manager(
         f"{config.out}/checkpoints",
         every=config.checkpoints.every,
         keep=config.checkpoints.keep,
         # docs/recipes/preemption.md
         stage="lazy",  # saves in the background
-        stop_on=checkpoint.Preemption(signal.SIGTERM, seconds=20),  # less than the scheduler allows
+        stop_on=checkpoint.Preemption((signal.SIGTERM, signal.SIGINT), seconds=20),  # less than the scheduler allows
     )
 
 
