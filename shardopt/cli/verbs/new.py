@@ -6,6 +6,7 @@ installed package a copy.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -22,7 +23,7 @@ _MARK = "{{name}}"
 
 def new(output: Output, *, directory: str) -> int:
     """Writes the files of the template to a directory, and prints their paths."""
-    root = Path(directory).resolve()
+    root = Path(os.path.expanduser(directory)).resolve()
     problems = []
     if not _NAME.fullmatch(root.name):
         required = "letters, digits, `.`, `_` and `-`, first a letter or digit"

@@ -120,6 +120,25 @@ def test_a_run_that_lost_a_rank_resumes_on_three_with_the_same_losses(tmp_path):
     assert resumed == {20: pytest.approx(whole[20], rel=1e-5)}
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_saves_and_stops_after_either_signal(tmp_path, signum):
+    """As its README says of `kill` and Ctrl-C, which torchrun passes on."""
+    assert main(["new", str(tmp_path)]) == 0
+    config = program_in(tmp_path).read_config(tmp_path / "config.toml").model_copy(update={"out": str(tmp_path)})
+    with program_in(tmp_path).make_manager(config) as manager, pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), signum)
+        manager.save(3, {"step": 3})
+    assert ended.value.code == 128 + signum and checkpoint.Manager(f"{tmp_path}/checkpoints").steps() == [3]
+
+
+def test_a_directory_in_the_home_directory_is_made_there(tmp_path, monkeypatch):
+    """As where a quoted `~` reaches it. It made a directory of this name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "~/my-run"]) == 0
+    assert (tmp_path / "home" / "my-run" / "train.py").exists() and not (tmp_path / "~").exists()
+
+
 @pytest.mark.exhaustive
 def test_a_run_does_not_begin_where_checkpoints_are(tmp_path):
     assert main(["new", str(tmp_path / "run")]) == 0
