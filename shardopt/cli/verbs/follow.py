@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from shardopt.checkpoint.format.constants import DCP_METADATA_NAME, MANIFEST_NAME
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.root import Published, Root
 from shardopt.checkpoint.sources.own import read_manifest
@@ -19,13 +20,23 @@ _MOST_LOOKS = 10
 
 
 def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
-    """Prints what is newest, and each later step that a look finds, until so many were printed or it is interrupted."""
+    """Prints what is newest, and each later step that a look finds, until so many were printed or it is interrupted.
+
+    Raises:
+        OptionError: the numbers are out of range, or this is a checkpoint.
+    """
     if every <= 0 or (count is not None and count < 1):
         found, required = f"{every:g} and {count}", "more than 0 seconds, and at least 1 step"
         raise OptionError("invalid arguments", [Problem("--every, --count", found, required, "give other numbers")])
     root, printed, seen, failed = Root(storage_of(url)), 0, None, Counter[Published]()
+    told = False
     while count is None or printed < count:
         newest = root.newest()
+        if newest is None and not told:
+            told = True
+            _refuse_checkpoint(root)
+            where = root.url if root.is_there() else f"{root.url}, which is no directory"
+            output.complain(f"there is no step in {where}: waiting for the first one")
         for each in [] if newest is None or newest == seen else _since(root, seen, newest):
             if printed == count:
                 break
@@ -50,6 +61,15 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
         if count is None or printed < count:
             world().sleep(every)
     return 0
+
+
+def _refuse_checkpoint(root: Root) -> None:
+    """Raises OptionError if this is a checkpoint itself, to which no step is ever added."""
+    if any(name in root.names for name in (MANIFEST_NAME, DCP_METADATA_NAME)):
+        parent = root.storage.parent()
+        remedy = "give another path" if parent is None else f"give {parent[0].url}"
+        problem = Problem(root.url, "a checkpoint", "the root of a run or of a Publisher", remedy)
+        raise OptionError("nothing can be followed", [problem])
 
 
 def _since(root: Root, seen: Published | None, newest: Published) -> list[Published]:

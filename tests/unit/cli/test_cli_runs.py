@@ -432,6 +432,28 @@ def steps_in_documents(text):
     return steps
 
 
+def test_follow_says_once_that_it_waits_and_refuses_a_checkpoint(tmp_path, capsys):
+    """It used to wait without a word."""
+    looks = iter(
+        [lambda: None, (tmp_path / "run").mkdir, lambda: checkpoint.Manager(tmp_path / "run").save(1, {"a": 1})]
+    )
+
+    class Clock(FakeClock):
+        def sleep(self, seconds):
+            next(looks)()
+
+    with using(Clock()):
+        assert main(["follow", str(tmp_path / "run"), "--count", "1"]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("step 1: ") and said.err.count("\n") == 1
+        assert f"there is no step in {tmp_path}/run, which is no directory: waiting for the first one" in said.err
+        assert main(["follow", str(tmp_path / "run" / "step-00000001"), "--count", "1"]) == 2
+    assert (
+        f"found a checkpoint; required the root of a run or of a Publisher; give {tmp_path}/run"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("times", "unread", "printed"), [(2, 2, [1, 2, 3, 4]), (2, 3, [1, 2, 3, 4]), (99, 2, [1, 3, 4])]
 )
