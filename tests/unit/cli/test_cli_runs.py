@@ -434,9 +434,8 @@ def steps_in_documents(text):
 
 def test_follow_says_once_that_it_waits_and_refuses_a_checkpoint(tmp_path, capsys):
     """It used to wait without a word."""
-    looks = iter(
-        [lambda: None, (tmp_path / "run").mkdir, lambda: checkpoint.Manager(tmp_path / "run").save(1, {"a": 1})]
-    )
+    run = tmp_path / "run"
+    looks = iter([lambda: None, run.mkdir, lambda: checkpoint.Manager(run).save(1, {"a": 1})])
 
     class Clock(FakeClock):
         def sleep(self, seconds):
