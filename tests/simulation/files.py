@@ -29,6 +29,7 @@ class Inode:
         self.entries: dict[str, Inode] = {}
         self.flushed_entries: dict[str, Inode] = {}
         self.unreadable = False
+        self.written = 0.0  # when, in seconds of the simulation
 
     def flush(self) -> None:
         self.flushed_data, self.flushed_entries = bytes(self.data), dict(self.entries)
@@ -110,7 +111,9 @@ class FileSystem:
         directory, name = self.directory_of(path)
         if name in directory.entries and exclusively:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        return directory.entries.setdefault(name, Inode(is_directory=False))
+        inode = directory.entries.setdefault(name, Inode(is_directory=False))
+        inode.written = self.scheduler.now
+        return inode
 
     def readable(self, path: str) -> Inode:
         inode = self.get(path)
@@ -212,7 +215,8 @@ class SimulatedOs:
 
     def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
         self._files.operate("write", "")
-        data = self._files.inode_of(fd).data
+        inode = self._files.inode_of(fd)
+        inode.written, data = self._files.scheduler.now, inode.data
         begin = len(data)
         for buffer in buffers:
             data += buffer
@@ -235,7 +239,7 @@ class SimulatedOs:
         self._files.operate("stat", path)
         inode = self._files.get(path)
         kind = stat.S_IFDIR if inode.is_directory else stat.S_IFREG
-        return SimpleNamespace(st_mode=kind, st_size=len(inode.data))
+        return SimpleNamespace(st_mode=kind, st_size=len(inode.data), st_mtime=1e9 + inode.written)
 
     def statvfs(self, path: str) -> Any:
         self._files.get(path)

@@ -34,7 +34,7 @@ FOUND = {
     ],
     broken.no_second_look_for_a_manifest: [
         replace(CLEARED, faults=(Fault("stop", 0, at=20, beside=at), Fault("stop", 1, at=at, seconds=0.05)))
-        for at in range(30, 46)
+        for at in range(36, 52)
     ],
     broken.branches_known_only_after_the_load: [Schedule(1, ON_A_BRANCH)],
     broken.no_branches: [Schedule(1, (Job(saves=3, keep_last=2), Job(back=1, saves=2, keep_last=2)))],

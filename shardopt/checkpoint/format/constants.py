@@ -105,6 +105,11 @@ def writer_of(name: str) -> int:
     return int(name.removesuffix(DATA_SUFFIX).split("-")[1][1:])
 
 
+def save_id_in(name: str) -> str:
+    """Returns the save that a data file is of, from its name."""
+    return name.partition("-")[0]
+
+
 def file_stem(rank: int, slot: int) -> str:
     """Returns the part of a data file's name that distinguishes it within a save, such as "r00003-1"."""
     return f"r{rank:05d}" + (f"-{slot}" if slot else "")

@@ -23,6 +23,7 @@ from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, UnreadableError
+from shardopt.ranks import DEADLINE_SECONDS
 from shardopt.world import world
 
 _MANY_RANKS = 64  # have so many files that their removal is not waited for
@@ -65,7 +66,8 @@ class Keeper(Task):
     def make_way(self, id: CheckpointId) -> None:
         """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint.
 
-        It also removes what killed saves of the same step have left on a disk, which each new start would add to.
+        It also removes what killed saves of the same step have left on a disk, which each new start would add to. Of
+        saves that have just written something it does not: their processes may not be dead yet.
         """
         if self._newest is None or id.step <= self._newest:
             self.finish()  # only below the newest anything is removed
@@ -80,7 +82,7 @@ class Keeper(Task):
         root = self._run.root  # a mirror, or an object store, is cleared by the commit
         if self._run.ranks.rank == 0 and not root.storage.is_remote and not self._is_busy(root, id):
             with _logging_failures(root):
-                remove_leftovers(root.checkpoint(id))
+                remove_leftovers(root.checkpoint(id), DEADLINE_SECONDS)
 
     def _is_busy(self, root: Root, id: CheckpointId) -> bool:
         """Whether this process may still write to a checkpoint, or read it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, save_id_in
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.referred import (
     References,
@@ -40,16 +40,19 @@ def discard(storage: Storage, save_id: str) -> None:
                 storage.remove_durably(MANIFEST_NAME)
 
 
-def remove_leftovers(storage: Storage) -> None:
+def remove_leftovers(storage: Storage, seconds: float) -> None:
     """Removes the data files in a directory without a manifest, as killed saves leave them, unless others need them.
 
     A save that was taken for dead, and still commits here, finds that its files are gone, or loses its manifest.
+
+    Args:
+        seconds: for which a save must have written nothing: there may be one that is under way, of another job.
     """
-    names = leftovers_in(storage)
+    names = leftovers_in(storage, seconds)
     if not names or storage.exists(MANIFEST_NAME):  # committed while references were looked for
         return
     _remove_each(storage, names)
-    if any(name.startswith(f"{_committed_id(storage)}-") for name in names):
+    if _committed_id(storage) in {save_id_in(name) for name in names}:
         storage.remove_durably(MANIFEST_NAME)
 
 

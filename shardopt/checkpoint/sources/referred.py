@@ -20,6 +20,7 @@ from shardopt.checkpoint.format.constants import (
     RECORD_NAME,
     SEAL_BYTES,
     damaged,
+    save_id_in,
 )
 from shardopt.checkpoint.format.decoding import references_in
 from shardopt.checkpoint.format.manifest import DataFile
@@ -117,16 +118,24 @@ def referred_in(storage: Storage) -> frozenset[str]:
     return references_under(root, but=directory).get(directory, frozenset())
 
 
-def leftovers_in(storage: Storage) -> list[str]:
+def leftovers_in(storage: Storage, seconds: float = 0.0) -> list[str]:
     """Returns the names of the data files in a directory without a manifest, to which no checkpoint beside it refers.
 
     They are those of saves that broke off, or are under way. A host's share of a checkpoint has none.
+
+    Args:
+        seconds: only of saves that have written none of their files for so long, by the clock of this host. Where the
+            storage does not know when files were written there are none then.
     """
-    names = storage.names()
-    files = [name for name in names if FILE_NAME.fullmatch(name) and not is_marker(name)]
+    files = [name for name in storage.names() if FILE_NAME.fullmatch(name) and not is_marker(name)]
     if not files or storage.is_link() or any(map(storage.exists, (MANIFEST_NAME, RECORD_NAME))):
         return []
     referred = referred_in(storage)
+    if seconds:
+        since = world().wall_clock() - seconds
+        times = {name: storage.written_at(name) for name in files}
+        busy = {save_id_in(name) for name, time in times.items() if time is None or time > since}
+        files = [name for name in files if save_id_in(name) not in busy]
     return [name for name in files if name not in referred]
 
 

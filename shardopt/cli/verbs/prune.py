@@ -14,12 +14,11 @@ from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.saving.removal import remove_checkpoints, remove_leftovers
 from shardopt.checkpoint.sources.referred import leftovers_in, references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
-from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
+from shardopt.checkpoint.text import nbytes_text, plural
 from shardopt.cli.output import Output, Span
 from shardopt.cli.rules import parse_rules
 from shardopt.cli.verbs import ls
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
-from shardopt.world import world
 
 _DEAD_SECONDS = 86_400.0  # since a file was written: no save pauses for so long, and clocks of hosts differ by less
 _NEXT_SAVE = "the next save of the run removes what is left of them"
@@ -88,7 +87,7 @@ def prune(
         output.line("would remove no checkpoint")
     newest = max((id.step for id in kept), default=-1)
     leftovers = _clear_leftovers(output, listing, newest, yes)
-    _print_unfinished(output, listing, newest, [each["url"] for each in leftovers if each["dead"]])
+    _print_unfinished(output, listing, newest, [each["url"] for each in leftovers if each["removable_bytes"]])
     urls = {"unwanted": [each.url for each in unwanted], "removed": [each.url for each in unwanted if yes]}
     output.data({**ls.document(listing, rules, kept), **urls, "leftovers": leftovers})
     return 0
@@ -122,22 +121,23 @@ def _clear_leftovers(output: Output, listing: RunListing, newest: int, yes: bool
             continue
         storage = storage_of(each.url)
         with wrap_os_errors(f"remove leftovers of {each.url}"), suppress(FileNotFoundError):  # that save has ended
-            names = leftovers_in(storage)
-            nbytes, times = sum(map(storage.size, names)), [storage.written_at(name) for name in names]
-            if not nbytes:
-                continue
-            age = min((world().wall_clock() - time for time in times if time is not None), default=None)
-            dead = age is not None and age >= _DEAD_SECONDS
-            found.append({"url": each.url, "bytes": nbytes, "age_seconds": age, "dead": dead, "removed": yes and dead})
-            what = f"{nbytes_text(nbytes)} of step {_name(each)}, which saves that broke off have left"
+            sizes = {name: storage.size(name) for name in leftovers_in(storage)}
+            dead = sum(sizes.get(name, 0) for name in leftovers_in(storage, _DEAD_SECONDS))
+            left, step = sum(sizes.values()) - dead, f"of step {_name(each)}"
+            if dead or left:
+                removed = dead if yes else 0
+                found.append({"url": each.url, "bytes": dead + left, "removable_bytes": dead, "removed_bytes": removed})
             if dead and yes:
-                remove_leftovers(storage)
-                output.line(Span("removed ", "red"), what)
+                remove_leftovers(storage, _DEAD_SECONDS)
+                output.line(
+                    Span("removed ", "red"), f"{nbytes_text(dead)} {step}, which saves that broke off have left"
+                )
             elif dead:
+                what = f"{nbytes_text(dead)} {step}, which saves that broke off have left"
                 output.line(Span(f"would remove {what}; --yes removes them", "yellow"))
-            elif each.id.step >= newest:
-                written = "" if age is None else f", written {seconds_text(age)} ago"
-                output.line(f"stays: {what}, or one under way{written}; remove {each.url} if no job saves there")
+            if left and each.id.step >= newest:
+                why = "of a save that is under way, or broke off less than a day ago, as far as is known"
+                output.line(f"stays: {nbytes_text(left)} {step}, {why}; remove {each.url} if no job saves there")
     return found
 
 

@@ -263,24 +263,25 @@ def test_prune_says_what_one_that_was_interrupted_has_left(run, monkeypatch, cap
 def test_prune_removes_what_broken_off_saves_have_left_but_none_that_may_be_under_way(run, capsys):
     """It used to say that it would remove nothing, on a disk that they had filled."""
     now = time.time()
-    for step, hours in ((250, 30), (600, 30), (700, 1), (150, 1)):
+    for step, ages in ((250, (30, 40)), (600, (30, 1)), (700, (1, 1)), (150, (1, 1))):  # in hours, of two saves
         (run / f"step-00000{step}").mkdir()
-        for i, age in enumerate((hours, 99)):
-            file = run / f"step-00000{step}" / f"0123456789ab-r0000{i}.safetensors"
-            file.write_bytes(b"x" * 400)
-            os.utime(file, (0, now - age * 3600))
+        for i, age in enumerate(ages):
+            for rank, more in ((0, 0), (1, 99)):
+                file = run / f"step-00000{step}" / f"{i}123456789ab-r0000{rank}.safetensors"
+                file.write_bytes(b"x" * 400)
+                os.utime(file, (0, now - (age + more) * 3600))
     before = sorted(run.rglob("*"))
     assert main(["prune", str(run), "--keep-last", "5"]) == 0
     said = capsys.readouterr().out
-    assert "would remove 800 B of step 250, which" in said and "would remove 800 B of step 600" in said
-    assert "stays: 800 B of step 700, which saves that broke off have left, or one under way, written 1 h" in said
+    assert "would remove 1.6 kB of step 250, which" in said and "would remove 800 B of step 600, which" in said
+    assert "stays: 800 B of step 600, of a save that is under way" in said and "stays: 1.6 kB of step 700, of" in said
     assert "unfinished stay: step 150, of" in said and "of step 150" not in said
     assert sorted(run.rglob("*")) == before
     document = listed(capsys, "prune", run, "--keep-last", "5", "--yes")
-    assert [(each["url"][-3:], each["bytes"], each["removed"]) for each in document["leftovers"]] == [
-        *(("150", 800, False), ("250", 800, True), ("600", 800, True), ("700", 800, False))
+    assert [(each["url"][-3:], each["bytes"], each["removed_bytes"]) for each in document["leftovers"]] == [
+        *(("150", 1600, 0), ("250", 1600, 1600), ("600", 1600, 800), ("700", 1600, 0))
     ]
-    assert [len(list((run / f"step-00000{step}").iterdir())) for step in (150, 250, 600, 700)] == [2, 0, 0, 2]
+    assert [len(list((run / f"step-00000{step}").iterdir())) for step in (150, 250, 600, 700)] == [4, 0, 2, 4]
     assert steps_in(run) == [100, 200, 300, 400, 500]
 
 

@@ -1,6 +1,7 @@
 """Removals of several checkpoints: what cannot be removed keeps none of the others, and links lead to nothing."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -269,13 +270,16 @@ def test_what_killed_saves_of_a_step_have_left_goes_before_it_is_saved_again(tmp
         return inner(self, name, buffers)
 
     monkeypatch.setattr(LocalStorage, "write", write)
+    young = "aaaaaaaaaaaa-r00001.safetensors"  # whose process may not be dead yet
     for step in ("step-00000002", "step-00000009"):
         (tmp_path / step).mkdir()
-        (tmp_path / step / LEFT).write_bytes(b"x")
-        (tmp_path / step / "notes.txt").write_bytes(b"x")
+        for name in (LEFT, young, young.replace("r00001", "r00000"), "notes.txt"):
+            (tmp_path / step / name).write_bytes(b"x")
+            if name != young:
+                os.utime(tmp_path / step / name, (0, time.time() - 400))
     save(tmp_path, 2)
-    assert seen == [["notes.txt"]]
-    assert left_in(tmp_path / "step-00000009") == [LEFT, "notes.txt"]  # which may be a save of another job
+    assert seen == [["aaaaaaaaaaaa-r00000.safetensors", young, "notes.txt"]]
+    assert len(left_in(tmp_path / "step-00000009")) == 4  # which may be a save of another job
 
 
 def test_leftovers_stay_while_checkpoints_need_them_or_this_process_writes_them(tmp_path, monkeypatch):
@@ -285,6 +289,7 @@ def test_leftovers_stay_while_checkpoints_need_them_or_this_process_writes_them(
     marker = "0123456789ab-r00000-999999999.safetensors"
     for name in (LEFT, marker):
         (base.parent / name).write_bytes(b"")
+        os.utime(base.parent / name, (0, 0))
     monkeypatch.setattr("shardopt.checkpoint.run.keeper.tracked_urls", lambda: [str(base.parent)])
     with checkpoint.Manager(tmp_path) as manager:
         manager._steps._after.prepare(CheckpointId(1, 0), in_turn=True)
@@ -309,7 +314,7 @@ def test_a_save_that_was_taken_for_dead_and_commits_is_kept_or_loses_its_manifes
         return inner(*arguments)
 
     monkeypatch.setattr(module, name, slow)
-    remove_leftovers(storage_of(step))
+    remove_leftovers(storage_of(step), 0.0)
     assert (step / MANIFEST_NAME).exists() == (moment == "before") == bool(list(step.glob("*.safetensors")))
 
 
