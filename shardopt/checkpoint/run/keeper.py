@@ -80,13 +80,11 @@ class Keeper(Task):
                         remove_in_the_way(root.checkpoint(id))
                 self._damaged -= {url}
         root = self._run.root  # a mirror, or an object store, is cleared by the commit
-        if self._run.ranks.rank == 0 and not root.storage.is_remote and not self._is_busy(root, id):
-            with _logging_failures(root):
+        if self._run.ranks.rank or root.storage.is_remote or id.name not in root.names:
+            return  # as all others: there was no directory of this step when the root was last listed
+        with _logging_failures(root):
+            if id.name not in self._in_use(root) and root.checkpoint(id).url not in _busy_urls():
                 remove_leftovers(root.checkpoint(id), DEADLINE_SECONDS)
-
-    def _is_busy(self, root: Root, id: CheckpointId) -> bool:
-        """Whether this process may still write to a checkpoint, or read it."""
-        return id.name in self._in_use(root) or root.checkpoint(id).url in _busy_urls()
 
     def begin(self, id: CheckpointId, noted: Noted) -> None:
         """Begins to remove unwanted checkpoints under the run's root, after a commit there.

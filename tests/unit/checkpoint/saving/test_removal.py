@@ -292,6 +292,7 @@ def test_leftovers_stay_while_checkpoints_need_them_or_this_process_writes_them(
         os.utime(base.parent / name, (0, 0))
     monkeypatch.setattr("shardopt.checkpoint.run.keeper.tracked_urls", lambda: [str(base.parent)])
     with checkpoint.Manager(tmp_path) as manager:
+        manager._steps.branches()
         manager._steps._after.prepare(CheckpointId(1, 0), in_turn=True)
         assert left_in(base.parent) == sorted([base.name, LEFT, marker])
         monkeypatch.undo()
