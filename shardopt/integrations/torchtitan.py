@@ -41,7 +41,8 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
     resume with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
 
     Args:
-        config: `folder`, `interval`, `keep_latest_k`, `load_step` and `exclude_from_loading` are torchtitan's;
+        config: `folder`, `interval`, `keep_latest_k` and `exclude_from_loading` are torchtitan's. `load_step` rewinds
+            the run to that step, at each start; with `load_only` it leaves the run as it is.
             `stage` is `checkpoint.Manager`'s, "none" for a save that training waits for. With `stop_on_sigterm` a
             SIGTERM to any rank makes all ranks save after the same step, and leave. `initial_load_path` is a checkpoint
             of shardopt to begin with, of which the model alone is taken where `initial_load_model_only` is set.
@@ -95,7 +96,10 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         )
 
     def _load(self, step: int = -1) -> bool:
-        """Restores the newest checkpoint, or that of a step; returns whether there was one. Collective."""
+        """Restores the newest checkpoint, or that of a step; returns whether there was one. Collective.
+
+        A step to train from rewinds the run. With `load_only` the run stays as it is.
+        """
         excluded = set(self._config.exclude_from_loading)
         app = {name: value for name, value in self._app.items() if name not in excluded}
         select = "^(?!" + "|".join(rf"{re.escape(name)}(\.|$)" for name in excluded) + ")" if excluded else None
@@ -103,7 +107,9 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
             app |= self._data()
         path = self._config.initial_load_path
         try:
-            if not self._manager.restore(app, step=None if step == -1 else step, select=select):
+            if self._config.load_only and step != -1:
+                checkpoint.load(self._manager.path(step), app, select=select, init_state=True)
+            elif not self._manager.restore(app, step=None if step == -1 else step, select=select):
                 if not path:
                     return False
                 if self._config.initial_load_model_only:

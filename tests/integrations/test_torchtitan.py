@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import shutil
+import types
 
 import pytest
 import torch
@@ -193,3 +194,50 @@ def test_a_checkpoint_that_torchtitan_wrote_by_itself_is_moved_over(tmp_path):
     for ranks in (2, 3):
         losses = run_ranks(ranks, train_moved, str(tmp_path / f"on-{ranks}"), 8, moved, deadline_seconds=DEADLINE)[0]
         assert losses == pytest.approx({step: expected[step] for step in range(5, 9)}, rel=1e-5 if ranks == 3 else 0)
+
+
+def small_job(folder, steps, rate=1e-3, **options):
+    """A job of torchtitan's parts around one layer: loads, and trains. Returns where it began, and its rates."""
+    on_cpu()
+    parts = importlib.import_module("torchtitan.components.optimizer")
+    ours = importlib.import_module("shardopt.integrations.torchtitan")
+
+    class Trained:
+        step = ntokens_seen = 0
+        parallel_dims = types.SimpleNamespace(dp_cp_enabled=False)
+
+        def state_dict(self):
+            return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+        def load_state_dict(self, state):
+            self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
+
+    model, trained = torch.nn.Linear(4, 4), Trained()
+    adamw = {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": rate}}
+    groups = [parts.ParamGroupConfig(pattern=".*", **adamw)]
+    config = ours.ShardoptOptimizers.Config(param_groups=groups, implementation="for-loop")
+    optimizers = ours.ShardoptOptimizers(config, model_parts=[model])
+    schedules = parts.LRSchedulersContainer(optimizers, lambda step: 0.5**step)
+    config = ours.ShardoptCheckpoints.Config(enable=True, folder=folder, interval=2, stage="none", **options)
+    given = {"optimizers": optimizers, "lr_schedulers": schedules, "states": {"train_state": trained}}
+    manager = ours.ShardoptCheckpoints(config, dataloader=None, model_parts=[model], **given)
+    manager.load(config.load_step)
+    began, rates = trained.step, []
+    while trained.step < steps:
+        trained.step += 1
+        rates.append(optimizers.keyed.param_groups[0]["lr"])
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizers.step()
+        schedules.step()
+        manager.save(trained.step)
+    manager.close()
+    return began, rates
+
+
+def test_a_step_that_is_only_looked_at_does_not_rewind_the_run(tmp_path):
+    run = str(tmp_path / "run")
+    assert small_job(run, 6)[0] == 0
+    assert small_job(run, 4, load_only=True, load_step=4) == (4, [])
+    assert small_job(run, 6) == (6, [])
+    assert small_job(run, 5, load_step=4)[0] == 4
+    assert checkpoint.Manager(run).abandoned_steps() == {0: [6]}

@@ -14,8 +14,9 @@ is on the branch with the greatest number.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from shardopt.checkpoint.format.constants import (
@@ -29,6 +30,7 @@ from shardopt.errors import CheckpointError, CorruptionError, Problem
 
 Newer = Literal["abandon", "remove"]
 
+_log = logging.getLogger("shardopt.checkpoint")
 _FORMAT = "shardopt-branch"
 _RECORD = re.compile(r"branch-(\d{5,})\.json", re.ASCII)
 _NAME = re.compile(r"step-(\d{8,})(?:-b([1-9]\d*))?", re.ASCII)
@@ -89,6 +91,16 @@ class Branch(NamedTuple):
         """Returns the record's bytes."""
         beyond = _AS_STORED[self.newer]
         return pack_record(_FORMAT, branch=self.number, of=self.of, from_step=self.from_step, beyond=beyond)
+
+    def warn_of(self, steps: Collection[int]) -> None:
+        """Logs which steps leave the run as it continues on this branch, if any: who only looks at one loads it."""
+        if not steps:
+            return
+        first, last = min(steps), max(steps)
+        which = f"step {last}" if first == last else f"{len(steps)} steps from {first} to {last}"
+        then = f"restore(app, step={last}, branch={self.of}) would go on from there"
+        then = "to be removed" if self.newer == "remove" else then
+        _log.warning("the run goes back to step %d, and leaves %s behind: %s", self.from_step, which, then)
 
 
 class Branches(dict[int, Branch]):

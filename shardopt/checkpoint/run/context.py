@@ -346,7 +346,7 @@ class Run:
         """Makes the run continue from a step of a branch, if it does not already. Collective.
 
         Args:
-            newer: what becomes of checkpoints that were saved there after it.
+            newer: what becomes of checkpoints that were saved there after it; a warning names them.
             on_tiers: as for `candidates`.
             always: whether it continues on a new branch even if nothing was saved there after it.
         """
@@ -358,6 +358,7 @@ class Run:
         def add() -> None:
             for root in self.roots:
                 root.add(record)
+            record.warn_of({each.id.step for each in later})
 
         self.is_agreed = False  # if writing fails the record may be there all the same
         self.ranks.on_rank_0(f"taking {self.root.url} back to step {step}", add)

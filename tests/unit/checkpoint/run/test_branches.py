@@ -347,12 +347,24 @@ def test_a_run_resumes_from_an_earlier_step(tmp_path, newer, stage):
         assert directories(tmp_path)[-1] == "step-00000400-b2"
 
 
-def test_nothing_is_recorded_where_nothing_is_beyond(tmp_path):
+def test_a_line_says_what_a_rewind_leaves_behind(tmp_path, caplog):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    restored(manager, step=100)
+    restored(manager, step=300, branch=0)
+    restored(manager, step=200, newer="remove")
+    assert [line.partition(", and leaves ")[2] for line in caplog.messages] == [
+        "2 steps from 200 to 300 behind: restore(app, step=300, branch=0) would go on from there",
+        "step 300 behind: to be removed",
+    ]
+
+
+def test_nothing_is_recorded_where_nothing_is_beyond(tmp_path, caplog):
     three_steps(tmp_path)
     manager = checkpoint.Manager(tmp_path)
     assert restored(manager, step=300) == (300, 300)
     assert restored(manager, step=300, branch=0) == (300, 300)
-    assert not list(tmp_path.glob("branch*"))
+    assert not list(tmp_path.glob("branch*")) and not caplog.messages
     save(manager, 301)
     assert manager.steps() == [100, 200, 300, 301]
 
