@@ -27,6 +27,7 @@ from torchtitan.tools import filesystem
 
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, OptionError, Problem
+from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.keyed import keyed
 
 MODEL, OPTIMIZER, SCHEDULE, DATA, TRAINER = "model", "optimizer", "lr_scheduler", "dataloader", "train_state"
@@ -105,7 +106,9 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         select = "^(?!" + "|".join(rf"{re.escape(name)}(\.|$)" for name in excluded) + ")" if excluded else None
         if DATA not in excluded:
             app |= self._data()
-        path = self._config.initial_load_path
+        path, optimizer = self._config.initial_load_path, self._app[OPTIMIZER]
+        if isinstance(optimizer, KeyedOptimizer) and optimizer.param_groups:
+            optimizer.keep_options("lr")  # torchtitan's schedule goes by the rates of the config
         try:
             if self._config.load_only and step != -1:
                 checkpoint.load(self._manager.path(step), app, select=select, init_state=True)
@@ -118,6 +121,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
                 checkpoint.load(path, app, select=select, init_state=True, storage_options=options)
         except MismatchError as error:
             raise MismatchError(error.message, [*map(_with_reason, error.problems)], code=error.code) from None
+        _set_rates(self._app[SCHEDULE])
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -248,6 +252,16 @@ class _TrainState:
         """The number of ranks whose tokens the trainer adds up."""
         dims = self._trainer.parallel_dims
         return int(dims.get_mesh("loss").size()) if dims.dp_cp_enabled else 1
+
+
+def _set_rates(schedules: Any) -> None:
+    """Gives groups the rates that their schedules computed when they were loaded, as their next step would."""
+    for schedule in schedules:
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _with_reason(problem: Problem) -> Problem:

@@ -241,3 +241,12 @@ def test_a_step_that_is_only_looked_at_does_not_rewind_the_run(tmp_path):
     assert small_job(run, 6) == (6, [])
     assert small_job(run, 5, load_step=4)[0] == 4
     assert checkpoint.Manager(run).abandoned_steps() == {0: [6]}
+
+
+def test_a_rate_that_the_config_changes_holds_from_the_first_step_and_no_warning_denies_it(tmp_path, caplog):
+    run = str(tmp_path / "run")
+    small_job(run, 4)
+    began, rates = small_job(run, 6, rate=3e-4)
+    assert (began, rates) == (4, [3e-4 * 0.5**4, 3e-4 * 0.5**5])
+    assert "options of the checkpoint" not in caplog.text
+    assert small_job(run, 7) == (6, [1e-3 * 0.5**6])
