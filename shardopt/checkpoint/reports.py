@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ class SaveReport(OfUrl):
         staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
         writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
         bytes_unchanged: of tensors that this rank did not write, since an earlier save has them (`base=`).
+        metrics: that are kept with the checkpoint, of all ranks.
     """
 
     url: str
@@ -70,6 +71,7 @@ class SaveReport(OfUrl):
     staging_seconds: float = 0.0
     writing_seconds: float = 0.0
     bytes_unchanged: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,26 @@ def test_rank_0_alone_tells_what_was_restored(three, tmp_path):
     assert f"shardopt: resumed step 3 from {tmp_path}/step-00000003, saved by 3 ranks on " in first
 
 
+def keep_the_best_of_the_last_stage(root, stage):
+    """A run whose last rank alone knows the loss, as with a pipeline."""
+    rules = checkpoint.Retention(last=1, best=("loss", "min", 1))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with checkpoint.Manager(root, keep=rules, stage=stage) as manager:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0], start=1):
+            metrics = {"loss": loss, "both": 2} if is_last else {"both": 1} if step % 2 else None
+            manager.save(step, {"step": step}, metrics=metrics)
+        manager.save(4, {"step": 4}, metrics={"late": 5} if is_last else None)
+        manager.wait()
+        manager.add_metrics(4, {"after": 6} if is_last else {})
+        return manager.steps(), manager.metrics(2), manager.metrics(4)
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_metrics_of_any_rank_count_and_of_one_name_the_lowest_ranks(tmp_path, stage):
+    expected = [2, 4], {"loss": 1.0, "both": 2.0}, {"loss": 4.0, "both": 2.0, "late": 5.0, "after": 6.0}
+    assert run_ranks(2, keep_the_best_of_the_last_stage, str(tmp_path / "run"), stage) == [expected] * 2
+
+
 def change_what_is_there(root):
     app = {"x": torch.ones(4), "rank": checkpoint.PerRank(dist.get_rank()), "step": 0}
     errors = []

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardopt.errors import Problem, StateError
+
+
+def first_given(by_rank: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
+    """Returns the metrics of a job: of each name the number of the lowest rank that gives one.
+
+    The last stage of a pipeline alone may know the loss.
+    """
+    merged: dict[str, float] = {}
+    for numbers in by_rank:
+        for name, number in (numbers or {}).items():
+            merged.setdefault(name, number)
+    return merged
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.format.metrics import first_given, numbers_of
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.background import Task
@@ -83,20 +83,18 @@ class AfterCommit:
         if self.tiers is not None and in_turn:
             self.tiers.make_room()
 
-    def committed(self, id: CheckpointId, report: SaveReport, metrics: Mapping[str, float]) -> None:
+    def committed(self, id: CheckpointId, report: SaveReport) -> None:
         """Begins the tasks that follow a commit; no save is running then.
 
         Where there are tiers they begin after what tiers have begun, by whose thread: in one order on all ranks.
-
-        Args:
-            metrics: of the checkpoint.
         """
         url = report.url if is_on_hosts(report.url) else self._run.root.checkpoint(id).url
         with self._committing:
-            self._known[id] = _Known(url, report.save_id, dict(metrics))
+            self._known[id] = _Known(url, report.save_id, dict(report.metrics))
             for oldest in list(self._known)[:-_MOST_KNOWN]:  # in the order of commits: the same on all ranks
                 del self._known[oldest]
-        noted = Noted(world().wall_clock(), metrics, report.save_id)  # here, as it may come to the root much later
+        # Now, as it may come to the root much later.
+        noted = Noted(world().wall_clock(), report.metrics, report.save_id)
         if self.tiers is None or not self.tiers.are_connected:  # as where a job stops at its first save
             self._committed_at_root(id, report.seconds, noted)
             return
@@ -187,7 +185,7 @@ class AfterCommit:
         self._run.ranks.on_rank_0(f"removing what was abandoned from {self._run.root.url}", self._keeper.remove_newer)
 
     def add_metrics(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a committed checkpoint, wherever it is; those of rank 0 count. Collective.
+        """Adds metrics to a committed checkpoint, wherever it is; as in `Manager.add_metrics`. Collective.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -197,8 +195,8 @@ class AfterCommit:
         run.ranks.agree(
             f"adding metrics to step {id.step} of {run.root.url}",
             work=lambda: numbers_of(metrics),
-            report=lambda _: None,
-            decide=lambda _: self._add(id, numbers_of(metrics)),
+            report=lambda numbers: numbers,
+            decide=lambda given: self._add(id, first_given(given)),
         )
 
     def _add(self, id: CheckpointId, numbers: Mapping[str, float], replaces: bool = True) -> None:
@@ -266,7 +264,7 @@ class AfterCommit:
 
         Args:
             at_root: whether one that a tier alone has does not count; it may be on its way to the root.
-            metrics: to add to it under names that it does not have, if it is there; rank 0's count.
+            metrics: to add to it under names that it does not have, if it is there; as in `Manager.save`.
             stops: whether the process is to end: what keeps metrics from being added is logged, and not raised.
         """
         known = self._known.get(id)
@@ -277,9 +275,9 @@ class AfterCommit:
             return None
         url = known.url
 
-        def look() -> bool:
+        def look(given: list[Any]) -> bool:
             is_there = is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME)
-            numbers = {} if metrics is None else numbers_of(metrics)
+            numbers = first_given(given)
             if is_there and numbers:
                 try:
                     self._add(id, numbers, replaces=False)
@@ -291,9 +289,9 @@ class AfterCommit:
 
         _, is_there = self._run.ranks.agree(
             f"looking for step {id.step} in {self._run.root.url}",
-            work=lambda: metrics is None or numbers_of(metrics),
-            report=lambda _: None,
-            decide=lambda _: look(),
+            work=lambda: None if metrics is None else numbers_of(metrics),
+            report=lambda numbers: numbers,
+            decide=look,
         )
         return url if is_there else None
 

@@ -190,7 +190,7 @@ class Manager:
         one name the last counts. Waits for a save of the step. They are beside the checkpoint in root and mirror.
 
         Args:
-            metrics: numbers by name; rank 0's count.
+            metrics: numbers by name; empty on ranks without any. Those of the lowest rank that gives a name count.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -251,7 +251,7 @@ class Manager:
         Steps rise. The last saved or restored one is not saved again; returns the report of its save, or None.
 
         Args:
-            metrics: numbers by name, kept with the checkpoint; new ones are added to one that is there. Rank 0's count.
+            metrics: numbers by name, kept with the checkpoint or added to it. Of one name the lowest rank's counts.
 
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
-from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.loading.hand_back import earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
@@ -30,7 +29,6 @@ from shardopt.errors import (
     CorruptionError,
     GradientError,
     Problem,
-    StateError,
     UnreadableError,
 )
 
@@ -201,14 +199,13 @@ class Steps:
     ) -> PendingSave:
         if self._incremental:
             self.background.wait()  # for what this one may refer to
-        numbers = _numbers_or_none(metrics)
         pending = self.background.save(
             urls[0],
             app,
             self._terms_with(terms, urls),
             stage=stage,
             metrics=metrics,
-            afterwards=lambda report: self._after.committed(id, report, numbers),
+            afterwards=lambda report: self._after.committed(id, report),
         )
         if terms.refused is None:
             self._last = id, pending
@@ -223,13 +220,12 @@ class Steps:
         terms: SaveTerms,
         raise_earlier: bool,
     ) -> SaveReport:
-        numbers = _numbers_or_none(metrics) if metrics else {}
         if self._incremental or len(urls) > 1:
             terms = self._terms_with(terms, urls)
         if self._incremental:
             terms = replace(terms, prints=self._prints)
         report = save_now(urls[0], app, terms, metrics, raise_earlier=raise_earlier)
-        self._after.committed(id, report, numbers)
+        self._after.committed(id, report)
         self._last = id, report
         return report
 
@@ -348,14 +344,6 @@ class Steps:
         # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
         self.background.finish()
         self._after.raise_failure()
-
-
-def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Returns metrics at the time of the call; None if a value is no number, which the save refuses on all ranks."""
-    try:
-        return {} if metrics is None else numbers_of(metrics)
-    except StateError:
-        return {}
 
 
 def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:

@@ -106,7 +106,7 @@ class AsyncSaver:
         Args:
             url, app, stage, in_flight: as for `async_save`.
             options: its other arguments.
-            metrics: numbers by name, kept with the checkpoint; rank 0's count.
+            metrics: numbers by name, kept with the checkpoint; of one name the lowest rank's counts.
             afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
                 too.
         """

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.format.metrics import first_given, numbers_of
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport, emit_report
@@ -130,7 +130,7 @@ def save_now(
     """Saves as `save` does, with additional arguments that only a `Manager` passes.
 
     Args:
-        metrics: numbers by name, kept with the checkpoint; rank 0's count.
+        metrics: numbers by name, kept with the checkpoint; of one name the lowest rank's counts.
         raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
             all ranks, instead of this save. Otherwise it remains to be reported (`take_failures`).
     """
@@ -229,8 +229,8 @@ def save_described(
         written, committed = ranks.agree(
             call,
             work=write,
-            report=lambda written: [written.files, written.parts, planning.report()],
-            decide=lambda reports: _commit(target, save_id, planning, reports, here.metrics, options, begin),
+            report=lambda written: [written.files, written.parts, planning.report(), here.metrics],
+            decide=lambda reports: _commit(target, save_id, planning, reports, options, begin),
         )
         if committed["drifted"]:
             planning.refuse_drifted(committed["drifted"])
@@ -252,6 +252,7 @@ def save_described(
         seconds=end - begin,
         writing_seconds=end - begin_writing,
         bytes_unchanged=written.unchanged_bytes,
+        metrics=committed["metrics"],
     )
 
 
@@ -319,12 +320,12 @@ def _commit(
     save_id: str,
     planning: Planning,
     reports: Sequence[Any],
-    metrics: Mapping[str, float] | None,
     options: SaveTerms,
     begin: float,
 ) -> dict[str, Any]:
     """Commits the files that all ranks report, unless replicas have drifted; on rank 0."""
-    files, parts, states = zip(*reports, strict=True)
+    files, parts, states, given = zip(*reports, strict=True)
+    metrics = first_given(given)
     values, drifted, buffers = planning.judge(states)
     if drifted:
         return {"drifted": drifted, "buffers": []}
@@ -351,4 +352,5 @@ def _commit(
         "bytes": sum(file.nbytes for file in manifest.files if file.directory is None),
         "tensors": len(geometry.members) + len(geometry.tied),
         "published": published,
+        "metrics": metrics,
     }

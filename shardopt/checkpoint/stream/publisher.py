@@ -117,7 +117,7 @@ class Publisher:
         Args:
             step: greater than that before.
             model: a module, of which parameters and persistent buffers count; or tensors by name.
-            metrics: numbers by name, kept with the step; rank 0's count.
+            metrics: numbers by name, kept with the step; of one name the lowest rank's counts.
 
         Returns:
             The save in the background: its `result()` waits for the commit, and raises its failure. So does the next
