@@ -103,31 +103,45 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
 
 
 class RankPosition:
-    """The position of any `StatefulDataLoader` on each rank; it holds for the same number of ranks.
+    """The position of any `StatefulDataLoader` on each rank; it holds for the same number of ranks in the same mesh.
 
         app = {..., "data": RankPosition(loader)}
 
     On another number of ranks a load raises MismatchError, and changes nothing: the samples that one rank has seen of a
-    stream say nothing about where two ranks are to begin.
+    stream say nothing about where two ranks are to begin. If ranks share a batch, as those of tensor parallelism, pass
+    `rank` and `ranks`: else as many ranks of another mesh silently get positions of other streams.
 
     What opens the loader for a save, or opens it again after a load, leaves torch's random numbers on the CPU as they
     were: beside a `RandomState`, dropout goes on as if nothing had been.
 
     Args:
         loader: whose position is saved and restored.
+        rank, ranks: of those that the data is dealt to, as for `shardopt.ResumableSampler`. They are in the key of the
+            position; others are refused. None for all ranks of the job.
+
+    Raises:
+        ValueError: only one of `rank` and `ranks` is given, or `rank` is none of `ranks`.
     """
 
-    def __init__(self, loader: StatefulDataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: StatefulDataLoader[Any], *, rank: int | None = None, ranks: int | None = None) -> None:
+        self._loader, self._key = loader, "position"
+        if rank is not None or ranks is not None:
+            if rank is None or ranks is None or not 0 <= rank < ranks:
+                raise ValueError(f"rank: found {rank} of {ranks}; required 0 to ranks - 1; pass both, counted from 0")
+            self._key = f"position of rank {rank} of {ranks}"
+
+    def held_state_names(self) -> tuple[str, ...]:
+        """No "state" by names of parameters; but each entry has a key of its own, maybe on some ranks alone."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):  # a loader that is not open is opened, which draws a seed
-            return {"position": PerRank(self._loader.state_dict())}
+            return {self._key: PerRank(self._loader.state_dict())}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Resumes where the state was taken; the loader must be iterated again."""
         loader, left = self._loader, self._loader._iterator
-        loader.load_state_dict(state_dict["position"].value)
+        loader.load_state_dict(state_dict[self._key].value)
         loader._get_iterator = MethodType(_get_iterator, loader)
         if left is not None:  # a loop over it would go on where it was, and the next save tell another position
             left._next_data = _refuse_to_go_on

@@ -197,6 +197,34 @@ def test_a_stream_resumes_on_as_many_ranks_and_is_refused_on_others(tmp_path):
     assert run_ranks(3, stream, a, b, 5) == [[("data.position", "values of 2 ranks", "3 ranks")]] * 3
 
 
+def stream_of_mesh(source, path, tensor):
+    """As `stream`, with so many neighbouring ranks that share a batch."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from shardopt.integrations.torchdata import RankPosition
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    rank, ranks = dist.get_rank() // tensor, dist.get_world_size() // tensor
+    loader = StatefulDataLoader(range(rank, SIZE, ranks), batch_size=2)
+    app = {"data": RankPosition(loader, rank=rank, ranks=ranks)}
+    if source:
+        try:
+            checkpoint.load(source, app)
+        except MismatchError as error:
+            return sorted(problem.key for problem in error.problems)
+    seen = [number for batch in itertools.islice(loader, 3) for number in batch.tolist()]
+    checkpoint.save(path, app)
+    return seen
+
+
+def test_a_stream_resumes_in_the_same_mesh_and_is_refused_in_another_of_as_many_ranks(tmp_path):
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert run_ranks(2, stream_of_mesh, None, a, 2) == [[*range(6)]] * 2
+    assert run_ranks(2, stream_of_mesh, a, b, 2) == [[*range(6, 12)]] * 2
+    keys = ["data.position of rank 0 of 1", "data.position of rank 0 of 2", "data.position of rank 1 of 2"]
+    assert run_ranks(2, stream_of_mesh, a, b, 1) == [keys] * 2
+
+
 def test_a_stream_has_no_position_for_other_ranks():
     from shardopt.integrations.torchdata import ResumableStatefulLoader
 
