@@ -42,8 +42,8 @@ class PerRankState:
 class RandomState(PerRankState):
     """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the accelerator in use.
 
-    A rank gets the state of its number. In another mesh of as many ranks that may be another's: where ranks that share a
-    batch must draw alike, leave it out of that load.
+    A rank gets the state of its number, also in another mesh of as many ranks. Where ranks that share a batch must draw
+    alike there, leave it out of that load.
 
     Those are the global ones (`random`, `numpy.random`, `torch`); generators of a program's own are not looked at. That
     of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded if there is one here;
