@@ -243,7 +243,7 @@ class Manager:
     def save(
         self, step: int, app: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None, force: bool = False
     ) -> SaveReport | PendingSave | None:
-        """Saves if the step is due (or `force`), else returns None. Collective, as `checkpoint.save`, if it saves.
+        """Saves if the step is due (or `force`, alike on all ranks), else returns None. Collective if it saves.
 
         With `stage` it returns as soon as `async_save` does. Checkpoints that are no longer wanted are removed when the
         new one is committed.

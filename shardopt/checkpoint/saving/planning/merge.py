@@ -10,6 +10,7 @@ all one component. They are assigned last of all, so that nothing depends on the
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -29,6 +30,11 @@ from shardopt.state.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"
 _MAKE_ALIKE = "wrap what is meant to differ in PerRank; or make it the same, or give it another key on each rank"
+_BY_NUMBER = (
+    "state of an optimizer stands under numbers of parameters here, which are others on each rank: put the modules with "
+    "these parameters into the app, or make the optimizer of model.named_parameters(); otherwise "
+)
+_NUMBERED = re.compile(r"(^|\.)(state|param_groups)\.\d+(\.|$)")
 _STEP_ALIKE = (
     "use shardopt.optim.ReduceLROnPlateau, which takes the mean of all ranks, or pass each rank the same metric"
 )
@@ -382,6 +388,7 @@ def _entries(wire: Any) -> tuple[str, dict[Any, Any]]:
 
 
 def _differs(key: str, difference: str, remedy: str = _MAKE_ALIKE) -> Problem:
+    remedy = _BY_NUMBER + remedy if _NUMBERED.search(key) and remedy is _MAKE_ALIKE else remedy
     return Problem(key, difference, "the same on every rank that has the key", remedy)
 
 

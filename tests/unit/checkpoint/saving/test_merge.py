@@ -284,7 +284,13 @@ LONG = {f"option{number}": number for number in range(20)}
 )
 def test_the_entry_that_differs_is_named(one, other, told):
     problem = value_differs("v", {rank: encode_value(value) for rank, value in enumerate([one, other])})
+    assert "named_parameters" not in problem.remedy
     assert told in str(problem)
+
+
+@pytest.mark.parametrize("key", ["stages.0.state.3.step", "state.0", "optimizer.param_groups.1"])
+def test_the_error_of_state_by_number_says_how_it_gets_names(key):
+    assert "make the optimizer of model.named_parameters()" in value_differs(key, {0: 1, 1: 2}).remedy
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
