@@ -63,6 +63,7 @@ class Steps:
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self.warnings = AppWarnings()
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
+        self._rewound_to: CheckpointId | None = None  # by a restore of a given step
         self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
     @cached_property
@@ -181,7 +182,11 @@ class Steps:
         self.background.wait()  # which may have failed, and then is no checkpoint
         url = self._after.url_of(id, at_root, metrics, stops)
         if url is not None and self._run.ranks.rank == 0:
-            announce(f"step {id.step} is already in {url}: nothing to save{' but new metrics' if metrics else ''}")
+            text = f"step {id.step} is already in {url}: nothing to save{' but new metrics' if metrics else ''}"
+            if at_root and id == self._rewound_to:
+                _log.warning("%s. What was changed since the restore is saved with the next step", text)
+            else:
+                announce(text)
         return url is not None
 
     def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:
@@ -291,6 +296,7 @@ class Steps:
                 self._take_back(restored.id.step, seen_from, newer)
             renamed = restored.report.rename_rules or ()
         self._last = None if restored is None else (restored.id, None)
+        self._rewound_to = None if restored is None or step is None else restored.id
         self.restored_step = None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)

@@ -31,7 +31,7 @@ from shardopt.state.values import canonical, decode_value, encode_value, united
 _DIFFER = "ranks have different things under one key"
 _MAKE_ALIKE = "wrap what is meant to differ in PerRank; or make it the same, or give it another key on each rank"
 _BY_NUMBER = (
-    "state of an optimizer stands under numbers of parameters here, which are others on each rank: put the modules with "
+    "state of an optimizer is under numbers of parameters here, which are others on each rank: put the modules with "
     "these parameters into the app, or make the optimizer of model.named_parameters(); otherwise "
 )
 _NUMBERED = re.compile(r"(^|\.)(state|param_groups)\.\d+(\.|$)")

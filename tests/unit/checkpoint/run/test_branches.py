@@ -359,6 +359,19 @@ def test_a_line_says_what_a_rewind_leaves_behind(tmp_path, caplog):
     ]
 
 
+@pytest.mark.parametrize(("force", "told"), [(True, 1), (False, 0)])
+def test_a_forced_save_of_the_step_that_the_run_was_rewound_to_is_told(tmp_path, caplog, force, told):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path, every=100)
+    restored(manager, step=200)
+    manager.save(200, app_of(5), force=force)
+    assert caplog.text.count("changed since the restore is saved with the next step") == told
+    save(manager, 300)
+    assert manager.restore(app_of()) == 300
+    manager.save(300, app_of(5), force=True)  # as at the end of a script
+    assert caplog.text.count("changed since the restore") == told
+
+
 def test_nothing_is_recorded_where_nothing_is_beyond(tmp_path, caplog):
     three_steps(tmp_path)
     manager = checkpoint.Manager(tmp_path)
