@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.torchs.made_state import TorchsState, stored_state, torchs_state
+from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
@@ -38,6 +39,12 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 _MAXIMA = ("max_exp_avg_sq",)
 """Entries of torch's algorithms that are right from zeros on at any step."""
+
+_STEP_BEFORE = (
+    "where there is a checkpoint to load (manager.steps()), take a step with rate 0 before: set 'lr' of each group to "
+    "0 (fill_(0) if it is a tensor), run a forward and a backward that reaches every parameter, step, and call "
+    "zero_grad(); the load puts rates and state back"
+)
 
 
 @dataclass(slots=True)
@@ -184,6 +191,8 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
         torchs = torchs_state(each, own, manifest, flat.tied)
         if torchs is not None:
             live = set(_live_names(each, flat, here, chosen))
+            absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
+            _refuse_lost_wrappers(each.state_key, optimizer, {name: torchs.stored[name] for name in absent_names})
             since = live - torchs.stored.keys() if takes_back else set()
             forget = _known_without_state(key, since, torchs.parameters, flat, manifest)
             if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
@@ -221,6 +230,25 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
             name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
         ):
             yield key, _Change(optimizer, None)
+
+
+def _refuse_lost_wrappers(key: str, optimizer: object, absent: Mapping[str, Mapping[Path, Any]]) -> None:
+    """Raises MismatchError for state of torchao's optimizers, in parts that would come back as dicts.
+
+    No step works with these. Tensors in 8 or 4 bits are stored in parts, which do not tell of which class the whole was.
+
+    Args:
+        key: of the state in the app.
+        absent: name of a parameter → path within its state → what is stored there, of those without state here.
+    """
+    if not any(each.__module__.startswith("torchao.") for each in type(optimizer).__mro__):
+        return
+    for name, entries in absent.items():
+        for path, stored in entries.items():
+            if len(path) > 1 and isinstance(stored, StoredTensor):
+                where, found = f"{key}.{name}.{path[0]}", f"parts of a tensor ({path[-1]}, …), and not its class"
+                problem = Problem(where, found, "one that a step of this optimizer has made", _STEP_BEFORE)
+                raise MismatchError("state of wrapper tensors cannot be made by a load", [problem])
 
 
 def _known_entries(

@@ -246,13 +246,11 @@ def save_described(
     return SaveReport(
         url=target.url,
         save_id=save_id,
-        tensors=committed["tensors"],
         bytes_written=written.nbytes,
-        bytes_total=committed["bytes"],
         seconds=end - begin,
         writing_seconds=end - begin_writing,
         bytes_unchanged=written.unchanged_bytes,
-        metrics=committed["metrics"],
+        **committed["report"],
     )
 
 
@@ -349,8 +347,10 @@ def _commit(
     return {
         "drifted": [],
         "buffers": buffers,
-        "bytes": sum(file.nbytes for file in manifest.files if file.directory is None),
-        "tensors": len(geometry.members) + len(geometry.tied),
         "published": published,
-        "metrics": metrics,
+        "report": {
+            "bytes_total": sum(file.nbytes for file in manifest.files if file.directory is None),
+            "tensors": len(geometry.members) + len(geometry.tied),
+            "metrics": metrics,
+        },
     }
