@@ -235,7 +235,7 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
 def _refuse_lost_wrappers(key: str, optimizer: object, absent: Mapping[str, Mapping[Path, Any]]) -> None:
     """Raises MismatchError for state of torchao's optimizers, in parts that would come back as dicts.
 
-    No step works with these. Tensors in 8 or 4 bits are stored in parts, which do not tell of which class the whole was.
+    No step works with these. Tensors in 8 or 4 bits are stored in parts, which do not tell of what class the whole was.
 
     Args:
         key: of the state in the app.
