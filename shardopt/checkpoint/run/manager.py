@@ -155,7 +155,7 @@ class Manager:
         return self._run.branches_here().current
 
     def steps(self) -> list[int]:
-        """Returns the committed steps of the run under its root, ascending. Local: others may list what rank 0 removes."""
+        """Returns the run's committed steps under its root, ascending. Local: others may list what rank 0 removes."""
         return [id.step for id in self._run.committed_here()[0]]
 
     @property
