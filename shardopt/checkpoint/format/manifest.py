@@ -120,9 +120,9 @@ class StoredTensors(dict[str, StoredTensor]):
         if excess:
             problem = Problem("manifest", excess, "layouts within the limit", "have fewer dimensions, ranks or layouts")
             raise StateError("the manifest would be unreadable", [problem])
-        alike = {id(layout.boxes): layout for layout in distinct}
+        alike = {(id(layout.boxes), layout.shape): layout for layout in distinct}
         boxes = {key: encode_boxes(layout) for key, layout in alike.items()}
-        wires = [_encode_layout(layout, boxes[id(layout.boxes)]) for layout in distinct]
+        wires = [_encode_layout(layout, boxes[id(layout.boxes), layout.shape]) for layout in distinct]
         members = f'"layouts":{_dump(wires)},"tensors":{_dump(tensors)}'
         return members + (f',"tied":{_dump(tied)}' if tied else "")
 

@@ -47,11 +47,16 @@ class Gathering:
 
     def take(self) -> dict[bytes, list[int]]:
         """Returns the reports since the last call by columns, as JSON, with their ranks."""
-        reports = [*self._new]
-        together = max(1, _TOGETHER_BYTES // (1 + max(map(len, reports), default=0)))
-        for at in range(0, len(reports), together):
-            some = reports[at : at + together]
-            self.add_packed(*_by_columns({rank: report for report in some for rank in self._new[report]}))
+        together: dict[int, bytes] = {}
+        nbytes = 0
+        for report, ranks in self._new.items():
+            nbytes += len(report)
+            if together and nbytes > _TOGETHER_BYTES:
+                self.add_packed(*_by_columns(together))
+                together, nbytes = {}, len(report)
+            together.update(dict.fromkeys(ranks, report))
+        if together:
+            self.add_packed(*_by_columns(together))
         taken, self._new, self._packed = self._packed, {}, {}
         return taken
 
