@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -95,13 +94,12 @@ def compare(
         return any(path[:length] in reported for length in range(len(path) + 1))
 
     tensors = names.manifest.tensors
-    are_names = {*map(type, chain.from_iterable(stored.values()))} <= {str}  # the parts of all paths, as mostly
     for key, leaf in flat.leaves.items():
         path = stored.get(key)
         if path is None or key not in chosen or (reported and is_reported(leaf.path)):
             continue
         view, tensor = views.get(key), tensors.get(key)
-        if (path != leaf.path or not are_names) and lists_differ(path, leaf.path):
+        if lists_differ(path, leaf.path):
             remedy = "nest it in the app as it was when it was saved"
             found: Problem | None = Problem(key, tell_path(path), tell_path(leaf.path), remedy)
         elif view is None or tensor is None:

@@ -112,7 +112,7 @@ class OpenFile(ABC):
 
     def failed_of(self, segment: int, memories: Sequence[memoryview]) -> list[int]:
         """Returns the numbers of failed segments, from `segment` on, each of which has one of these memories."""
-        return []
+        return [number for number, memory in enumerate(memories, segment) if not self.is_intact(number, memory)]
 
     def summed_with(self, entry: Entry) -> int | None:
         """Returns a number for the byte range that shares one checksum with an entry, if there is one."""
