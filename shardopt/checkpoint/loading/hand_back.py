@@ -115,20 +115,31 @@ def _keeping_groups(loaded: object) -> Iterator[None]:
         if isinstance(loaded, Optimizer) and not isinstance(loaded, PartialStateful):  # keyed ones keep them
             for each in _with_inner(loaded):
                 vars(each)["__setstate__"] = partial(_set_state, each)  # by which loads end, torch's and others'
-                after_load.callback(vars(each).pop, "__setstate__", None)
+                after_load.callback(_by_class_again, each)
         yield
+
+
+def _by_class_again(optimizer: Optimizer) -> None:
+    vars(optimizer).pop("__setstate__", None)  # asked for now: a load may replace the dict of attributes
 
 
 def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Sets the state of an optimizer as its `__setstate__` does, with the new groups' values in its own group dicts."""
     finds_them = hasattr(type(optimizer), PARAM_GROUPS)  # by a property
     kept, new = None if finds_them else getattr(optimizer, PARAM_GROUPS, None), state.get(PARAM_GROUPS)
+    old = None
     if isinstance(kept, list) and isinstance(new, list) and _are_others(kept, new):
+        if PARAM_GROUPS in vars(optimizer):
+            vars(optimizer)[PARAM_GROUPS] = old = [dict(group) for group in kept]  # a class may read what it had
         for group, values in zip(kept, new, strict=True):
             group.clear()
             group.update(values)
         state = {**state, PARAM_GROUPS: kept}
-    type(optimizer).__setstate__(optimizer, state)
+    try:
+        type(optimizer).__setstate__(optimizer, state)
+    finally:
+        if old is not None and vars(optimizer).get(PARAM_GROUPS) is old:  # not set by the class
+            vars(optimizer)[PARAM_GROUPS] = kept
 
 
 def _are_others(groups: list[Any], new: list[Any]) -> bool:

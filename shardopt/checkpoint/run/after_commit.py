@@ -200,35 +200,46 @@ class AfterCommit:
         )
 
     def _add(self, id: CheckpointId, numbers: Mapping[str, float], replaces: bool = True) -> None:
-        """Adds metrics to a committed checkpoint, on rank 0; `replaces`: also those of names that it has."""
+        """Adds metrics to a committed checkpoint, on rank 0.
+
+        Args:
+            replaces: also those of names that it has. Else what the first of its roots has counts for the others too.
+        """
         run, checkpoint = self._run, self._run.root.checkpoint(id)
         with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
             known = self._known.get(id)
             is_coming = self._is_uploading(id) or (known is not None and is_on_hosts(known.url))
             save_id = None if known is None else known.save_id
-            of_save, is_there, left_out = {} if known is None else dict(known.added), False, dict[str, float]()
+            is_there, had, new = False, {} if known is None or replaces else dict(known.added), dict(numbers)
             for at in (root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)):
                 # The run's own root is written before its mirror is read, which may not be possible.
                 save_id = save_id_of(at) if save_id is None else save_id
                 if save_id is None:
                     continue
-                is_there, added = True, numbers
+                added = new
                 if not replaces:
-                    had = {**noted_of(at).metrics, **added_to(at, save_id), **of_save}
-                    added = {name: number for name, number in numbers.items() if name not in had}
-                    left_out |= {name: had[name] for name in numbers if had.get(name, numbers[name]) != numbers[name]}
+                    noted = noted_of(at)
+                    there = {**noted.metrics, **added_to(at, save_id)}
+                    if not is_there:  # the first
+                        had |= there
+                        added = new = {name: number for name, number in numbers.items() if name not in had}
+                    elif noted.save_id is not None:  # else the root's come with the copy
+                        wanted = {name: had.get(name, number) for name, number in numbers.items()}
+                        added = {name: wanted[name] for name in _others(wanted, there)}
                 if added:
                     add_to(at, save_id, added)
-                    if known is not None:
-                        known.added.update(added)
+                if not is_there and known is not None:
+                    known.added.update(new)
+                is_there = True
             if not is_there:  # one that is known may be removed since
                 raise run.not_found(id)
+            left_out = [] if replaces else _others(numbers, {**numbers, **had})
             if left_out:
                 _log.warning(
                     "step %d keeps the metrics that it has: %s. add_metrics(%d, ...) replaces them",
-                    *(id.step, ", ".join(f"{name}={number:g}" for name, number in left_out.items()), id.step),
+                    *(id.step, ", ".join(f"{name}={had[name]:g}" for name in left_out), id.step),
                 )
-            if run.root.is_committed(id):
+            if new and run.root.is_committed(id):
                 noted = noted_of(checkpoint)
                 self._keeper.note(id, noted)
                 if self._exporter is not None:
@@ -349,3 +360,8 @@ class AfterCommit:
                 *(url, seconds, stop_seconds),
             )
             self._stop_seconds = None
+
+
+def _others(numbers: Mapping[str, float], there: Mapping[str, float]) -> list[str]:
+    """Returns the names of numbers that are not there, or are others there."""
+    return [name for name, number in numbers.items() if repr(number) != repr(there.get(name))]  # NaN is NaN

@@ -26,7 +26,8 @@ from shardopt.checkpoint.format.constants import (
     unpack_record,
 )
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointError, CorruptionError, Problem
+from shardopt.checkpoint.text import how_steps_rise
+from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 
 Newer = Literal["abandon", "remove"]
 
@@ -212,3 +213,13 @@ def merge_records(by_root: Mapping[str, Mapping[str, Branch]], ids: Iterable[Che
                 f"the records of branches contradict each other in {where}", [problem], code="run-root"
             )
     return branches_of(merged.values(), ids, where)
+
+
+def not_rising(last: CheckpointId, url: str) -> CheckpointExistsError:
+    """Returns the error of a save below the last saved or restored step, which all ranks raise: one may be astray.
+
+    Args:
+        url: of the lower step.
+    """
+    found, remedy = f"a save after step {last.step} was saved or restored", how_steps_rise(f"delete({last.step}), and")
+    return CheckpointExistsError("steps must rise", [Problem(url, found, f"a step from {last.step} on", remedy)])

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from shardopt.checkpoint.loading.hand_back import earlier_told
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
-from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer
+from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer, not_rising
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
 from shardopt.checkpoint.run.stopping import Stop
@@ -21,18 +21,16 @@ from shardopt.checkpoint.saving.planning.app_warnings import AppWarnings
 from shardopt.checkpoint.saving.save import save_now
 from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
-from shardopt.checkpoint.text import how_steps_rise
 from shardopt.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptionError,
     GradientError,
-    Problem,
     UnreadableError,
 )
 
 _log = logging.getLogger("shardopt.checkpoint")
+_Last = tuple[CheckpointId, SaveReport | PendingSave | None]
 
 
 class Steps:
@@ -59,7 +57,8 @@ class Steps:
         self._run, self._after, self._tiers = run, after, after.tiers
         self._stage, self._incremental, self._terms = stage, incremental, terms
         self._anchor_every, self._since_anchor = anchor_every, 0
-        self._last: tuple[CheckpointId, SaveReport | PendingSave | None] | None = None  # saved or restored
+        self._last: _Last | None = None  # saved or restored
+        self._before: _Last | None = None  # the one before the last save in the background, which may fail
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self.warnings = AppWarnings()
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
@@ -103,10 +102,10 @@ class Steps:
         id = self._id_to_save(int(step))
         if self._has(id, at_root, metrics):
             return None if self._last is None else self._last[1]
-        terms = replace(self._terms, refused=self._refusal_of_lower(id))
+        urls, above = [self._run.root.checkpoint(id).url], self._last_above(id)
+        terms = self._terms if above is None else replace(self._terms, refused=not_rising(above, urls[0]))
         self._warn_of_app(step, app)
         self._after.prepare(id, in_turn=True)
-        urls = [self._run.root.checkpoint(id).url]
         if self._tiers is not None and not at_root:
             urls = [*self._tiers.urls(id), *urls]
         if self._stage is None:
@@ -124,8 +123,9 @@ class Steps:
         earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
         try:
             id = self._id_to_save(int(step))
-            has = self._has(id, True, metrics, stops=True)
+            has, above = self._has(id, True, metrics, stops=True), None
             if not has:
+                above = self._last_above(id)
                 self._warn_of_app(step, app)
                 self._after.prepare(id, in_turn=False)
                 seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
@@ -136,6 +136,9 @@ class Steps:
                 _log.error("failed before the stop was requested: %s", failure)
         if self._run.ranks.rank == 0:
             _log.warning("stop requested: %s step %d, exiting", "already saved" if has else "saved", step)
+            if above is not None:
+                text = "step %d is in the root: a start by restore(app, step=%d) resumes it, others step %d [run-root]"
+                _log.error(text, step, step, above.step)
         stop.leave()
 
     def _id_to_save(self, step: int) -> CheckpointId:
@@ -151,25 +154,21 @@ class Steps:
             self._passed_over = False
         return self._run.branches.id_of(step)
 
-    def _refusal_of_lower(self, id: CheckpointId) -> CheckpointExistsError | None:
-        """Returns the error of a step below the last saved or restored one, if there are tiers or a stage. Local.
+    def _last_above(self, id: CheckpointId) -> CheckpointId | None:
+        """Returns the last saved or restored step if that is above this one, and there are tiers or a stage. Local.
 
-        A restart would resume the last one. Else the save itself refuses a step that exists, and retention tells more.
-        The save raises it, on all ranks: this one alone may be at another step.
+        A restart would resume it. Else the save itself refuses a step that exists, and retention tells more.
         """
-        if self._last is None or id.step >= self._last[0].step or (self._tiers is None and self._stage is None):
+        last = self._last_id()
+        if last is None or id.step >= last.step or (self._tiers is None and self._stage is None):
             return None
-        last, saved = self._last
-        if self._run.branches.id_of(last.step) != last:  # no longer of the run, as if a restore failed at its end
-            return None
-        if isinstance(saved, PendingSave):
-            self.background.finish()
-            if saved.failure is not None:  # no checkpoint
-                return None
-        found = f"a save after step {last.step} was saved or restored"
-        remedy = how_steps_rise(f"delete({last.step}), and")
-        url = self._run.root.checkpoint(id).url
-        return CheckpointExistsError("steps must rise", [Problem(url, found, f"a step from {last.step} on", remedy)])
+        return last if self._run.branches.id_of(last.step) == last else None  # as if a restore failed at its end
+
+    def _last_id(self) -> CheckpointId | None:
+        """Returns the last saved or restored step; one whose save is known to have failed is none. Local."""
+        if self._last is not None and isinstance(self._last[1], PendingSave) and self._last[1].failure is not None:
+            self._last = self._before
+        return None if self._last is None else self._last[0]
 
     def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None, stops: bool = False) -> bool:
         """Whether a step is the last saved or restored one and still exists; logs it, and adds metrics. Collective.
@@ -177,12 +176,15 @@ class Steps:
         Args:
             at_root, metrics, stops: as for `AfterCommit.url_of`.
         """
-        if self._last is None or self._last[0] != id:
+        if any(each is not None and each[0].step >= id.step for each in (self._last, self._before)):
+            self.background.finish()  # whether that has failed, ranks know alike then, also if one was at another step
+        if self._last_id() != id:
             return False
-        self.background.wait()  # which may have failed, and then is no checkpoint
+        self.background.wait()
         url = self._after.url_of(id, at_root, metrics, stops)
         if url is not None and self._run.ranks.rank == 0:
-            text = f"step {id.step} is already in {url}: nothing to save{' but new metrics' if metrics else ''}"
+            but = " but metrics under names that it lacks" if metrics else ""
+            text = f"step {id.step} is already in {url}: nothing to save{but}"
             if at_root and id == self._rewound_to:
                 _log.warning("%s. What was changed since the restore is saved with the next step", text)
             else:
@@ -212,8 +214,8 @@ class Steps:
             metrics=metrics,
             afterwards=lambda report: self._after.committed(id, report),
         )
-        if terms.refused is None:
-            self._last = id, pending
+        self._last_id()  # which leaves out the save before, if that has failed: it has ended
+        self._before, self._last = self._last, (id, pending)
         return pending
 
     def _save_now(
@@ -335,7 +337,7 @@ class Steps:
         id = self.branches().id_of(step)
         self.wait()
         self._after.delete(id)
-        if self._last is not None and self._last[0] == id:
+        if self._last_id() == id:
             self._last = None
 
     def wait(self) -> None:

@@ -1,10 +1,13 @@
 """The group dicts of torch's own optimizers outlive a load, for those who share or hold them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.loading.hand_back import hand_back
+from shardopt.errors import CheckpointError
 from shardopt.state.state import RestoreTarget
 
 SGD = torch.optim.SGD
@@ -65,6 +68,23 @@ class InPlace(SGD):
     def load_state_dict(self, state_dict):
         for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True):
             old |= {**new, "params": old["params"]}
+
+
+class KeepsRates(SGD):
+    """Its rates are those of the program. May refuse to load, or write into its dicts by itself."""
+
+    does = "set"
+
+    def __setstate__(self, state):
+        if self.does == "refuse":
+            raise ValueError("no")
+        here, new = vars(self)["param_groups"], state["param_groups"]
+        for mine, other in zip(here, new, strict=True):
+            other["lr"] = mine["lr"]
+            if self.does == "write":
+                mine |= other
+        if self.does == "set":
+            self.__dict__ = {**vars(self), **state}
 
 
 class ByProperty(SGD):
@@ -148,6 +168,21 @@ def test_dicts_and_list_are_those_of_before(tmp_path, make):
     assert optimizer.param_groups is groups and groups[0] is body and groups[1] is head and head["params"] is params
     assert (body["lr"], head["lr"], head["initial_lr"]) == (0.1, 0.25, 0.5)
     assert not isinstance(optimizer, Outer) or optimizer.inner.param_groups is groups
+    assert "__setstate__" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("does", ["set", "write", "refuse"])
+def test_a_class_may_read_the_groups_that_it_had(does):
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer, wanted = KeepsRates(groups_of(layers), lr=0.1, momentum=0.5), does != "refuse"
+    state, groups = optimizer.state_dict(), optimizer.param_groups
+    (body, head), optimizer.does = groups, does
+    for group in state["param_groups"]:
+        group |= {"lr": 0.3, "momentum": 0.7}
+    with nullcontext() if wanted else pytest.raises(CheckpointError, match="no"):
+        hand_back([RestoreTarget(("optimizer",), optimizer, state)], lenient=False)
+    assert optimizer.param_groups is groups and groups[0] is body and groups[1] is head
+    assert not wanted or [(group["lr"], group["momentum"]) for group in groups] == [(0.1, 0.7)] * 2
     assert "__setstate__" not in vars(optimizer)
 
 

@@ -111,6 +111,27 @@ def test_a_counter_that_starts_over_is_refused_also_where_its_steps_are_gone(tmp
         assert manager.save(5, app) is not None
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_that_failed_is_not_the_last_one(tmp_path, stage):
+    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    with checkpoint.Manager(tmp_path / "run", every=1, stage=stage, destinations=tiers) as manager:
+        manager.save(6, {"x": 6})
+        for step in (7, 8):
+            with pytest.raises(StateError):
+                manager.save(step, {"x": object()})
+                manager.wait()
+        with pytest.raises(CheckpointExistsError, match=r"(?s)^steps must rise .*first delete\(6\), and each"):
+            manager.save(5, {"x": 5})
+            manager.wait()
+        manager.save(6, {"x": -6})  # is there
+        assert manager.restore(app := {"x": 0}) == app["x"] == 6
+        with pytest.raises(StateError):
+            manager.save(7, {"x": object()})
+            manager.wait()
+        manager.delete(6)
+        assert manager.save(5, {"x": 5}) is not None
+
+
 @pytest.mark.parametrize("on_tier", [False, True])
 def test_metrics_with_a_step_that_is_there_replace_none(tmp_path, on_tier, caplog):
     tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)] if on_tier else []

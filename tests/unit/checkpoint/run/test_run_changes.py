@@ -187,6 +187,29 @@ def test_storage_options_reach_all_that_is_opened_below_and_are_told_nowhere(tmp
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_the_root_has_counts_for_a_mirror_that_lacks_it(tmp_path, caplog, again):
+    options = {"every": 5, "destinations": [checkpoint.Mirror(tmp_path / "copies")]}
+    lost, nan = tmp_path / "copies/step-00000005.metrics.json", float("nan")
+    with checkpoint.Manager(tmp_path / "run", **options) as manager:
+        manager.save(5, {"x": 5}, metrics={"epoch": nan})
+        manager.wait()
+        manager.add_metrics(5, {"loss": 1.0})
+        lost.unlink()  # as if it could not be written
+        if not again:
+            manager.save(5, {"x": 5}, metrics={"loss": 2.0, "epoch": nan}, force=True)
+    if again:
+        with checkpoint.Manager(tmp_path / "run", **options) as manager:
+            manager.restore({"x": 0})
+            manager.wait()
+            lost.unlink(missing_ok=True)
+            manager.save(5, {"x": 5}, metrics={"loss": 2.0, "epoch": nan, "other": 0.0}, force=True)
+    assert "keeps the metrics that it has: loss=1. add_metrics" in caplog.text
+    assert json.loads(lost.read_text())["metrics"] == {"loss": 1.0, **({"other": 0.0} if again else {})}
+    run, copies = (checkpoint.Manager(tmp_path / name).metrics(5) for name in ("run", "copies"))
+    assert repr(run) == repr(copies) and run["loss"] == 1.0
+
+
 def test_metrics_of_a_step_that_is_not_kept_are_refused(tmp_path):
     with checkpoint.Manager(
         tmp_path / "root", keep=1, destinations=[checkpoint.Mirror(tmp_path / "copies")]

@@ -339,14 +339,27 @@ def test_a_stop_at_a_step_that_exists_does_not_say_it_is_saved(tmp_path, no_dead
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_stop_in_a_phase_that_counts_anew_saves_its_step(tmp_path, no_deadline):
-    before = signal.getsignal(signal.SIGTERM)
-    with checkpoint.Manager(tmp_path, every=100, stage="now", stop_on=signal.SIGTERM) as manager:
+@pytest.mark.parametrize("on_tier", [False, True])
+def test_a_stop_in_a_phase_that_counts_anew_saves_its_step_and_says_how_to_resume_it(
+    tmp_path, no_deadline, caplog, on_tier
+):
+    before, tiers = signal.getsignal(signal.SIGTERM), [checkpoint.Tier(tmp_path / "tier", every=1)] if on_tier else []
+    options = {"every": 1000 if on_tier else 100, "stage": None if on_tier else "now", "destinations": tiers}
+    with checkpoint.Manager(tmp_path / "run", **options, stop_on=signal.SIGTERM) as manager:
         manager.save(200, {"x": 1})
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SystemExit):
             manager.save(30, {"x": 2})
-        assert manager.steps() == [30, 200]
+        assert manager.steps() == ([30] if on_tier else [30, 200])
+    told = [record for record in caplog.records if "restore(app, step=30)" in record.getMessage()]
+    assert [record.levelname for record in told] == ["ERROR"]
+    with checkpoint.Manager(tmp_path / "run", **options) as manager:
+        app = {"x": 0}
+        resumed = manager.restore(app)
+        assert f"others step {resumed} " in told[0].getMessage() and app["x"] == 1
+        assert manager.restore(app, step=30) == 30 and app["x"] == 2
+    with checkpoint.Manager(tmp_path / "run", **options) as manager:
+        assert manager.restore(app) == 30
     signal.signal(signal.SIGTERM, before)
 
 
