@@ -227,6 +227,7 @@ class Run:
                 continue
             root.claim()
             found[root] = root.records
+        ids = [] if self.root.is_on_hosts else ids
         branches = merge_records({root.url: records for root, records in found.items()}, ids).values()
         for root, records in found.items():
             for record in branches:

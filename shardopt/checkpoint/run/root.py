@@ -137,6 +137,9 @@ class Root:
 
     def __init__(self, storage: Storage, publishes: bool = False) -> None:
         self.storage, self.url, self._publishes = storage, storage.url, publishes
+        self.is_on_hosts = self.url.startswith(PREFIX)
+        """Whether it is in the memory of hosts, where no run is kept, and the host that had the records may be lost."""
+        self._has_stream = False  # at any listing: one that was emptied since may have lost the record first
         self.names: frozenset[str] = frozenset()
         """The names directly under the root, as of the last listing."""
         self.records: Mapping[str, Branch] = {}
@@ -177,12 +180,19 @@ class Root:
                 names = self.storage.names()
                 ids = _ids_in(names)
             self.names = frozenset(names)
+            self._has_stream = self._has_stream or STREAM_NAME in names
             self.records = read_records(self.storage, names, self.records)
         return ids
 
     def branches(self) -> Branches:
-        """Returns the branches as of the last listing. Raises CorruptionError if the record of one is missing."""
-        return branches_of(self.records.values(), _ids_in(self.names), self.url)
+        """Returns the branches as of the last listing.
+
+        Raises:
+            CorruptionError: the record of one is missing. Steps of a branch without a record are an error in a run
+                alone: a stream begins again where its root is emptied, or a host lost.
+        """
+        ids = [] if self.is_on_hosts or self._has_stream else _ids_in(self.names)
+        return branches_of(self.records.values(), ids, self.url)
 
     def claim(self) -> None:
         """Makes this the root of a run, or of a publisher, after a listing.
@@ -194,7 +204,7 @@ class Root:
         kinds = "the root of a run", "the root of a publisher"
         has_record, beside = STREAM_NAME in self.names, _in_use.get(self.url)
         has_steps = any(parse_id(name) is not None for name in self.names)
-        if self.url.startswith(PREFIX):  # no run is kept there, and the host that had the record may be lost
+        if self.is_on_hosts:
             has_steps = False
         is_other = has_record if not self._publishes else has_steps and not has_record
         if is_other or (beside is not None and beside._publishes != self._publishes):

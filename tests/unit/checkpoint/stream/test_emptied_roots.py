@@ -114,6 +114,21 @@ def test_where_the_newest_step_is_damaged_the_one_before_is_taken(tmp_path, foll
     assert len(begun_again(caplog)) == 1
 
 
+@pytest.mark.parametrize("first", ["branch-00001.json", "stream.json"])
+def test_a_follower_stays_where_it_is_while_the_root_is_emptied(tmp_path, follower, app, caplog, first):
+    publish(tmp_path, 1, 2, 3)
+    publish(tmp_path, 3, 4)
+    follower.update()
+    root = tmp_path / "root"
+    for name in (first, "branch-00001.json", *sorted(path.name for path in root.iterdir())):
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        assert follower.update() is None and follower.poll() is None
+    assert follower.step == 4 and same_bits(app, values(4)) and not begun_again(caplog)
+    publish(tmp_path, 1, seed=1)
+    assert follower.update().step == 1 and same_bits(app, values(1, 1))
+
+
 @pytest.mark.parametrize("what", ["manifest.json", ""])
 def test_a_step_that_is_lost_leads_nobody_back(tmp_path, follower, app, caplog, what):
     publish(tmp_path, 1, 2, 3)

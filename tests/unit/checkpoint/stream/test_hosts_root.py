@@ -126,7 +126,11 @@ def test_a_stream_begins_again_where_the_host_that_had_its_record_is_lost(start,
     trainer = start(1, 2, 3)
     assert follower.update().step == 3
     trainer.send_signal(signal.SIGKILL)
-    (path / "stream.json").unlink()
+    trainer = start(2, 3)
+    assert follower.update().step == 3
+    trainer.send_signal(signal.SIGKILL)
+    for record in ("stream.json", "branch-00001.json"):
+        (path / record).unlink()
     trainer = start(4, seed=1)
     assert follower.update().step == 4 and is_at(follower, app, 4, 1)
     assert any("was begun again" in each.message for each in caplog.records)
