@@ -14,6 +14,7 @@ from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, New
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import Root, refuse_seen_by_some
+from shardopt.checkpoint.sources.own import is_committed
 from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
@@ -180,19 +181,18 @@ class Run:
         """Lists the committed checkpoints that this rank sees: the run's and the others, ascending. Local."""
         ids = self.root.ids()
         committed = [id for id in ids if self.root.is_committed(id)]
-        branches = self._branches_with(self.root.records, ids)
+        branches = self._branches_with(ids)
         return [id for id in committed if branches.has(id)], [id for id in committed if not branches.has(id)]
 
     def branches_here(self) -> Branches:
         """Returns the branches that all ranks agreed on, or else those that this rank sees. Local."""
         if self.is_agreed:
             return self.branches
-        ids = self.root.ids()
-        return self._branches_with(self.root.records, ids)
+        return self._branches_with(self.root.ids())
 
-    def _branches_with(self, records: Mapping[str, Branch], ids: Sequence[CheckpointId]) -> Branches:
+    def _branches_with(self, ids: Sequence[CheckpointId]) -> Branches:
         known = {each.file_name: each for each in self.branches.values()}
-        return branches_of({**records, **known}.values(), ids, self.root.url)
+        return branches_of({**self.root.records, **known}.values(), ids, self.root.url)
 
     def agree_on_branches(self, needs_copies: bool) -> Branches:
         """Reads the records of branches, and copies missing ones to the other root. Collective.
@@ -292,7 +292,7 @@ class Run:
         return [Candidate(id, self.root.checkpoint(id).url) for id in (CheckpointId(*each) for each in ids)]
 
     def _committed_seen_by(self, ranks_see_any: list[bool]) -> list[list[int]]:
-        """Lists the committed checkpoints, on rank 0.
+        """Lists the committed checkpoints, and links that lead nowhere, which a load then names; on rank 0.
 
         Raises:
             CheckpointError: a branch has begun since this job knows the branches, which would be mixed with these. Or
@@ -307,7 +307,7 @@ class Run:
             raise CheckpointError(
                 "another job has taken this run back while it was looked at", problems, code="run-root"
             )
-        committed = [list(id) for id in ids if self.root.is_committed(id)]
+        committed = [list(id) for id in ids if is_committed(self.root.checkpoint(id))]
         if committed or not ranks_see_any[0]:  # not where a save of another process has just made the first directory
             refuse_seen_by_some(self.root.url, ranks_see_any)
         return committed

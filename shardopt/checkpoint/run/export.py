@@ -151,7 +151,8 @@ class Exporter(Task):
         ids = [restored.id] if root.checkpoint(restored.id).url == restored.url else []
         if self._best is not None:
             ids = sorted(filter(None, map(parse_id, root.names)))
-        self._begin({id: None for id in ids if root.checkpoint(id).url not in restored.damaged})
+        there = {id: at for id in ids if (at := root.checkpoint(id)).missing_target() is None}
+        self._begin({id: None for id, at in there.items() if at.url not in restored.damaged})
 
     def _begin(self, noted: Mapping[CheckpointId, Noted | None]) -> None:
         """Begins an export of the best of these and of those that wait; which it is shows once all are read."""

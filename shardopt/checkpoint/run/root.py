@@ -27,9 +27,9 @@ from shardopt.checkpoint.run.branches import (
     read_records,
     record_file,
 )
-from shardopt.checkpoint.sources.own import is_committed, read_manifest
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.world import world
 
 RUN_NAME = "run.json"
@@ -247,8 +247,16 @@ class Root:
         return self.storage.child(id.name)
 
     def is_committed(self, id: CheckpointId) -> bool:
-        """Whether there is a checkpoint, as `sources.own.is_committed` says."""
-        return is_committed(self.checkpoint(id))
+        """Whether there is a manifest. An unreadable one counts, too; a load then finds the damage.
+
+        A link that leads nowhere does not: retention would keep it instead of a checkpoint. To a restore it is a
+        candidate all the same (`sources.own.is_committed`).
+        """
+        try:
+            with wrap_os_errors(f"look into {self.url}"):
+                return self.checkpoint(id).exists(MANIFEST_NAME)
+        except CorruptionError:
+            return True
 
     def committed_of(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
         """Returns the committed checkpoints among some that `ids` has just listed.

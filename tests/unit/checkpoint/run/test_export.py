@@ -281,6 +281,17 @@ def test_a_damaged_best_is_passed_over_at_the_restore(tmp_path, caplog):
     assert "step-00000003 is not exported, but the next best" in caplog.text
 
 
+def test_a_link_that_leads_nowhere_is_no_candidate_at_the_restore(tmp_path, caplog):
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        for step, loss in {1: 1.0, 2: 3.0, 3: 2.0}.items():
+            manager.save(step, app(step), metrics={"loss": loss})
+    shutil.rmtree(tmp_path / "run" / "step-00000001")
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "archive")
+    with manager_at(tmp_path, ("loss", "min")) as manager:
+        manager.restore(app(0))
+    assert exported(tmp_path / "hf") == ("step-00000003", 3.0) and not caplog.messages
+
+
 def test_records_of_earlier_versions(tmp_path):
     """Their value counts; their folder is of a save that is not known, and is written again if that is still due."""
     for best in (("loss", "min"), None):

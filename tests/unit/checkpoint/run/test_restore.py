@@ -84,11 +84,24 @@ def test_a_step_whose_link_leads_nowhere_is_told(tmp_path, caplog):
     manager = checkpoint.Manager(root, keep=2)
     assert restored(manager) == 2
     assert f"found a link to {archive}/step-00000003, where nothing is" in caplog.text and "mount what" in caplog.text
-    assert manager.steps() == [1, 2, 3]
+    assert manager.steps() == [2]
     assert [each.condition for each in list_run(root).checkpoints] == ["unreadable", "committed", "unreadable"]
     manager.save(3, app_of(3))  # in place of the link
     assert manager.steps() == [2, 3] and not (root / "step-00000003").is_symlink()
     assert sorted(path.name for path in (tmp_path / "unmounted").iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_links_that_lead_nowhere_take_no_place_of_a_checkpoint_where_some_are_removed_or_copied(tmp_path, caplog):
+    root, mirror = tmp_path / "run", tmp_path / "mirror"
+    saved(root, 1, 2, 3, 4)
+    for step in (3, 4):
+        shutil.rmtree(root / f"step-0000000{step}")
+        (root / f"step-0000000{step}").symlink_to(tmp_path / "archive")
+    keep = checkpoint.Retention(last=2, best=("loss", "min", 1))
+    with checkpoint.Manager(root, keep=keep, destinations=[checkpoint.Mirror(mirror)]) as manager:
+        manager.save(5, app_of(5), metrics={"loss": 1.0})
+        manager.wait()
+    assert manager.steps() == [2, 5] and checkpoint.Manager(mirror).steps() == [2, 5] and not caplog.messages
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch, caplog):
