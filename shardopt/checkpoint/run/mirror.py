@@ -183,7 +183,7 @@ class MirrorCopier(Task):
             try:
                 copied = copy_over_ranks(ranks, source, target, read, lambda: self._turns.jobs[-1] is upload)
             except CheckpointError:  # on all ranks
-                if not ranks.on_rank_0(self._describe(upload), lambda: _is_gone(source)):
+                if not ranks.on_rank_0(self._describe(upload), lambda: _is_gone(self._local, upload.name)):
                     raise
                 copied = None
             finally:
@@ -197,10 +197,11 @@ class MirrorCopier(Task):
             upload.afterwards(self.remote)
 
 
-def _is_gone(checkpoint: Storage) -> bool:
-    """Whether a checkpoint is not there any more; logs it. On rank 0."""
+def _is_gone(root: Storage, name: str) -> bool:
+    """Whether a checkpoint is not there any more, but its root is, and not a disk less; logs it. On rank 0."""
+    checkpoint = root.child(name)
     with wrap_os_errors(f"look into {checkpoint.url}"):
-        if checkpoint.exists(MANIFEST_NAME):
+        if checkpoint.exists(MANIFEST_NAME) or not root.names():
             return False
     _log.warning("%s is not copied: it was removed before, as by `shardopt prune`", checkpoint.url)
     return True

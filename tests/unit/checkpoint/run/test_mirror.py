@@ -232,6 +232,22 @@ def test_ranks_agree_on_what_was_removed_while_it_was_copied(roots):
         assert told == (None, [1, 3], ["step-00000001", "step-00000003"])
 
 
+def test_a_root_whose_disk_goes_away_while_it_is_copied_is_an_error(roots, monkeypatch):
+    local, remote = two_local_roots(roots)
+    inner = copying.upload_files
+
+    def goes_away(*args):
+        Path(local).rename(f"{local}.away")
+        Path(local).mkdir()
+        return inner(*args)
+
+    monkeypatch.setattr(copying, "upload_files", goes_away)
+    manager = checkpoint.Manager(local, destinations=[checkpoint.Mirror(remote)])
+    manager.save(1, {"x": value(1)})
+    with pytest.raises(CheckpointError, match="no such file"):
+        manager.close()
+
+
 def test_a_checkpoint_that_loses_files_alone_is_damaged(roots):
     assert removed_while_it_is_copied(*two_local_roots(roots), "*-r*", "upload_files")[:2] == ("no such file", [1])
 
