@@ -186,9 +186,7 @@ class Run:
 
     def branches_here(self) -> Branches:
         """Returns the branches that all ranks agreed on, or else those that this rank sees. Local."""
-        if self.is_agreed:
-            return self.branches
-        return self._branches_with(self.root.ids())
+        return self.branches if self.is_agreed else self._branches_with(self.root.ids())
 
     def _branches_with(self, ids: Sequence[CheckpointId]) -> Branches:
         known = {each.file_name: each for each in self.branches.values()}
