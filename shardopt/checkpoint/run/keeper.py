@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from shardopt.checkpoint.hosts.served import is_on_hosts
@@ -21,6 +21,7 @@ from shardopt.checkpoint.saving.removal import (
 )
 from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
+from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, UnreadableError
 from shardopt.ranks import DEADLINE_SECONDS
@@ -29,6 +30,7 @@ from shardopt.world import world
 _MANY_RANKS = 64  # have so many files that their removal is not waited for
 _WAIT_SECONDS = 1.0
 _NOTHING = Noted(None, {})
+_UNREAD = "stays, as its metrics cannot be read"
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -181,6 +183,8 @@ class Keeper(Task):
         newest = self._newest = max(keep)
         if not self._run.rules.keeps_all:
             keep = self._kept(root, whole)
+            if self._run.branches != branches or not self._run.may_remove():  # that took its time
+                return []
         if self._saved is not None and newest > self._saved.step and not self._warned:
             self._warned = True
             is_resumed = self._resumed is not None and self._resumed.step == newest
@@ -204,18 +208,19 @@ class Keeper(Task):
         rule goes by metrics: another job may add some, as one that evaluates.
         """
         rules, unread = self._run.rules, list[CheckpointId]()
+        known = {id: noted for id in sorted(whole) if (noted := self._noted.get(id)) is not None}
         if rules.best is not None or rules.seconds is not None:
-            for id in sorted(whole):
+            for id in sorted(set(whole) - known.keys()):
                 try:
-                    if id not in self._noted:
-                        self._noted[id] = _noted_or_nothing(root, id)
-                    elif rules.best is not None and record_name(id.name) in root.names:
-                        self._noted[id] = _noted_again(root, id, self._noted[id])
+                    self._noted[id] = _noted_or_nothing(root, id)
                 except CheckpointError as error:  # it may be the best one: it stays this time
                     if unread and root.storage.is_remote:
                         raise  # after many attempts at each of two: it is the store that fails
                     unread.append(id)
-                    self._tell_once(root.checkpoint(id).url, "stays, as its metrics cannot be read", error, "readable")
+                    self._tell_once(root.checkpoint(id).url, _UNREAD, error, "readable")
+        if rules.best is not None:
+            with_added = {id: noted for id, noted in known.items() if record_name(id.name) in root.names}
+            unread += self._read_added(root, with_added)
         noted = {id.step: self._noted.get(id, _NOTHING) for id in whole}
         pinned = {id.step: "pinned" for id in (self._resumed, self._saved, *unread) if id is not None and id in whole}
         metrics, now = {step: each.metrics for step, each in noted.items()}, world().wall_clock()
@@ -229,6 +234,35 @@ class Keeper(Task):
                     "checkpoints are removed by rules of which one keeps nothing: %s [invalid-argument]", problem
                 )
         return kept
+
+    def _read_added(self, root: Root, known: Mapping[CheckpointId, Noted]) -> Collection[CheckpointId]:
+        """Reads the metrics that were added to checkpoints by now; returns those of which they cannot be read.
+
+        What was known of these counts on. So it does of all that come after two where a store fails: there each read
+        takes many attempts.
+        """
+        failed: dict[CheckpointId, CheckpointError] = {}
+
+        def read(id: CheckpointId) -> Noted:
+            if len(failed) < 2 or not root.storage.is_remote:
+                try:
+                    return _noted_again(root, id, known[id])
+                except CheckpointError as error:
+                    failed[id] = error
+            return known[id]
+
+        if known:
+            with world().thread_pool(sizes_for(root.storage).threads, "shardopt-metrics") as pool:
+                try:
+                    found = [*pool.map(read, known)]
+                except RuntimeError:  # Python's for a limit of the system
+                    found = [*map(read, known)]
+            for id, noted in zip(known, found, strict=True):
+                if self._noted.get(id) is known[id]:  # others may have noted more meanwhile
+                    self._noted[id] = noted
+        for id, error in failed.items():
+            self._tell_once(root.checkpoint(id).url, _UNREAD, error, "readable")
+        return failed
 
     def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
         busy, names = _busy_urls(), self._in_use(root)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run import metrics
+from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.removal import remove_checkpoint
@@ -288,6 +289,23 @@ def test_metrics_that_were_added_are_read_again_only_where_a_rule_goes_by_them(t
         read.clear()
         manager.save(4, {"x": torch.ones(3)})
     assert read == ["step-00000002.metrics.json"] * ("best" in rules)
+
+
+def test_nothing_is_removed_where_a_branch_begins_while_metrics_are_read(tmp_path, monkeypatch):
+    inner = Keeper._kept
+
+    def with_branch(self, root, whole):
+        self._run.is_agreed = False  # as a restore of an earlier step begins
+        return inner(self, root, whole)
+
+    with checkpoint.Manager(tmp_path, keep=1) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(Keeper, "_kept", with_branch)
+            for step in range(3):
+                manager.save(step, {"x": torch.ones(3)})
+        assert manager.steps() == [0, 1, 2]
+        manager.save(3, {"x": torch.ones(3)})
+        assert manager.steps() == [3]
 
 
 def test_a_rule_by_a_metric_that_comes_at_fewer_steps_than_checkpoints_is_not_told(tmp_path, caplog):

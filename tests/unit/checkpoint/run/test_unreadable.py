@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,3 +187,27 @@ def test_a_store_that_fails_is_asked_for_the_metrics_of_two_checkpoints(
         manager.wait()
         assert len(asked) == 2 and manager.steps() == [0, 1, 2, 3, 4, 5]
     assert "old checkpoints could not be removed" in caplog.text
+
+
+def test_a_store_that_fails_to_return_metrics_that_were_added_ends_no_removal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is known of the checkpoints counts, and those that were asked for stay."""
+    asked = []
+
+    def failing(checkpoint: Storage, save_id: str) -> dict[str, float]:
+        asked.append(checkpoint.url)
+        raise CheckpointError("it does not answer")
+
+    with Manager("memory://added-to-many", keep=Retention(last=1, best=("loss", "min", 12))) as manager:
+        for step in range(12):
+            manager.save(step, {"x": torch.zeros(4)})
+            manager.wait()
+            manager.add_metrics(step, {"loss": float(step)})
+        monkeypatch.setattr(keeper, "added_to", failing)
+        monkeypatch.setattr(keeper, "sizes_for", lambda storage: SimpleNamespace(threads=1))
+        for step in (12, 13):
+            manager.save(step, {"x": torch.zeros(4)})
+            manager.wait()
+        assert manager.steps() == [*range(12), 13] and len(asked) == 4
+    assert caplog.text.count("stays, as its metrics cannot be read") == 2
